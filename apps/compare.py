@@ -110,9 +110,9 @@ def differences(first: Path, second: Path) -> list[Difference]:
     """List what differs between two runs: settings that define them, code, packages, and other settings."""
     diffs = []
     for file, is_setting in (("config.json", True), ("versions.json", False)):
-        before, after = (settings_of(read_bounded(folder / file)) for folder in (first, second))
-        for name in sorted(before.keys() | after.keys()):
-            values = [setting_text(side.get(name, "none")) for side in (before, after)]
+        first_values, second_values = (settings_of(read_bounded(folder / file)) for folder in (first, second))
+        for name in sorted(first_values.keys() | second_values.keys()):
+            values = [setting_text(side.get(name, "none")) for side in (first_values, second_values)]
             if values[0] != values[1]:
                 flag = flag_of(name) if is_setting else name.replace("code.", "code of ", 1)
                 defines = defines_run(name) if is_setting else name.startswith("code.")
@@ -249,8 +249,9 @@ def _scores(first: Path, second: Path) -> tuple[int, list[tuple[str, ...]]]:
         a, b = runs[0].get(key, {}), runs[1].get(key, {})
         difference = ""
         if common_tasks := sorted(a.keys() & b.keys()):
-            paired = compare_paired([a[task] for task in common_tasks], [b[task] for task in common_tasks])
-            difference = f"{paired.difference:+.3f}  [{paired.low:+.3f}, {paired.high:+.3f}]  of {paired.tasks} tasks"
+            comparison = compare_paired([a[task] for task in common_tasks], [b[task] for task in common_tasks])
+            interval = f"[{comparison.low:+.3f}, {comparison.high:+.3f}]"
+            difference = f"{comparison.difference:+.3f}  {interval}  of {comparison.tasks} tasks"
         scores.append((" ".join(key), *(_interval(mean_over_tasks([*means.values()])) for means in (a, b)), difference))
     return step, scores
 

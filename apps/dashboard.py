@@ -131,8 +131,8 @@ class _WithHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = {**_HEADERS, "cache-control": "no-store"}
-                header_pairs = [(name.encode(), value.encode()) for name, value in added.items()]
+                headers = {**_HEADERS, "cache-control": "no-store"}
+                header_pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
                 message = {**message, "headers": [*message["headers"], *header_pairs]}
             await send(message)
 

@@ -194,8 +194,10 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
         key = secrets.token_urlsafe(32)
         limits = Generator.Config(**vars(config.generator))
         with tempfile.TemporaryDirectory(prefix="play-") as out, responsive_loop():
-            served = gateway.Config(model=str(folder), port=0, generator=limits, cache=config.cache, out=Path(out))
-            async with gateway.serving(served, key) as (server, _, faults):
+            gateway_config = gateway.Config(
+                model=str(folder), port=0, generator=limits, cache=config.cache, out=Path(out)
+            )
+            async with gateway.serving(gateway_config, key) as (server, _, faults):
                 with interrupted_by(faults.raise_fatal):
                     yield functools.partial(_request, server.base_url, server.model, key, limits.max_tokens)
 
@@ -269,8 +271,8 @@ def _tell(console: Console, tokenizer: Tokenizer, task: Task, event: Observation
         console.print(Text(visible(f"{message.get('role', '')}: {message.get('content', '')}"), style="yellow"))
     parts = "".join(f", {name} {value:g}" for name, value in event.parts.items())
     reward = "" if event.reward is None else f"reward {event.reward:g}{parts}"
-    ended = "the episode is over" if event.done else ""
-    if text := "; ".join(filter(None, (reward, ended))):
+    end_text = "the episode is over" if event.done else ""
+    if text := "; ".join(filter(None, (reward, end_text))):
         console.print(Text(visible(text), style="dim"))
 
 
@@ -295,13 +297,15 @@ def show(config: Config, console: Console) -> None:
         for name in mixture:
             status.update(f"measuring {name}")
             tasks = _sample(mixture, name, scans.get(name), config.sample)
-            measured = measure(lengths, tasks)
-            parts.append((name, measured))
-            source_reports[name] = _as_json(mixture, name, scans.get(name), measured, config.groups_per_batch)
+            measurement = measure(lengths, tasks)
+            parts.append((name, measurement))
+            source_reports[name] = _as_json(mixture, name, scans.get(name), measurement, config.groups_per_batch)
         sets = mixture.eval_sets(config.evaluation.tasks)
-    for name, measured in parts:
-        _show_source(console, config, mixture, name, scans.get(name), lengths, measured)
-        for number, (task, length) in enumerate(zip(measured.tasks[: config.show], measured.lengths, strict=False), 1):
+    for name, measurement in parts:
+        _show_source(console, config, mixture, name, scans.get(name), lengths, measurement)
+        for number, (task, length) in enumerate(
+            zip(measurement.tasks[: config.show], measurement.lengths, strict=False), 1
+        ):
             title = f"{name}, task {number}: {length} tokens"
             console.print(
                 task_panel(tokenizer, task, title)
@@ -311,9 +315,9 @@ def show(config: Config, console: Console) -> None:
         console.print()
     _show_sets(console, sets, scans, lengths)
     if config.json is not None:
-        evaluated = {name: len(tasks) for name, tasks in sets.items()}
+        eval_counts = {name: len(tasks) for name, tasks in sets.items()}
         config.json.write_text(
-            json.dumps({"rows": kind, "sources": source_reports, "evaluation": evaluated}, indent=1) + "\n"
+            json.dumps({"rows": kind, "sources": source_reports, "evaluation": eval_counts}, indent=1) + "\n"
         )
 
 
@@ -335,9 +339,9 @@ def _show_source(
     name: str,
     scan: Scan | None,
     limits: Lengths,
-    measured: Measured,
+    measurement: Measured,
 ) -> None:
-    tasks, lengths, limit = measured.tasks, measured.lengths, limits.limit
+    tasks, lengths, limit = measurement.tasks, measurement.lengths, limits.limit
     console.rule(Text(f"{name}  {mixture.shares[name]:.0%} of the mixture", style="bold"), align="left")
     console.print(
         Text(visible(scan.describe(limit, limits.measured) if scan is not None else "generated, without end"))
@@ -356,11 +360,11 @@ def _show_source(
     if max(lengths) > limit:
         num_too_long = sum(length > limit for length in lengths)
         console.print(f"{num_too_long} of them are longer than {limit:,} tokens and will be skipped", style="yellow")
-    if measured.refused:
-        refused = f"{len(measured.refused):,} cannot be trained on, the first: {measured.refused[0]}"
-        console.print(Text(visible(refused), style="yellow"))
-    if measured.note and scan is None:
-        console.print(Text(measured.note))
+    if measurement.refused:
+        warning = f"{len(measurement.refused):,} cannot be trained on, the first: {measurement.refused[0]}"
+        console.print(Text(visible(warning), style="yellow"))
+    if measurement.note and scan is None:
+        console.print(Text(measurement.note))
     for line in histogram(lengths, min(_BAR, max(10, console.width - 40))):
         console.print(f"  {line}", soft_wrap=True)
 
@@ -377,12 +381,12 @@ def _sample(mixture: Mixture, name: str, scan: Scan | None, count: int) -> list[
     return [mixture.draw_from(name) for _ in range(min(count, scan.trained) if scan is not None else count)]
 
 
-def _as_json(mixture: Mixture, name: str, scan: Scan | None, measured: Measured, groups: int) -> dict[str, object]:
-    lengths = measured.lengths
+def _as_json(mixture: Mixture, name: str, scan: Scan | None, measurement: Measured, groups: int) -> dict[str, object]:
+    lengths = measurement.lengths
     report: dict[str, object] = {
         "share": mixture.shares[name],
         "prompt_tokens": {"least": min(lengths), "median": statistics.median(lengths), "most": max(lengths)},
-        "refused": len(measured.refused),
+        "refused": len(measurement.refused),
     }
     if scan is not None:
         report |= {

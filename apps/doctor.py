@@ -80,9 +80,9 @@ async def main(config: Config) -> None:
             say=lambda text: status.update(visible(text)),
         )
     show(findings, console)
-    if failed := [finding for finding in findings if finding.status == "fail"]:
-        hosts = sorted({finding.host for finding in failed})
-        raise _FailedError(f"{len(failed)} of {len(findings)} checks failed, on {', '.join(hosts)}")
+    if failures := [finding for finding in findings if finding.status == "fail"]:
+        hosts = sorted({finding.host for finding in failures})
+        raise _FailedError(f"{len(failures)} of {len(findings)} checks failed, on {', '.join(hosts)}")
 
 
 def show(findings: list[Finding], console: Console) -> None:

@@ -212,12 +212,12 @@ async def main(config: Config) -> None:
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
     _check_settings(out, config)
-    used, caption = versions(), "± standard error, clustered by task"
+    package_versions, caption = versions(), "± standard error, clustered by task"
     comparisons: list[tuple[str, str, str, Comparison]] = []
     with responsive_loop():
         if is_lm_eval:
-            python, used["lm_eval"] = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
-            console.print(f"lm-eval {used['lm_eval']}")
+            python, package_versions["lm_eval"] = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
+            console.print(f"lm-eval {package_versions['lm_eval']}")
             models = {
                 name: await _run_lm_eval(config, name, folder, out, python, console) for name, folder in folders.items()
             }
@@ -250,7 +250,7 @@ async def main(config: Config) -> None:
         ]
         _write_report(
             config.json,
-            {"models": models, "comparisons": differences, "settings": as_json(config), "versions": used},
+            {"models": models, "comparisons": differences, "settings": as_json(config), "versions": package_versions},
         )
     console.print(f"prompts and answers are in {out}", soft_wrap=True)
 
@@ -386,7 +386,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         yield Endpoint(**connection | {"folder": Path(connection["folder"])}, concurrent=config.generator.max_num_seqs)
         return
     key = secrets.token_urlsafe(32)
-    served = gateway.Config(
+    gateway_config = gateway.Config(
         model=str(folder),
         port=0,
         generator=with_longest_context(config.generator, folder, least=config.generator.max_tokens, most=MOST_CONTEXT),
@@ -396,7 +396,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         out=out,
         isolation=config.isolation,
     )
-    async with gateway.serving(served, key) as (server, generator, faults):
+    async with gateway.serving(gateway_config, key) as (server, generator, faults):
         with interrupted_by(faults.raise_fatal):
             yield Endpoint(
                 url=server.base_url,
@@ -416,11 +416,11 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         console.print(f"{name}: finished before, in {out}", soft_wrap=True)
         return results
     bar = _progress(console)
-    ended: dict[str, list[Sequence[Episode]]] = {}
+    episodes_by_set: dict[str, list[Sequence[Episode]]] = {}
 
     def keep(set_name: str, episodes: Sequence[Episode]) -> None:
         results.add(set_name, episodes)
-        ended.setdefault(set_name, []).append(episodes)
+        episodes_by_set.setdefault(set_name, []).append(episodes)
         bar.advance(task)
 
     evaluation = Evaluation(
@@ -439,9 +439,9 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
                 rollouts.start_evaluation(evaluation)
                 await rollouts.finish_evaluation()
     finally:
-        await asyncio.to_thread(keep_episodes, episodes_folder, config, folder, ended)
+        await asyncio.to_thread(keep_episodes, episodes_folder, config, folder, episodes_by_set)
     _warn_of_episodes(
-        config, name, [episode for groups in ended.values() for episode in itertools.chain(*groups)], console
+        config, name, [episode for groups in episodes_by_set.values() for episode in itertools.chain(*groups)], console
     )
     console.print(f"{name}: forge-rl show {episodes_folder} lists its episodes", soft_wrap=True)
     return results
@@ -449,11 +449,11 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
 
 def _warn_of_episodes(config: Config, name: str, episodes: Sequence[Episode], console: Console) -> None:
     """Warn of failed episodes, and of many that were cut."""
-    failed = [episode for episode in episodes if not episode.outcome.scored]
+    failures = [episode for episode in episodes if not episode.outcome.scored]
     cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
-    if failed:
-        many = f"{len(failed)} of {len(episodes)} episodes failed; run the same command again to retry them"
-        text = f"warning: {name}: {many}; {describe_failure(failed[-1])}"
+    if failures:
+        many = f"{len(failures)} of {len(episodes)} episodes failed; run the same command again to retry them"
+        text = f"warning: {name}: {many}; {describe_failure(failures[-1])}"
         console.print(visible(text), style="yellow", soft_wrap=True)
     if cut > _OFTEN_CUT * len(episodes):
         text = (

@@ -207,8 +207,8 @@ def _warn(text: str) -> None:
 def _model(config: Config) -> tuple[Path, str]:
     """Return the model's folder, and its name in requests."""
     folder = find_model(config.model, config.cache)
-    named = Path(config.model).expanduser()
-    return folder, Path(os.path.abspath(named)).name if named.is_dir() else config.model
+    path = Path(config.model).expanduser()
+    return folder, Path(os.path.abspath(path)).name if path.is_dir() else config.model
 
 
 def _greet(gateway: Gateway, shell_key: str, max_model_len: int) -> None:

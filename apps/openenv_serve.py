@@ -165,7 +165,7 @@ class Session:
     async def _step(self, data: Mapping[str, Any]) -> dict[str, object]:
         if data.get("type") == "list_tools":
             functions: list[Any] = [tool["function"] for tool in self._tools]
-            listed = [
+            tool_list = [
                 {
                     "name": function["name"],
                     "description": function["description"],
@@ -173,7 +173,7 @@ class Session:
                 }
                 for function in functions
             ]
-            return {"observation": {"tools": listed, "metadata": {}}, "reward": None, "done": self._done}
+            return {"observation": {"tools": tool_list, "metadata": {}}, "reward": None, "done": self._done}
         if self._env is None or self._done:
             raise ValueError("the episode is over; reset begins another one")
         text, calls = str(data.get("message", "")), tuple[ToolCall, ...]()

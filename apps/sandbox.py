@@ -327,15 +327,15 @@ class SandboxServer:
     @contextlib.contextmanager
     def _use(self, caller: _Caller, request: Request) -> Iterator[_Leased]:
         """Use one of a caller's sessions: its lease cannot end meanwhile, and starts again afterwards."""
-        leased = caller.sessions.get(request.path_params["name"])
-        if leased is None:
+        lease = caller.sessions.get(request.path_params["name"])
+        if lease is None:
             raise ApiError(404, "no such session: it was closed, or its lease has ended", code="no_session")
-        leased.uses += 1
+        lease.uses += 1
         try:
-            yield leased
+            yield lease
         finally:
-            leased.uses -= 1
-            leased.until_s = time.monotonic() + self.config.lease_s
+            lease.uses -= 1
+            lease.until_s = time.monotonic() + self.config.lease_s
 
     async def _open(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Open)
@@ -372,7 +372,7 @@ class SandboxServer:
         return JSONResponse({"id": name, "lease_s": self.config.lease_s, "limits": asdict(session.limits)}, 201)
 
     async def _list(self, caller: _Caller, request: Request) -> Response:
-        return JSONResponse({"sessions": {name: leased.session.alive for name, leased in caller.sessions.items()}})
+        return JSONResponse({"sessions": {name: lease.session.alive for name, lease in caller.sessions.items()}})
 
     async def _renew(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Renew)
@@ -387,32 +387,32 @@ class SandboxServer:
             value, limit = getattr(body, name), getattr(self.config.limits, name)
             if value is not None and limit is not None and value > limit:
                 raise ApiError(400, f"{name} is above the server's limit, {limit:g}", param=name, code="invalid_value")
-        with self._use(caller, request) as leased:
-            result = await leased.session.run(body.code, wall_s=body.wall_s, cpu_s=body.cpu_s)
+        with self._use(caller, request) as lease:
+            result = await lease.session.run(body.code, wall_s=body.wall_s, cpu_s=body.cpu_s)
             self._cells.labels("error" if result.error else "value").inc()
-            return JSONResponse({"result": result_to_json(result), "alive": leased.session.alive})
+            return JSONResponse({"result": result_to_json(result), "alive": lease.session.alive})
 
     async def _put(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Put)
-        with self._use(caller, request) as leased:
-            await leased.session.put(body.path, unpacked(body.data))
+        with self._use(caller, request) as lease:
+            await lease.session.put(body.path, unpacked(body.data))
         return JSONResponse({})
 
     async def _get(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Get)
-        with self._use(caller, request) as leased:
-            data = await leased.session.get(body.path)
+        with self._use(caller, request) as lease:
+            data = await lease.session.get(body.path)
         return JSONResponse({"data": base64.b64encode(data).decode()})
 
     async def _fork(self, caller: _Caller, request: Request) -> Response:
         await _read(request, _Nothing)
-        with self._use(caller, request) as leased, self._place(caller):
-            return self._lease(caller, await leased.session.fork())
+        with self._use(caller, request) as lease, self._place(caller):
+            return self._lease(caller, await lease.session.fork())
 
     async def _restore(self, caller: _Caller, request: Request) -> Response:
         await _read(request, _Nothing)
-        with self._use(caller, request) as leased:
-            await leased.session.restore()
+        with self._use(caller, request) as lease:
+            await lease.session.restore()
         return JSONResponse({})
 
     async def _delete(self, caller: _Caller, request: Request) -> Response:
@@ -422,10 +422,10 @@ class SandboxServer:
         return JSONResponse({})
 
     async def _end(self, caller: _Caller, name: str, cause: str) -> None:
-        leased = caller.sessions.pop(name, None)
-        if leased is not None:
+        lease = caller.sessions.pop(name, None)
+        if lease is not None:
             self._ended.labels(cause).inc()
-            await asyncio.shield(leased.session.close())
+            await asyncio.shield(lease.session.close())
 
     async def _sweep(self) -> None:
         """End the sessions whose leases have ended."""
@@ -435,8 +435,8 @@ class SandboxServer:
             late = [
                 (caller, name)
                 for caller in self._callers.values()
-                for name, leased in caller.sessions.items()
-                if not leased.uses and leased.until_s < now_s
+                for name, lease in caller.sessions.items()
+                if not lease.uses and lease.until_s < now_s
             ]
             await asyncio.gather(*(self._end(caller, name, "lease") for caller, name in late))
 

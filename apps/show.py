@@ -156,11 +156,11 @@ def _table(matches: list[tuple[str, dict[str, Any]]], width: int) -> Table:
 def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     """Print an episode with everything that is known of it; its texts are escaped."""
     episode = record.episode
-    about = f"{name}  {episode.task.source} {episode.task.id}"
-    console.rule(Text(clipped(about, lines=1, width=console.width - 10), "bold"), align="left")
-    where = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
+    title = f"{name}  {episode.task.source} {episode.task.id}"
+    console.rule(Text(clipped(title, lines=1, width=console.width - 10), "bold"), align="left")
+    position = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
     answer = {"": "", "given": "a given answer"}.get(record.given_answer, f"the {record.given_answer} answer")
-    facts = {"": f"{where}; {answer or f'{episode.outcome} after {duration(episode.seconds)}'}"}
+    facts = {"": f"{position}; {answer or f'{episode.outcome} after {duration(episode.seconds)}'}"}
     if episode.score is not None:
         parts = "".join(f", {key} {number(value)}" for key, value in episode.score.parts.items())
         facts["reward"] = number(episode.reward) + parts

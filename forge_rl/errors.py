@@ -179,9 +179,9 @@ class ServiceError(ForgeError):
         self.phase = ""
 
     def __str__(self) -> str:
-        where = self.service if self.replica is None else f"{self.service} replica {self.replica}"
+        location = self.service if self.replica is None else f"{self.service} replica {self.replica}"
         call, phase = self.call and f", call {self.call}", self.phase and f", phase {self.phase}"
-        return f"{where}{call}{phase}: {super().__str__()}"
+        return f"{location}{call}{phase}: {super().__str__()}"
 
 
 class ReplicaError(ServiceError):

@@ -242,8 +242,10 @@ class Episode(Compact):
         for place, turn in enumerate(turns):
             longest: list[int] | None = None
             for run in runs:
-                last = turns[run[-1]]
-                if _continues(turn, last) and (longest is None or _length(last) > _length(turns[longest[-1]])):
+                last_turn = turns[run[-1]]
+                if _continues(turn, last_turn) and (
+                    longest is None or _length(last_turn) > _length(turns[longest[-1]])
+                ):
                     longest = run
             if longest is None:
                 runs.append([place])
@@ -357,8 +359,8 @@ def _lines_of(turn: Turn, lines: int = 2) -> list[str]:
 
 def _labelled(label: str, text: str, lines: int = 2) -> list[str]:
     """Return the first lines of a text, behind its label."""
-    first, *rest = clipped(text, lines=lines, width=100).split("\n")
-    return [f"  {clipped(label, lines=1, width=9):<9} {first}", *(f"{'':12}{line}" for line in rest)]
+    first, *other_lines = clipped(text, lines=lines, width=100).split("\n")
+    return [f"  {clipped(label, lines=1, width=9):<9} {first}", *(f"{'':12}{line}" for line in other_lines)]
 
 
 def _on_a_screen(lines: list[str]) -> str:
@@ -376,10 +378,10 @@ def _with_ids(context: npt.NDArray[np.int32], prompt: int, turn: Turn) -> Turn:
 def _read_episode(kind: type[Episode], *values: object) -> Episode:
     episode = from_values(kind, *values)
     turns: list[Any] = list(episode.turns)
-    for *earlier, last in episode.runs:
+    for *earlier, last_place in episode.runs:
         if earlier:
-            context = turns[last].context
-            turns[last] = _with_ids(context, len(turns[last].prompt_ids), turns[last])
+            context = turns[last_place].context
+            turns[last_place] = _with_ids(context, len(turns[last_place].prompt_ids), turns[last_place])
             for place in earlier:
                 turns[place] = _with_ids(context, *turns[place])
     episode.complete(turns=tuple(turns))
@@ -390,13 +392,13 @@ def _length(turn: Turn) -> int:
     return len(turn.prompt_ids) + len(turn.token_ids)
 
 
-def _continues(turn: Turn, last: Turn) -> bool:
+def _continues(turn: Turn, last_turn: Turn) -> bool:
     """Return True if a turn's prompt begins with the whole context of another turn."""
-    prompt_ids, last_prompt_length, last_length = turn.prompt_ids, len(last.prompt_ids), _length(last)
+    prompt_ids, last_prompt_length, last_length = turn.prompt_ids, len(last_turn.prompt_ids), _length(last_turn)
     return (
         len(prompt_ids) >= last_length
-        and prompt_ids[last_prompt_length:last_length].tobytes() == last.token_ids.tobytes()
-        and prompt_ids[:last_prompt_length].tobytes() == last.prompt_ids.tobytes()
+        and prompt_ids[last_prompt_length:last_length].tobytes() == last_turn.token_ids.tobytes()
+        and prompt_ids[:last_prompt_length].tobytes() == last_turn.prompt_ids.tobytes()
     )
 
 

@@ -81,9 +81,9 @@ class AdaptiveShares:
         self.base = dict(self.base)
         self.rates = dict.fromkeys(self.base, self.config.target) | self.rates
         self.signals = dict.fromkeys(self.base, 1.0) | self.signals
-        excluded = {name: 0.0 for name, weight in self.base.items() if not weight}
-        self.pinned = excluded | self.pinned
-        free = len(self.base) - len(excluded)
+        zero_shares = {name: 0.0 for name, weight in self.base.items() if not weight}
+        self.pinned = zero_shares | self.pinned
+        free = len(self.base) - len(zero_shares)
         if free * self.config.least > 1 or (free > 1 and free * self.config.most < 1):
             raise ConfigError(
                 f"{free} sources cannot each have a share between --mixture.least {self.config.least:g} and "
@@ -105,9 +105,9 @@ class AdaptiveShares:
         for group in groups:
             name, rewards = group.task.source, group.rewards
             mean = min(max(math.fsum(rewards) / len(rewards), 0.0), 1.0)
-            differ = float(max(rewards) > min(rewards))
+            signal = float(max(rewards) > min(rewards))
             self.rates[name] = keep * self.rates[name] + (1 - keep) * mean
-            self.signals[name] = keep * self.signals[name] + (1 - keep) * differ
+            self.signals[name] = keep * self.signals[name] + (1 - keep) * signal
 
     def pin(self, name: str, share: float) -> None:
         """Fix a source's share, even outside the bounds; the others divide the rest.
@@ -115,7 +115,7 @@ class AdaptiveShares:
         Raises:
             TaskError: the share is not in [0, 1], or exceeds what the other fixed shares leave.
         """
-        other_shares = math.fsum(pinned for other, pinned in self.pinned.items() if other != name)
+        other_shares = math.fsum(pinned_share for other, pinned_share in self.pinned.items() if other != name)
         if not 0 <= share <= 1 or other_shares + share > 1 + 1e-9:
             rest_text = f", and other sources have {other_shares:g} of it set by hand" if other_shares else ""
             raise TaskError(
@@ -133,11 +133,11 @@ class AdaptiveShares:
         free = [name for name in self.base if name not in self.pinned]
         shares = dict(self.pinned)
         if free:
-            rest = max(0.0, 1 - math.fsum(self.pinned.values()))
-            equal_share = rest / len(free)
+            rest_share = max(0.0, 1 - math.fsum(self.pinned.values()))
+            equal_share = rest_share / len(free)
             scores = {name: self._score(name) for name in free}
             min_share, max_share = min(self.config.least, equal_share), max(self.config.most, equal_share)
-            shares |= bounded_shares(scores, min_share=min_share, max_share=max_share, total=rest)
+            shares |= bounded_shares(scores, min_share=min_share, max_share=max_share, total=rest_share)
         return {name: shares[name] for name in self.base}
 
     def describe(self, name: str) -> str:
@@ -191,12 +191,12 @@ def bounded_shares(
         max_share: at least total / len(scores).
     """
     highest = max(scores.values())
-    floored = {name: max(score / highest, _FLOOR) if highest > 0 else 1.0 for name, score in scores.items()}
+    floored_scores = {name: max(score / highest, _FLOOR) if highest > 0 else 1.0 for name, score in scores.items()}
 
     def shares_at(factor: float) -> dict[str, float]:
-        return {name: min(max(factor * score, min_share), max_share) for name, score in floored.items()}
+        return {name: min(max(factor * score, min_share), max_share) for name, score in floored_scores.items()}
 
-    corners = sorted({0.0, *(bound / score for score in floored.values() for bound in (min_share, max_share))})
+    corners = sorted({0.0, *(bound / score for score in floored_scores.values() for bound in (min_share, max_share))})
     low = max((corner for corner in corners if math.fsum(shares_at(corner).values()) <= total), default=0.0)
     high = next((corner for corner in corners if corner > low), None)
     if high is None:
@@ -206,4 +206,4 @@ def bounded_shares(
     bound_total = math.fsum(share for name, share in middle.items() if name not in free)
     if not free:
         return shares_at(low)
-    return shares_at((total - bound_total) / math.fsum(floored[name] for name in free))
+    return shares_at((total - bound_total) / math.fsum(floored_scores[name] for name in free))

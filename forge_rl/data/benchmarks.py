@@ -173,11 +173,13 @@ def _mmlu_pro(row: Row) -> Row:
     options = row["options"]
     if not isinstance(options, list | tuple) or not 2 <= len(options) <= 26:
         raise RowError("is not a list of 2 to 26 options", column="options", value=options)
-    listed = "\n".join(f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options, strict=False))
-    last = string.ascii_uppercase[len(options) - 1]
+    option_lines = "\n".join(
+        f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options, strict=False)
+    )
+    last_letter = string.ascii_uppercase[len(options) - 1]
     question = (
-        f"{_text(row, 'question')}\n\n{listed}\n\nThink step by step, then finish with "
-        f'"The answer is (X)", where X is a letter from A to {last}.'
+        f"{_text(row, 'question')}\n\n{option_lines}\n\nThink step by step, then finish with "
+        f'"The answer is (X)", where X is a letter from A to {last_letter}.'
     )
     return {"question_id": row["question_id"], "question": question, "answer": row["answer"]}
 

@@ -106,8 +106,8 @@ class DifficultyPools:
         keep = self.config.momentum
         for group in groups:
             rate, key = self._rate_of(group), _key(group.task)
-            before = self._rates.get(key)
-            self._rates[key] = rate if before is None else keep * before + (1 - keep) * rate
+            old_rate = self._rates.get(key)
+            self._rates[key] = rate if old_rate is None else keep * old_rate + (1 - keep) * rate
 
     def pool_of(self, task: Task) -> Pool | None:
         """Return a task's pool; None for a new task."""
@@ -126,11 +126,11 @@ class DifficultyPools:
             chosen_before: whether a task was chosen before a restart that rewound the source, and is chosen again.
         """
         preferred_pool, alternative = self._wanted(source), None
-        for passed in range(_MOST_PASSED):
+        for num_passed in range(_MOST_PASSED):
             task = draw()
             pool = self.pool_of(task)
             if pool in (preferred_pool, None) or preferred_pool is None or chosen_before(task):
-                return self._count(pool, task, passed)
+                return self._count(pool, task, num_passed)
             if alternative is None or (self.config.shares[alternative[0]] == 0 < self.config.shares[pool]):
                 alternative = pool, task
         assert preferred_pool is not None
@@ -189,7 +189,7 @@ class DifficultyPools:
     def _wanted(self, source: str) -> Pool | None:
         """Choose the pool of a source's next task; None if all rest."""
         resting = self._resting.get(source, {})
-        self._resting[source] = {pool: left - 1 for pool, left in resting.items() if left > 1}
+        self._resting[source] = {pool: num_left - 1 for pool, num_left in resting.items() if num_left > 1}
         active = {pool: share for pool, share in self.config.shares.items() if share > 0 and pool not in resting}
         if not active:
             return None
@@ -213,9 +213,9 @@ class DifficultyPools:
             )
         return math.fsum(min(max(value, 0.0), 1.0) for value in values) / len(values)
 
-    def _count(self, pool: Pool | None, task: Task, passed: int) -> Task:
+    def _count(self, pool: Pool | None, task: Task, num_passed: int) -> Task:
         self._counts[pool or "new"] += 1
-        self._counts["passed_over"] += passed
+        self._counts["passed_over"] += num_passed
         return task
 
 

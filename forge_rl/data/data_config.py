@@ -102,7 +102,7 @@ class DataConfig:
         if not tasks:
             raise ConfigError("no tasks are given", hint="set --tasks to at least one data set or file of tasks")
         specs = _parsed(tasks, "--tasks")
-        sources = self._sources(specs, seed, kind, trained=True, evaluated=bool(eval_tasks))
+        sources = self._sources(specs, seed, kind, is_trained=True, is_evaluated=bool(eval_tasks))
         held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind)
         return Mixture(
             sources,
@@ -118,10 +118,10 @@ class DataConfig:
         Raises:
             TaskError: as for `build`.
         """
-        return self._sources(_parsed(tasks, "--eval-tasks"), seed, kind, trained=False, evaluated=True)
+        return self._sources(_parsed(tasks, "--eval-tasks"), seed, kind, is_trained=False, is_evaluated=True)
 
     def _sources(
-        self, specs: Sequence[FlagText], seed: int, kind: Kind, *, trained: bool, evaluated: bool
+        self, specs: Sequence[FlagText], seed: int, kind: Kind, *, is_trained: bool, is_evaluated: bool
     ) -> dict[str, Source]:
         names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
@@ -131,10 +131,12 @@ class DataConfig:
                 raise TaskError(
                     f"the tasks {name!r} are given twice", hint="give them once, with the sum of the weights"
                 )
-            sources[name] = self._source(name, spec, seed, kind, trained=trained, evaluated=evaluated)
+            sources[name] = self._source(name, spec, seed, kind, is_trained=is_trained, is_evaluated=is_evaluated)
         return sources
 
-    def _source(self, name: str, spec: FlagText, seed: int, kind: Kind, *, trained: bool, evaluated: bool) -> Source:
+    def _source(
+        self, name: str, spec: FlagText, seed: int, kind: Kind, *, is_trained: bool, is_evaluated: bool
+    ) -> Source:
         if _is_generated(spec):
             if kind == "pair":
                 raise spec.wrong(
@@ -143,16 +145,16 @@ class DataConfig:
             share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
             instruction = _NUMBERS if self.instruction is None else self.instruction
             return ReasoningGymSource(spec.name, spec.params, seed, share, name, instruction, self.system)
-        share = (0.0 if evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
+        share = (0.0 if is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
         if spec.is_code:
             items: Any = user_code.load(spec.name, "--tasks")
-            return IterableSource(name, items, seed, share if trained else 1.0, self._columns(spec, kind))
+            return IterableSource(name, items, seed, share if is_trained else 1.0, self._columns(spec, kind))
         return TableSource(
             name,
             _tables(spec),
             self._columns(spec, kind),
             seed=seed,
-            held_out_share=share if trained else 1.0,
+            held_out_share=share if is_trained else 1.0,
             max_bad_rows=self.max_bad_rows,
         )
 

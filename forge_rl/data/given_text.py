@@ -86,17 +86,17 @@ def _of_content(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
     """Yield the text of a message. An answer's text is split at tags: text before a closing tag is a thought."""
     content = message.get("content") or ""
     assert isinstance(content, str), content
-    rest = "text beside its tool call" if message.get("tool_calls") else "text"
+    default_part = "text beside its tool call" if message.get("tool_calls") else "text"
     if message.get("role") == "assistant":
         tags = {*_TAGS, *tokenizer.thoughts.tags}
         pieces = re.split("(" + "|".join(map(re.escape, sorted(tags))) + ")", content)
         closing = {_TAGS[1], tokenizer.thoughts.tags[1]}
         for place in range(0, len(pieces), 2):
-            closed = place + 1 < len(pieces) and pieces[place + 1] in closing
+            is_thought = place + 1 < len(pieces) and pieces[place + 1] in closing
             if pieces[place].strip():
-                yield GivenText("thoughts" if closed else rest, pieces[place])
+                yield GivenText("thoughts" if is_thought else default_part, pieces[place])
     elif content.strip():
-        yield GivenText(rest, content)
+        yield GivenText(default_part, content)
 
 
 def _values(arguments: object) -> Iterator[str]:

@@ -110,21 +110,21 @@ class Mixture:
         Raises:
             TaskError: a weight is refused; nothing has then changed.
         """
-        before = {name: self[name] for name in weights}
+        old_weights = {name: self[name] for name in weights}
         if self._adaptive is not None:
-            pinned = dict(self._adaptive.pinned)
+            old_pinned = dict(self._adaptive.pinned)
             try:
                 for name, weight in weights.items():
                     self._adaptive.pin(name, weight)
             except TaskError:
-                self._adaptive.pinned = pinned
+                self._adaptive.pinned = old_pinned
                 raise
             self._weights = self._adaptive.shares()
         else:
             self._weights = self._checked({**self._weights, **weights})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
         for name, weight in weights.items():
-            self._tell(f"mixture {name} {before[name]:g} -> {weight:g}")
+            self._tell(f"mixture {name} {old_weights[name]:g} -> {weight:g}")
 
     def adapt(self, config: Adapting) -> None:
         """Adapt all weights from the next batch on, even those set by hand; with "off", keep the current weights.
@@ -242,9 +242,9 @@ class Mixture:
         Raises:
             TaskError: a source cannot resume, for example because its files have changed.
         """
-        saved = state.get("sources")
+        saved_sources = state.get("sources")
         for name, source in self._sources.items():
-            if isinstance(saved, Mapping) and isinstance(position := saved.get(name), Mapping):
+            if isinstance(saved_sources, Mapping) and isinstance(position := saved_sources.get(name), Mapping):
                 source.restore(position)
 
     def _tell(self, line: str) -> None:

@@ -151,8 +151,8 @@ def check_tasks(
         if isinstance(source, IterableSource) and any(problems.values()):
             trained_problems = set(source.problems(_MAX_COMPARED, held_out=False))
             for set_name, set_problems in problems.items():
-                if mixture.overlap == "refuse" and (shared := trained_problems & set_problems):
-                    raise _overlap(len(shared), name, set_name, "")
+                if mixture.overlap == "refuse" and (shared_problems := trained_problems & set_problems):
+                    raise _overlap(len(shared_problems), name, set_name, "")
             source.leave_out(set().union(*problems.values()))
         elif isinstance(source, TableSource) and lengths is not None:
             scan = _cached(source, lengths, problems, cache, progress)

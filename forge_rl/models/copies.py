@@ -59,10 +59,10 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
     target = folder / name
     if target.is_dir() and contents_of(target) == contents:
         return target
-    needed, free = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
-    if free < needed:
+    needed_bytes, free_bytes = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
         raise ModelError(
-            f"a copy of the model needs {needed / 1e9:.2f} GB but {folder} has {free / 1e9:.2f} GB free",
+            f"a copy of the model needs {needed_bytes / 1e9:.2f} GB but {folder} has {free_bytes / 1e9:.2f} GB free",
             hint="free space there, or choose another --cache",
         )
     with tempfile.TemporaryDirectory(prefix=".copy-", dir=folder) as place:

@@ -63,27 +63,27 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
 
     target.mkdir()
     config = json.loads((files[0].parent / "config.json").read_text())["quantization_config"]
-    stored = [path for path in files if path.suffix == ".safetensors"]
-    placed: dict[str, str] = {}
+    weight_files = [path for path in files if path.suffix == ".safetensors"]
+    weight_map: dict[str, str] = {}
     total = 0
     with ExitStack() as stack:
         try:
-            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in stored}
+            open_files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in weight_files}
             files_by_tensor: dict[str, Any] = {}
-            for file in opened.values():
+            for file in open_files.values():
                 files_by_tensor |= dict.fromkeys(file.keys(), file)
             reader = _Reader(config, files_by_tensor)
             reader.check_space(target)
-            for done, (path, file) in enumerate(opened.items()):
-                report("dequantising", done / len(opened))
+            for num_done, (path, file) in enumerate(open_files.items()):
+                report("dequantising", num_done / len(open_files))
                 tensors = dict(reader.tensors(file.keys()))
                 if tensors:
                     save_file(tensors, target / path.name, metadata={"format": "pt"})
-                placed |= dict.fromkeys(tensors, path.name)
+                weight_map |= dict.fromkeys(tensors, path.name)
                 total += sum(values.nbytes for values in tensors.values())
         except SafetensorError as error:
             raise ModelError(f"{path} cannot be read: {error}", hint="download the model again") from error
-    complete_folder(files[0].parent, target, dtype="bfloat16", placed=placed, total_bytes=total)
+    complete_folder(files[0].parent, target, dtype="bfloat16", weight_map=weight_map, total_bytes=total)
 
 
 class _Reader:

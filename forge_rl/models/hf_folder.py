@@ -92,7 +92,7 @@ def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
         if pair[1].get_shape() != shape or not shape:
             return True
         for first in range(0, shape[0], _COMPARED_ROWS):
-            left, right = (stored[first : first + _COMPARED_ROWS] for stored in pair)
+            left, right = (tensor[first : first + _COMPARED_ROWS] for tensor in pair)
             wide = torch.promote_types(left.dtype, right.dtype)
             if not torch.equal(left.to(wide), right.to(wide)):
                 return True
@@ -104,7 +104,7 @@ def complete_folder(
     target: Path,
     *,
     dtype: str,
-    placed: Mapping[str, str],
+    weight_map: Mapping[str, str],
     total_bytes: int,
     valued: bool = False,
     untied: bool = False,
@@ -113,7 +113,7 @@ def complete_folder(
 
     Args:
         dtype: dtype of the weights, such as "bfloat16", unquantised.
-        placed: name of the file that holds each weight.
+        weight_map: name of the file that holds each weight.
         total_bytes: bytes of all weights.
         valued: the weights are a value model's, which transformers reads with AutoModelForSequenceClassification.
         untied: the weights have an output projection of their own, even if the other folder's config.json ties it.
@@ -133,6 +133,6 @@ def complete_folder(
     if untied:
         config["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-    if len(set(placed.values())) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": placed}
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

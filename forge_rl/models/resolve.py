@@ -147,8 +147,8 @@ def _checked(folder: Path) -> Path:
 
 def _completion(folder: Path) -> str:
     """Say how a folder becomes a complete model."""
-    if pickled := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
-        return f"{pickled[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
+    if pickle_names := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
+        return f"{pickle_names[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
     if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
         return f"{ranks[0].name} needs Python code of the model, which is never run: convert it to tokenizer.json"
     if (folder / "adapter_config.json").is_file():

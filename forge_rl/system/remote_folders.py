@@ -90,9 +90,9 @@ class RemoteFolder:
             if self._in_buckets:
                 self._files.pipe_file(path, data)
                 return
-            folder, _, last = path.rpartition("/")
+            folder, _, file_name = path.rpartition("/")
             self._files.makedirs(folder, exist_ok=True)
-            self._files.pipe_file(draft := f"{folder}/.{last}.part", data)
+            self._files.pipe_file(draft := f"{folder}/.{file_name}.part", data)
             self._files.mv(draft, path)
 
     def put(self, source: Path, name: str) -> None:

@@ -163,8 +163,8 @@ class ResultCache:
         self._memory[key] = value
         self._memory_bytes += len(value) + _ROW_BYTES
         while self._memory_bytes > self._most_memory:
-            _, dropped = self._memory.popitem(last=False)
-            self._memory_bytes -= len(dropped) + _ROW_BYTES
+            _, old_value = self._memory.popitem(last=False)
+            self._memory_bytes -= len(old_value) + _ROW_BYTES
 
 
 class _CancelledFlight(Exception):
@@ -307,7 +307,7 @@ class _ResultFile:
                         lock.release()
 
     def _write(self, database: sqlite3.Connection, batch: list[tuple[bytes, bytes | None, _KeyLock | None]]) -> None:
-        touched, self._touched = self._touched, set()
+        touched_keys, self._touched = self._touched, set()
         latest = {key: value for key, value, _ in batch}
         rows = [
             (key, value, _mark(key, value), len(value) + _ROW_BYTES)
@@ -318,7 +318,7 @@ class _ResultFile:
             database.execute("begin immediate")
             database.executemany("delete from results where key = ?", [(key,) for key in latest])
             database.executemany(f"insert into results values (?, ?, ?, ?, {_NEXT})", rows)
-            database.executemany(f"update results set used = {_NEXT} where key = ?", [(key,) for key in touched])
+            database.executemany(f"update results set used = {_NEXT} where key = ?", [(key,) for key in touched_keys])
             self._evict(database)
         with self._lock:
             self._forgotten -= latest.keys() - {key for key, _, _ in self._waiting}
@@ -328,13 +328,13 @@ class _ResultFile:
         if total <= self._most_bytes:
             return
         excess = total - int(self._most_bytes * _KEPT_SHARE)
-        dropped = []
+        dropped_keys = []
         for key, size in database.execute("select key, bytes from results order by used"):
-            dropped.append((key,))
+            dropped_keys.append((key,))
             excess -= size
             if excess <= 0:
                 break
-        database.executemany("delete from results where key = ?", dropped)
+        database.executemany("delete from results where key = ?", dropped_keys)
 
     def _opened(self) -> bool:
         """Open the file on first use; return whether it can be used."""
@@ -374,10 +374,10 @@ class _ResultFile:
             raise
         self._writer, self._inode = writer, os.stat(self._path).st_ino
 
-    def _replace(self, failed: sqlite3.Connection | None, error: sqlite3.DatabaseError) -> None:
+    def _replace(self, failed_database: sqlite3.Connection | None, error: sqlite3.DatabaseError) -> None:
         """Drop a damaged file, unless another thread or process has replaced it already, and open the new one."""
         with self._replacing:
-            if failed not in (self._reader, self._writer):
+            if failed_database not in (self._reader, self._writer):
                 return
             warnings.warn(f"the cache {self._path} is damaged ({error}) and starts anew", stacklevel=2)
             try:

@@ -61,8 +61,8 @@ def _supervise(parent: int, limits: Mapping[str, int], command: Sequence[str]) -
         status = _reaped().get(child)
         if received_signal == signal.SIGTERM:
             break
-    left = _end_all()
-    _end_as(left.get(child, -signal.SIGKILL) if status is None else status)
+    statuses = _end_all()
+    _end_as(statuses.get(child, -signal.SIGKILL) if status is None else status)
 
 
 def _become(limits: Mapping[str, int], command: Sequence[str]) -> None:
@@ -101,8 +101,8 @@ def _reaped() -> dict[int, int]:
     """Reap exited children and return their statuses by PID."""
     statuses = {}
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        while (child_status := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[child_status[0]] = os.waitstatus_to_exitcode(child_status[1])
     return statuses
 
 

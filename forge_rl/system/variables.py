@@ -36,8 +36,8 @@ def is_handed_on(name: str, value: str) -> bool:
     """Return True if child processes get this variable: listed and not a secret, or named by the user."""
     if name in os.environ.get(_PASSED, "").split(","):
         return True
-    listed = _LISTED.fullmatch(name) is not None and name != _OWN
-    return listed and not is_secret(name) and value == without_credentials(value)
+    is_listed = _LISTED.fullmatch(name) is not None and name != _OWN
+    return is_listed and not is_secret(name) and value == without_credentials(value)
 
 
 def handed_on(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -80,8 +80,8 @@ class ControlTokens:
         if self._changes_letters or (self._normalizes and not rendered.isascii()):
             return True  # normalisation may turn other characters into those of control tokens
         texts, names = _strings(parts)
-        joined = "\n".join(itertools.chain(texts, names))
-        return any(letter in joined for letter in self._telling) or any(map(self._all.completes, texts))
+        joined_texts = "\n".join(itertools.chain(texts, names))
+        return any(letter in joined_texts for letter in self._telling) or any(map(self._all.completes, texts))
 
     def hide(self, parts: tuple[Sequence[object], ...], rendered: str) -> Hidden:
         """Replace characters that can be part of a control token with private-use ones.
@@ -94,8 +94,8 @@ class ControlTokens:
             ModelError: the parts leave too few private-use characters unused, or are nested too deeply.
         """
         texts = "".join(itertools.chain([rendered], *_strings(parts)))
-        used = set() if texts.isascii() else set(_PRIVATE.findall(texts))
-        free = (chr(code) for code in itertools.chain(*_PRIVATE_CODES) if chr(code) not in used)
+        used_letters = set() if texts.isascii() else set(_PRIVATE.findall(texts))
+        free = (chr(code) for code in itertools.chain(*_PRIVATE_CODES) if chr(code) not in used_letters)
         table = dict(zip(self._alphabet, free, strict=False))
         if len(table) < len(self._alphabet):
             raise ModelError(
@@ -159,11 +159,11 @@ class ControlTokens:
         while any(model.id_to_token(id) is not None for id in range(free, free + len(names))):
             free += 1
         flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        renamed = [
+        renamed_tokens = [
             tokenizers.AddedToken(names[token.content], **{flag: getattr(token, flag) for flag in flags})
             for _, token in sorted(self._added.items())
         ]
-        twin.add_tokens([*(f"{secret}{number}" for number in range(free - first)), *renamed])
+        twin.add_tokens([*(f"{secret}{number}" for number in range(free - first)), *renamed_tokens])
         ids = {twin.token_to_id(names[token.content]): id for id, token in self._added.items()}
         return twin, names, ids
 
@@ -288,7 +288,7 @@ def _longest_of(forms: Iterable[str]) -> str:
         is_end = is_end or not form
         if form:
             by_first.setdefault(form[0], []).append(form[1:])
-    branches = [re.escape(first) + _longest_of(rest) for first, rest in by_first.items()]
+    branches = [re.escape(first) + _longest_of(endings) for first, endings in by_first.items()]
     if not branches:
         return ""
     return branches[0] if len(branches) == 1 and not is_end else f"(?:{'|'.join(branches)})" + "?" * is_end

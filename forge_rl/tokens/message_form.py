@@ -102,8 +102,8 @@ class MessageForm:
             arguments = decoded_arguments(arguments)
         elif isinstance(arguments, Mapping):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        converted = {**function, "arguments": arguments}
-        return converted if function is call else {**call, "function": converted}
+        new_function = {**function, "arguments": arguments}
+        return new_function if function is call else {**call, "function": new_function}
 
     @cached_property
     def _takes_text(self) -> bool:

@@ -150,10 +150,10 @@ class IterableSource:
         else:
             self._begun = self._pass(epoch)
         self._epoch, self._index = epoch, index
-        passed = sum(1 for _ in itertools.islice(self._begun, skip))
-        if passed < skip:
+        num_passed = sum(1 for _ in itertools.islice(self._begun, skip))
+        if num_passed < skip:
             raise TaskError(
-                f"the source {self.name!r} ended after {passed} items, but the run was saved after {skip}",
+                f"the source {self.name!r} ended after {num_passed} items, but the run was saved after {skip}",
                 hint="make the source yield the same items each time",
             )
 

@@ -75,11 +75,11 @@ class JSONLines:
             raise RowError(f"cannot be read: {error}", value=line) from None
 
     def describe(self, row: int) -> str:
-        lines, left = 1, int(self._starts[row])
+        lines, bytes_left = 1, int(self._starts[row])
         with self._text.open("rb") as file:
-            while left > 0 and (data := file.read(min(left, _READ_BYTES))):
+            while bytes_left > 0 and (data := file.read(min(bytes_left, _READ_BYTES))):
                 lines += data.count(b"\n")
-                left -= len(data)
+                bytes_left -= len(data)
         return f"line {lines}"
 
 
@@ -137,8 +137,8 @@ class Delimited(JSONLines):
 
 def _delimiter_of(first: str) -> str:
     """Guess a CSV file's delimiter from its first row: spreadsheets write semicolons where the comma is decimal."""
-    unquoted = re.sub(r'"[^"]*"', "", first)
-    return "," if "," in unquoted else max(";\t|", key=unquoted.count) if set(";\t|") & set(unquoted) else ","
+    plain = re.sub(r'"[^"]*"', "", first)
+    return "," if "," in plain else max(";\t|", key=plain.count) if set(";\t|") & set(plain) else ","
 
 
 class JSONArray:

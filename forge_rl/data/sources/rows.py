@@ -256,10 +256,10 @@ def problem_key(text: str) -> int:
     if not text.isascii():
         words = unicodedata.normalize("NFKC", text).split()
         return _digest(" ".join(words).casefold().encode(errors="surrogatepass"))
-    folded = text.encode().translate(_FOLDED).strip()  # the same, five times faster
-    while b"  " in folded:
-        folded = folded.replace(b"  ", b" ")
-    return _digest(folded)
+    folded_text = text.encode().translate(_FOLDED).strip()  # the same, five times faster
+    while b"  " in folded_text:
+        folded_text = folded_text.replace(b"  ", b" ")
+    return _digest(folded_text)
 
 
 def prompt_key(messages: Sequence[Message]) -> int:
@@ -314,11 +314,11 @@ def _fills(row: Mapping[str, object]) -> bool:
     return isinstance(row, FilledRow) or has_fillers(row)
 
 
-def _check_prompt(used: str, messages: Sequence[Message]) -> None:
+def _check_prompt(prompt_column: str, messages: Sequence[Message]) -> None:
     if messages[-1]["role"] == "assistant":
         raise RowError(
             "ends with an assistant message, so the prompt would contain the answer",
-            column=used or _TEMPLATE,
+            column=prompt_column or _TEMPLATE,
             value=messages[-1].get("content"),
             hint="remove that message, and name the column of the true answer with :answer=COLUMN; to train on the "
             "answers of conversations, use recipes.sft",
@@ -379,6 +379,6 @@ def _instructed(messages: list[Message], instruction: str) -> list[Message]:
     for index in range(len(messages) - 1, -1, -1):
         content = messages[index].get("content")
         if messages[index]["role"] == "user" and isinstance(content, str):
-            changed = {**messages[index], "content": content + instruction}
-            return [*messages[:index], changed, *messages[index + 1 :]]
+            new_message = {**messages[index], "content": content + instruction}
+            return [*messages[:index], new_message, *messages[index + 1 :]]
     return messages

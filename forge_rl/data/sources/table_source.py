@@ -102,16 +102,16 @@ class TableSource:
             epoch, place = divmod(self._position, len(self))
             self._position += 1
             row = permuted(place, len(self), key_of(self.seed, epoch))
-            if (read := self._read(row)) is None:
+            if (read_row := self._read(row)) is None:
                 continue
             self._drawn += 1
-            if read.error is not None:
-                self._count_bad(read)
-            elif read.task is not None and not self.is_held_out(read.problem) and not self._is_left_out(row):
-                self._last_rows[read.task.id] = row
+            if read_row.error is not None:
+                self._count_bad(read_row)
+            elif read_row.task is not None and not self.is_held_out(read_row.problem) and not self._is_left_out(row):
+                self._last_rows[read_row.task.id] = row
                 if len(self._last_rows) > _REMEMBERED_ROWS:
                     self._last_rows.popitem(last=False)
-                return read.task
+                return read_row.task
         raise TaskError(
             f"no row of {self.name!r} can be trained on: all are held out, too long or bad",
             hint="inspect them: python -m apps.data",
@@ -129,12 +129,12 @@ class TableSource:
         key = key_of("held out")
         for place in range(len(self) if tasks > 0 else 0):
             row = permuted(place, len(self), key)
-            if (read := self._read(row)) is None:
+            if (read_row := self._read(row)) is None:
                 continue
-            if read.error is not None and self.max_bad_rows == 0:
-                raise self.failure(read)
-            if read.task is not None and self.is_held_out(read.problem) and not self._is_left_out(row):
-                held_out_tasks.setdefault(read.problem, read.task)
+            if read_row.error is not None and self.max_bad_rows == 0:
+                raise self.failure(read_row)
+            if read_row.task is not None and self.is_held_out(read_row.problem) and not self._is_left_out(row):
+                held_out_tasks.setdefault(read_row.problem, read_row.task)
             if len(held_out_tasks) == tasks:
                 break
         if tasks > 0 and not held_out_tasks and self.held_out_share == 1:
@@ -145,13 +145,13 @@ class TableSource:
         """Read the rows from `first` to before `end`, without blank lines and without changing the position."""
         while first < end:
             table, offset = self._table_of(first)
-            last = min(end, offset + len(table))
+            table_end = min(end, offset + len(table))
             try:
-                for row, raw_row in table.rows(first - offset, last - offset):
+                for row, raw_row in table.rows(first - offset, table_end - offset):
                     yield self._parsed(table, offset + row, raw_row)
             except OSError as error:
                 raise _unreadable(table, error) from error
-            first = last
+            first = table_end
 
     def _read(self, row: int) -> ReadRow | None:
         """Read one row; returns None if it is a blank line."""
@@ -177,16 +177,16 @@ class TableSource:
         """Return True if the problem with this key is held out, which does not depend on the seed."""
         return problem < self.held_out_share * 2**64
 
-    def failure(self, read: ReadRow, *following: ReadRow) -> TaskError:
+    def failure(self, read_row: ReadRow, *following: ReadRow) -> TaskError:
         """Return the error for a bad row, with file, line, column and value; also names the next bad ones, if any."""
-        assert read.error is not None
+        assert read_row.error is not None
         bad_rows = [row for row in following if row.error is not None]
         more = [f"  {self.describe(row.row)}: {row.error}" for row in bad_rows[: _SHOWN_ROWS - 1]]
         if bad_rows:
             more.append(f"  {len(bad_rows) + 1:,} of {len(following) + 1:,} rows from there on are bad")
         return TaskError(
-            "\n".join([f"{self.describe(read.row)}: {read.error}", *more]),
-            hint=read.error.hint or "fix it, or allow some bad rows with --data.max-bad-rows 0.01",
+            "\n".join([f"{self.describe(read_row.row)}: {read_row.error}", *more]),
+            hint=read_row.error.hint or "fix it, or allow some bad rows with --data.max-bad-rows 0.01",
         )
 
     def describe(self, row: int) -> str:
@@ -245,16 +245,16 @@ class TableSource:
     def _is_left_out(self, row: int) -> bool:
         return len(self._left_out) > 0 and bool(self._left_out[row])
 
-    def _count_bad(self, read: ReadRow) -> None:
+    def _count_bad(self, read_row: ReadRow) -> None:
         self.bad_rows += 1
         if self.bad_rows <= self.max_bad_rows * max(self._drawn, _FEW_ROWS):
             return
         if self.max_bad_rows == 0:
-            raise self.failure(read)
+            raise self.failure(read_row)
         raise TaskError(
             f"{self.bad_rows} of {self._drawn} rows of {self.name!r} are bad, more than --data.max-bad-rows "
-            f"{self.max_bad_rows:g}; one is {self.describe(read.row)}: {read.error}",
-            hint=read.error.hint if read.error else "",
+            f"{self.max_bad_rows:g}; one is {self.describe(read_row.row)}: {read_row.error}",
+            hint=read_row.error.hint if read_row.error else "",
         )
 
 
