@@ -57,7 +57,7 @@ class Config:
     """Port to listen on, at 127.0.0.1; 0 picks a free one."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"port": 0}, below={"port": 65536})
+        check_flags(self, "--", minimum={"port": 0}, below={"port": 65536})
 
 
 class Dashboard:

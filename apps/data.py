@@ -124,7 +124,7 @@ class Config:
         return self.generator.max_model_len - self.generator.max_tokens
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "turns": 1})
+        check_flags(self, "--", minimum={"show": 0, "sample": 1, "groups_per_batch": 1, "turns": 1})
         if self.play != "no" and not self.env:
             raise ConfigError(f"--play {self.play} has no environment to play", hint="set --env, such as --env game")
         if self.prompt_limit <= 0:

@@ -153,8 +153,8 @@ class Config:
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"episodes": 1, "temperature": 0}, most={"temperature": 2})
-        check_flags(self.evaluation, "--evaluation.", least={"tasks": 1})
+        check_flags(self, "--", minimum={"episodes": 1, "temperature": 0}, maximum={"temperature": 2})
+        check_flags(self.evaluation, "--evaluation.", minimum={"tasks": 1})
         read_template_args(self.template_args)
         if self.lists_benchmarks:
             return

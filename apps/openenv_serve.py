@@ -92,7 +92,7 @@ class Config:
     """Maximum concurrent sessions; more are refused with OpenEnv's CAPACITY_REACHED."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"max_sessions": 1, "port": 0}, most={"port": 65535})
+        check_flags(self, "--", minimum={"max_sessions": 1, "port": 0}, maximum={"port": 65535})
 
 
 class World:

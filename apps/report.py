@@ -40,7 +40,7 @@ class Config:
     """Maximum size of the whole episodes in MiB."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"episodes": 0, "most_mib": 0})
+        check_flags(self, "--", minimum={"episodes": 0, "most_mib": 0})
 
 
 async def main(config: Config) -> None:

@@ -103,7 +103,7 @@ class Config:
         check_flags(
             self,
             "--",
-            least={"sessions_per_key": 1, "max_concurrent": 1, "max_body_bytes": 1024, "warm": 0},
+            minimum={"sessions_per_key": 1, "max_concurrent": 1, "max_body_bytes": 1024, "warm": 0},
             above={"requests_per_s": 0, "lease_s": 0, "client_deadline_s": 0},
         )
         _ = self.http, named_addresses(self.network)  # checks the rest

@@ -48,7 +48,7 @@ class Config:
     """Print the command with its environment, without the key, and exit."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"port": 1, "seed": 0})
+        check_flags(self, "--", minimum={"port": 1, "seed": 0})
         if self.engine.routed_experts or self.engine.speculation != "off":
             raise ConfigError(
                 "a served engine neither drafts tokens nor returns experts",

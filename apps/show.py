@@ -61,7 +61,7 @@ class Config:
     """Print the episodes whole instead of a list."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"worst": 0, "most": 1})
+        check_flags(self, "--", minimum={"worst": 0, "most": 1})
         if self.outcome and self.outcome not in set(Outcome):
             raise ConfigError(f"no episode ends with {self.outcome!r}", hint=f"choose one of {', '.join(Outcome)}")
 

@@ -36,9 +36,9 @@ class Adapting:
         check_flags(
             self,
             "--mixture.",
-            least={"least": 0, "momentum": 0},
+            minimum={"least": 0, "momentum": 0},
             above={"target": 0, "most": 0},
-            most={"most": 1},
+            maximum={"most": 1},
             below={"target": 1, "momentum": 1},
         )
         if self.least > self.most:

@@ -51,8 +51,8 @@ class Curriculum:
         check_flags(
             self,
             "--curriculum.",
-            least={"easy_share": 0, "hard_share": 0, "hard_to": 0, "momentum": 0, "most_tasks": 1},
-            most={"easy_from": 1},
+            minimum={"easy_share": 0, "hard_share": 0, "hard_to": 0, "momentum": 0, "most_tasks": 1},
+            maximum={"easy_from": 1},
             below={"momentum": 1},
         )
         if not self.easy_share + self.hard_share <= 1:

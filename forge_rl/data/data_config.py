@@ -75,7 +75,7 @@ class DataConfig:
     """Handling of problems in --eval-tasks that are also training tasks: an error, or leave them out of training."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--data.", least={"max_bad_rows": 0}, below={"max_bad_rows": 1})
+        check_flags(self, "--data.", minimum={"max_bad_rows": 0}, below={"max_bad_rows": 1})
         if self.held_out_share is not None and not 0 < self.held_out_share < 1:
             raise ConfigError(
                 f"--data.held-out-share is {self.held_out_share}", hint="set --data.held-out-share between 0 and 1"

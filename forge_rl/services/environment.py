@@ -62,7 +62,7 @@ class Environment:
 
         def __post_init__(self) -> None:
             least = {"replicas": 1, "least_replicas": 0, "most_replicas": 0}
-            check_flags(self, "--environment.", least=least, above={"deadline_s": 0})
+            check_flags(self, "--environment.", minimum=least, above={"deadline_s": 0})
             check_bounds(self, "--environment.")
 
     def __init__(

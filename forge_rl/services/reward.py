@@ -57,7 +57,7 @@ class Reward:
 
         def __post_init__(self) -> None:
             least = {"replicas": 1, "wait_for_another_s": 0}
-            check_flags(self, "--reward.", least=least, above={"deadline_s": 0})
+            check_flags(self, "--reward.", minimum=least, above={"deadline_s": 0})
 
     def __init__(self, setting: _Setting, function: RewardFunction) -> None:
         self.form: Form = form_of(function)

@@ -55,7 +55,7 @@ class TeachersConfig(DecodeSettings):
         check_flags(
             self,
             "--teachers.",
-            least=dict.fromkeys(counts, 1) | {"max_model_len": 0},
+            minimum=dict.fromkeys(counts, 1) | {"max_model_len": 0},
             above={"gpu_memory_utilization": 0, "kv_cache_gib": 0, "request_deadline_s": 0, "stall_s": 0},
             below={"gpu_memory_utilization": 1},
         )
