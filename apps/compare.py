@@ -62,33 +62,33 @@ async def main(config: Config) -> None:
 
 def show(config: Config, console: Console) -> None:
     """Read the folders and print."""
-    found = compared(config.first, config.second)
-    console.print(Text(found["lines"][0], "bold"), soft_wrap=True)
-    for line in found["lines"][1:]:
+    comparison = compared(config.first, config.second)
+    console.print(Text(comparison["lines"][0], "bold"), soft_wrap=True)
+    for line in comparison["lines"][1:]:
         console.print(Text(line), soft_wrap=True)
-    if found["differences"]:
-        console.print(_table(("difference", "A", "B"), found["differences"]))
+    if comparison["differences"]:
+        console.print(_table(("difference", "A", "B"), comparison["differences"]))
     console.print(_table(("metric", "A", "last", "B", "last"), _curves(*map(_by_step, (config.first, config.second)))))
-    if found["scores"]:
-        console.print(f"\nevaluation of step {found['step']}: means with 95% intervals")
-        console.print(_table(("set and source", "A", "B", "B - A, on the same tasks"), found["scores"]))
+    if comparison["scores"]:
+        console.print(f"\nevaluation of step {comparison['step']}: means with 95% intervals")
+        console.print(_table(("set and source", "A", "B", "B - A, on the same tasks"), comparison["scores"]))
 
 
 def compared(first: Path, second: Path) -> dict[str, Any]:
     """Compare two runs: `lines` of text, of which the first names the cause; `differences`, rows of a name and two
     values; and `scores` of an evaluation `step`, rows of a set, two scores and their difference."""
-    differ = differences(first, second)
-    lines = [_first_line(differ)]
+    diffs = differences(first, second)
+    lines = [_first_line(diffs)]
     if prompts := _other_prompts(first, second):
         lines = (
-            [f"{lines[0]}; {prompts}"] if any(each.defines for each in differ) else [f"A and B have {prompts}", *lines]
+            [f"{lines[0]}; {prompts}"] if any(diff.defines for diff in diffs) else [f"A and B have {prompts}", *lines]
         )
-    parting = _parting(_by_step(first), _by_step(second), _rewards(first), _rewards(second))
+    divergence = _parting(_by_step(first), _by_step(second), _rewards(first), _rewards(second))
     step, scores = _scores(first, second)
     return {
-        "lines": [*lines, *parting],
+        "lines": [*lines, *divergence],
         "differences": [
-            tuple(clipped(cell, lines=1, width=400) for cell in (e.name, e.first, e.second)) for e in differ
+            tuple(clipped(cell, lines=1, width=400) for cell in (e.name, e.first, e.second)) for e in diffs
         ],
         "scores": scores,
         "step": step,
@@ -108,78 +108,83 @@ class Difference:
 
 def differences(first: Path, second: Path) -> list[Difference]:
     """List what differs between two runs: settings that define them, code, packages, and other settings."""
-    found = []
+    diffs = []
     for file, is_setting in (("config.json", True), ("versions.json", False)):
-        before, after = (settings_of(read_bounded(folder / file)) for folder in (first, second))
-        for name in sorted(before.keys() | after.keys()):
-            values = [setting_text(side.get(name, "none")) for side in (before, after)]
+        first_values, second_values = (settings_of(read_bounded(folder / file)) for folder in (first, second))
+        for name in sorted(first_values.keys() | second_values.keys()):
+            values = [setting_text(side.get(name, "none")) for side in (first_values, second_values)]
             if values[0] != values[1]:
                 flag = flag_of(name) if is_setting else name.replace("code.", "code of ", 1)
                 defines = defines_run(name) if is_setting else name.startswith("code.")
-                found.append(Difference(flag, values[0], values[1], defines))
-    return sorted(found, key=lambda each: not each.defines)
+                diffs.append(Difference(flag, values[0], values[1], defines))
+    return sorted(diffs, key=lambda diff: not diff.defines)
 
 
-def _first_line(differ: Sequence[Difference]) -> str:
-    if not differ:
+def _first_line(diffs: Sequence[Difference]) -> str:
+    if not diffs:
         return "settings, code and versions are the same"
-    named = [
-        clipped(f"{each.name} {each.first} -> {each.second}", lines=1, width=120) for each in differ if each.defines
+    defining = [
+        clipped(f"{diff.name} {diff.first} -> {diff.second}", lines=1, width=120) for diff in diffs if diff.defines
     ]
-    rest = len(differ) - len(named)
-    others = f"{rest} other difference{'s' * (rest != 1)}"
-    if not named:
-        return f"settings and code that define a run are the same; {others}"
-    more = f", and {len(named) - 3} more" * (len(named) > 3)
-    return f"A and B differ in {', '.join(named[:3])}{more}" + f"; {others}" * (rest > 0)
+    num_others = len(diffs) - len(defining)
+    others_text = f"{num_others} other difference{'s' * (num_others != 1)}"
+    if not defining:
+        return f"settings and code that define a run are the same; {others_text}"
+    more = f", and {len(defining) - 3} more" * (len(defining) > 3)
+    return f"A and B differ in {', '.join(defining[:3])}{more}" + f"; {others_text}" * (num_others > 0)
 
 
 def _other_prompts(first: Path, second: Path) -> str:
     """Describe the prompts of a task that both runs have, if its messages are equal but not its tokens; "" for none."""
     for kind in ("evaluated", "trained"):
-        files = [{step: path for step, of, path in recorded_files(folder) if of == kind} for folder in (first, second)]
-        for step in sorted(files[0].keys() & files[1].keys())[:1]:
-            read = [EpisodeFile(each[step]) for each in files]
-            rows = [{(row["source"], row["task"]): row["row"] for row in file.listing()} for file in read]
+        paths_by_step = [
+            {step: path for step, file_kind, path in recorded_files(folder) if file_kind == kind}
+            for folder in (first, second)
+        ]
+        for step in sorted(paths_by_step[0].keys() & paths_by_step[1].keys())[:1]:
+            recordings = [EpisodeFile(paths[step]) for paths in paths_by_step]
+            rows = [{(row["source"], row["task"]): row["row"] for row in file.listing()} for file in recordings]
             for key in sorted(rows[0].keys() & rows[1].keys())[:_PROMPTS]:
-                a, b = (file[of[key]].episode for file, of in zip(read, rows, strict=True))
+                a, b = (file[row_numbers[key]].episode for file, row_numbers in zip(recordings, rows, strict=True))
                 if not (a.turns and b.turns) or (a.task.messages, a.task.tools) != (b.task.messages, b.task.tools):
                     continue
-                shown = [episode.turns[0] for episode in (a, b)]
-                is_same = shown[0].messages == shown[1].messages
-                if is_same and shown[0].prompt_ids.tolist() != shown[1].prompt_ids.tolist():
-                    counts = " and ".join(str(len(turn.prompt_ids)) for turn in shown)
+                first_turns = [episode.turns[0] for episode in (a, b)]
+                is_same = first_turns[0].messages == first_turns[1].messages
+                if is_same and first_turns[0].prompt_ids.tolist() != first_turns[1].prompt_ids.tolist():
+                    counts = " and ".join(str(len(turn.prompt_ids)) for turn in first_turns)
                     task = clipped(" ".join(key), lines=1, width=60)
-                    where = f"({task}: {counts} tokens)"
-                    return f"different prompts for the same messages {where}: another chat template or tokenizer"
+                    counts_text = f"({task}: {counts} tokens)"
+                    return f"different prompts for the same messages {counts_text}: another chat template or tokenizer"
     return ""
 
 
 def _by_step(folder: Path) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
+    metrics: dict[int, dict[str, Any]] = {}
     for row in metrics_of(folder):
-        found.setdefault(row["step"], {}).update(row)
-    return found
+        metrics.setdefault(row["step"], {}).update(row)
+    return metrics
 
 
 def _rewards(folder: Path) -> dict[int, Estimate]:
     """Return the mean reward of each recorded step over its groups."""
-    found = {}
+    mean_rewards = {}
     for step, kind, path in recorded_files(folder):
         if kind == "trained":
             groups: dict[int, list[float]] = {}
             for row in EpisodeFile(path).listing():
                 if row["reward"] is not None:
                     groups.setdefault(row["group"], []).append(row["reward"])
-            found[step] = mean_over_tasks([sum(each) / len(each) for each in groups.values()])
-    return found
+            mean_rewards[step] = mean_over_tasks(
+                [sum(group_rewards) / len(group_rewards) for group_rewards in groups.values()]
+            )
+    return mean_rewards
 
 
 def _parting(
     first: Mapping[int, Mapping[str, Any]],
     second: Mapping[int, Mapping[str, Any]],
-    rewards: Mapping[int, Estimate],
-    others: Mapping[int, Estimate],
+    first_rewards: Mapping[int, Estimate],
+    second_rewards: Mapping[int, Estimate],
 ) -> Iterator[str]:
     """Describe the first step at which the runs differ at all, and the first from which their rewards clearly do."""
     for step in sorted(first.keys() & second.keys()):
@@ -192,19 +197,20 @@ def _parting(
         if unequal:
             yield f"first different at step {step}: {', '.join(unequal)}"
             break
-    common = sorted(rewards.keys() & others.keys())
+    common = sorted(first_rewards.keys() & second_rewards.keys())
     signs = []
     for step in common:
-        a, b = rewards[step], others[step]
+        a, b = first_rewards[step], second_rewards[step]
         # Newcombe's interval of a difference (1998), from those of both.
         towards = (a.high - a.value, b.value - b.low) if b.value > a.value else (a.value - a.low, b.high - b.value)
         is_clear = abs(b.value - a.value) > math.hypot(*towards)
         signs.append(math.copysign(is_clear, b.value - a.value))
-    for at, step in enumerate(common[: 1 - _CLEAR_STEPS]):
-        if signs[at] and len({*signs[at : at + _CLEAR_STEPS]}) == 1:
-            yield f"rewards are apart from step {step} on: {_interval(rewards[step])} and {_interval(others[step])}"
+    for index, step in enumerate(common[: 1 - _CLEAR_STEPS]):
+        if signs[index] and len({*signs[index : index + _CLEAR_STEPS]}) == 1:
+            intervals = f"{_interval(first_rewards[step])} and {_interval(second_rewards[step])}"
+            yield f"rewards are apart from step {step} on: {intervals}"
             return
-    if rewards and others:
+    if first_rewards and second_rewards:
         yield f"rewards are in no {_CLEAR_STEPS} steps in a row apart by more than chance"
 
 
@@ -214,33 +220,39 @@ def _curves(*runs: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]
             [value for step in sorted(run) if (value := as_float(run[step].get(name))) is not None] for run in runs
         ]
         if any(values):
-            yield (name, *(cell for each in values for cell in (sparkline(each, 24), number(each[-1]) if each else "")))
+            yield (
+                name,
+                *(cell for curve in values for cell in (sparkline(curve, 24), number(curve[-1]) if curve else "")),
+            )
 
 
 def _scores(first: Path, second: Path) -> tuple[int, list[tuple[str, ...]]]:
     """Compare the last evaluation that both runs have, by set and source."""
     files = [
-        {step: path for step, kind, path in recorded_files(each) if kind == "evaluated"} for each in (first, second)
+        {step: path for step, kind, path in recorded_files(folder) if kind == "evaluated"} for folder in (first, second)
     ]
     if not (common := files[0].keys() & files[1].keys()):
         return 0, []
     step = max(common)
     runs = []
-    for each in files:
+    for paths in files:
         tasks: dict[tuple[str, str], dict[str, list[float]]] = {}
-        for row in EpisodeFile(each[step]).listing():
+        for row in EpisodeFile(paths[step]).listing():
             if row["reward"] is not None:
                 of_source = tasks.setdefault((row["set"], row["source"]), {})
                 of_source.setdefault(row["task"], []).append(row["reward"])
-        runs.append({key: {task: sum(r) / len(r) for task, r in found.items()} for key, found in tasks.items()})
+        runs.append(
+            {key: {task: sum(r) / len(r) for task, r in task_rewards.items()} for key, task_rewards in tasks.items()}
+        )
     scores = []
     for key in sorted(runs[0].keys() | runs[1].keys()):
         a, b = runs[0].get(key, {}), runs[1].get(key, {})
         difference = ""
-        if both := sorted(a.keys() & b.keys()):
-            paired = compare_paired([a[task] for task in both], [b[task] for task in both])
-            difference = f"{paired.difference:+.3f}  [{paired.low:+.3f}, {paired.high:+.3f}]  of {paired.tasks} tasks"
-        scores.append((" ".join(key), *(_interval(mean_over_tasks([*each.values()])) for each in (a, b)), difference))
+        if common_tasks := sorted(a.keys() & b.keys()):
+            comparison = compare_paired([a[task] for task in common_tasks], [b[task] for task in common_tasks])
+            interval = f"[{comparison.low:+.3f}, {comparison.high:+.3f}]"
+            difference = f"{comparison.difference:+.3f}  {interval}  of {comparison.tasks} tasks"
+        scores.append((" ".join(key), *(_interval(mean_over_tasks([*means.values()])) for means in (a, b)), difference))
     return step, scores
 
 

@@ -57,7 +57,7 @@ class Config:
     """Port to listen on, at 127.0.0.1; 0 picks a free one."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"port": 0}, below={"port": 65536})
+        check_flags(self, "--", minimum={"port": 0}, below={"port": 65536})
 
 
 class Dashboard:
@@ -110,12 +110,12 @@ class Dashboard:
         return {"runs": runs, "comparison": comparison_of(self._folders)}
 
     async def _episode(self, request: Request) -> Response:
-        which, name = request.path_params["run"], request.path_params["name"]
-        if which >= len(self._runs):
+        run_index, name = request.path_params["run"], request.path_params["name"]
+        if run_index >= len(self._runs):
             return ApiError(404, "there is no such run").response(request.url.path)
         try:
             async with self._reading:
-                body = await asyncio.to_thread(lambda: encoded(self._runs[which].episode(name)).encode())
+                body = await asyncio.to_thread(lambda: encoded(self._runs[run_index].episode(name)).encode())
         except ForgeError as error:
             status = 404 if isinstance(error, ConfigError) else 500
             return ApiError(status, error.message).response(request.url.path)
@@ -131,9 +131,9 @@ class _WithHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = {**_HEADERS, "cache-control": "no-store"}
-                given = [(name.encode(), value.encode()) for name, value in added.items()]
-                message = {**message, "headers": [*message["headers"], *given]}
+                headers = {**_HEADERS, "cache-control": "no-store"}
+                header_pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+                message = {**message, "headers": [*message["headers"], *header_pairs]}
             await send(message)
 
         await self._app(scope, receive, with_headers)

@@ -124,7 +124,7 @@ class Config:
         return self.generator.max_model_len - self.generator.max_tokens
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "turns": 1})
+        check_flags(self, "--", minimum={"show": 0, "sample": 1, "groups_per_batch": 1, "turns": 1})
         if self.play != "no" and not self.env:
             raise ConfigError(f"--play {self.play} has no environment to play", hint="set --env, such as --env game")
         if self.prompt_limit <= 0:
@@ -154,8 +154,10 @@ async def show_environment(config: Config, console: Console) -> None:
         raise ConfigError(
             f"--env {config.env} plays its own episodes", hint="look at some with python -m apps.evaluate --env"
         )
-    given = (*config.named, *config.tasks)
-    mixture = config.data.build(given, seed=config.seed) if given else Mixture(sources_of(factory, config.seed))
+    source_texts = (*config.named, *config.tasks)
+    mixture = (
+        config.data.build(source_texts, seed=config.seed) if source_texts else Mixture(sources_of(factory, config.seed))
+    )
     folder = await asyncio.to_thread(resolve_model, config.model, config.cache)
     tokenizer = _tokenizer(config, folder)
     tasks = [task for name in mixture for task in (mixture.draw_from(name) for _ in range(max(1, config.show)))]
@@ -192,8 +194,10 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
         key = secrets.token_urlsafe(32)
         limits = Generator.Config(**vars(config.generator))
         with tempfile.TemporaryDirectory(prefix="play-") as out, responsive_loop():
-            served = gateway.Config(model=str(folder), port=0, generator=limits, cache=config.cache, out=Path(out))
-            async with gateway.serving(served, key) as (server, _, faults):
+            gateway_config = gateway.Config(
+                model=str(folder), port=0, generator=limits, cache=config.cache, out=Path(out)
+            )
+            async with gateway.serving(gateway_config, key) as (server, _, faults):
                 with interrupted_by(faults.raise_fatal):
                     yield functools.partial(_request, server.base_url, server.model, key, limits.max_tokens)
 
@@ -202,11 +206,11 @@ async def _saying(
     console: Console, player: Answer, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
 ) -> Parsed | None:
     """Print what a player answers."""
-    if (given := await player(messages, tools)) is not None:
-        content, calls = given
-        shown = "\n".join(filter(None, (content, *(f"{call.name} {call.arguments}" for call in calls))))
-        console.print(Text(visible(f"model: {shown}"), style="green"))
-    return given
+    if (answer := await player(messages, tools)) is not None:
+        content, calls = answer
+        text = "\n".join(filter(None, (content, *(f"{call.name} {call.arguments}" for call in calls))))
+        console.print(Text(visible(f"model: {text}"), style="green"))
+    return answer
 
 
 async def _ask(messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> Parsed | None:
@@ -235,49 +239,49 @@ async def _request(
     """
     import openai
 
-    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
         async with openai.AsyncOpenAI(base_url=url, api_key=key, timeout=600) as client:
-            found = await client.chat.completions.create(
+            completion = await client.chat.completions.create(
                 model=model,
                 messages=list(messages),  # type: ignore[arg-type]
                 max_tokens=max_tokens,
-                **given,
+                **options,
             )
-        said = found.choices[0].message
+        message = completion.choices[0].message
     except (openai.OpenAIError, IndexError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ForgeError(f"{without_credentials(url)} did not answer: {why:.300}", hint="check --url") from error
-    calls = [each for each in said.tool_calls or () if each.type == "function"]
-    return said.content or "", tuple(
+        reason = f"{type(error).__name__}: {error}"
+        raise ForgeError(f"{without_credentials(url)} did not answer: {reason:.300}", hint="check --url") from error
+    calls = [call for call in message.tool_calls or () if call.type == "function"]
+    return message.content or "", tuple(
         ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in calls
     )
 
 
-def _tell(console: Console, tokenizer: Tokenizer, task: Task, seen: Observation | Step) -> None:
+def _tell(console: Console, tokenizer: Tokenizer, task: Task, event: Observation | Step) -> None:
     """Print what the environment showed."""
-    if isinstance(seen, Observation):
+    if isinstance(event, Observation):
         console.print(
-            task_panel(tokenizer, replace(task, messages=seen.messages, tools=seen.tools or task.tools), "shown")
+            task_panel(tokenizer, replace(task, messages=event.messages, tools=event.tools or task.tools), "shown")
         )
         return
-    for call in seen.calls:
+    for call in event.calls:
         console.print(Text(visible(f"call {call.name}({call.arguments:.500}) {call.error:.500}"), style="dim"))
-    for message in seen.history or seen.messages:
+    for message in event.history or event.messages:
         console.print(Text(visible(f"{message.get('role', '')}: {message.get('content', '')}"), style="yellow"))
-    parts = "".join(f", {name} {value:g}" for name, value in seen.parts.items())
-    reward = "" if seen.reward is None else f"reward {seen.reward:g}{parts}"
-    ended = "the episode is over" if seen.done else ""
-    if told := "; ".join(filter(None, (reward, ended))):
-        console.print(Text(visible(told), style="dim"))
+    parts = "".join(f", {name} {value:g}" for name, value in event.parts.items())
+    reward = "" if event.reward is None else f"reward {event.reward:g}{parts}"
+    end_text = "the episode is over" if event.done else ""
+    if text := "; ".join(filter(None, (reward, end_text))):
+        console.print(Text(visible(text), style="dim"))
 
 
 def show(config: Config, console: Console) -> None:
     """Read the tasks and print them; see `Config`."""
     with Console(stderr=True).status("reading") as status:
 
-        def progress(what: str, fraction: float) -> None:
-            status.update(f"{what} {fraction:.0%}")
+        def progress(label: str, fraction: float) -> None:
+            status.update(f"{label} {fraction:.0%}")
 
         texts = (*config.named, *config.tasks)
         kind = guess_kind(config.data, texts, seed=config.seed) if config.rows == "auto" else config.rows
@@ -288,18 +292,20 @@ def show(config: Config, console: Console) -> None:
         maker = _maker(config, kind, tokenizer)
         lengths = ExampleLengths(maker) if maker is not None else PromptLengths(tokenizer, config.prompt_limit)
         scans = check_tasks(mixture, lambda: lengths, cache=config.cache, progress=progress)
-        found: dict[str, object] = {}
+        source_reports: dict[str, object] = {}
         parts = []
         for name in mixture:
             status.update(f"measuring {name}")
             tasks = _sample(mixture, name, scans.get(name), config.sample)
-            measured = measure(lengths, tasks)
-            parts.append((name, measured))
-            found[name] = _as_json(mixture, name, scans.get(name), measured, config.groups_per_batch)
+            measurement = measure(lengths, tasks)
+            parts.append((name, measurement))
+            source_reports[name] = _as_json(mixture, name, scans.get(name), measurement, config.groups_per_batch)
         sets = mixture.eval_sets(config.evaluation.tasks)
-    for name, measured in parts:
-        _show_source(console, config, mixture, name, scans.get(name), lengths, measured)
-        for number, (task, length) in enumerate(zip(measured.tasks[: config.show], measured.lengths, strict=False), 1):
+    for name, measurement in parts:
+        _show_source(console, config, mixture, name, scans.get(name), lengths, measurement)
+        for number, (task, length) in enumerate(
+            zip(measurement.tasks[: config.show], measurement.lengths, strict=False), 1
+        ):
             title = f"{name}, task {number}: {length} tokens"
             console.print(
                 task_panel(tokenizer, task, title)
@@ -309,8 +315,10 @@ def show(config: Config, console: Console) -> None:
         console.print()
     _show_sets(console, sets, scans, lengths)
     if config.json is not None:
-        evaluated = {name: len(tasks) for name, tasks in sets.items()}
-        config.json.write_text(json.dumps({"rows": kind, "sources": found, "evaluation": evaluated}, indent=1) + "\n")
+        eval_counts = {name: len(tasks) for name, tasks in sets.items()}
+        config.json.write_text(
+            json.dumps({"rows": kind, "sources": source_reports, "evaluation": eval_counts}, indent=1) + "\n"
+        )
 
 
 def _maker(config: Config, kind: Kind, tokenizer: Tokenizer) -> ExampleMaker | None:
@@ -331,9 +339,9 @@ def _show_source(
     name: str,
     scan: Scan | None,
     limits: Lengths,
-    measured: Measured,
+    measurement: Measured,
 ) -> None:
-    tasks, lengths, limit = measured.tasks, measured.lengths, limits.limit
+    tasks, lengths, limit = measurement.tasks, measurement.lengths, limits.limit
     console.rule(Text(f"{name}  {mixture.shares[name]:.0%} of the mixture", style="bold"), align="left")
     console.print(
         Text(visible(scan.describe(limit, limits.measured) if scan is not None else "generated, without end"))
@@ -344,19 +352,19 @@ def _show_source(
             f"an epoch of {scan.trained:,} tasks is {batches:,.1f} batches of {config.groups_per_batch} tasks"
         )
     tools = len({tool_name for task in tasks for tool_name in map(str, task.tools)})
-    what = "prompts" if isinstance(limits, PromptLengths) else "examples"
+    unit = "prompts" if isinstance(limits, PromptLengths) else "examples"
     console.print(
-        f"{what} of {len(tasks):,} tasks: {min(lengths):,} to {max(lengths):,} tokens, median "
+        f"{unit} of {len(tasks):,} tasks: {min(lengths):,} to {max(lengths):,} tokens, median "
         f"{statistics.median(lengths):,.0f}, room for {limit:,}" + (f"; {tools} tools" if tools else "")
     )
     if max(lengths) > limit:
-        over = sum(length > limit for length in lengths)
-        console.print(f"{over} of them are longer than {limit:,} tokens and will be skipped", style="yellow")
-    if measured.refused:
-        refused = f"{len(measured.refused):,} cannot be trained on, the first: {measured.refused[0]}"
-        console.print(Text(visible(refused), style="yellow"))
-    if measured.note and scan is None:
-        console.print(Text(measured.note))
+        num_too_long = sum(length > limit for length in lengths)
+        console.print(f"{num_too_long} of them are longer than {limit:,} tokens and will be skipped", style="yellow")
+    if measurement.refused:
+        warning = f"{len(measurement.refused):,} cannot be trained on, the first: {measurement.refused[0]}"
+        console.print(Text(visible(warning), style="yellow"))
+    if measurement.note and scan is None:
+        console.print(Text(measurement.note))
     for line in histogram(lengths, min(_BAR, max(10, console.width - 40))):
         console.print(f"  {line}", soft_wrap=True)
 
@@ -365,23 +373,23 @@ def _show_sets(console: Console, sets: dict[str, tuple[Task, ...]], scans: dict[
     console.rule(Text("evaluation", style="bold"), align="left")
     for name, tasks in sets.items():
         scan = scans.get(f"evaluation {name}")
-        of = f" ({scan.describe(lengths.limit, lengths.measured)})" if scan is not None else ""
-        console.print(Text(visible(f"{name}: {len(tasks):,} tasks{of}")))
+        scan_text = f" ({scan.describe(lengths.limit, lengths.measured)})" if scan is not None else ""
+        console.print(Text(visible(f"{name}: {len(tasks):,} tasks{scan_text}")))
 
 
 def _sample(mixture: Mixture, name: str, scan: Scan | None, count: int) -> list[Task]:
     return [mixture.draw_from(name) for _ in range(min(count, scan.trained) if scan is not None else count)]
 
 
-def _as_json(mixture: Mixture, name: str, scan: Scan | None, measured: Measured, groups: int) -> dict[str, object]:
-    lengths = measured.lengths
-    found: dict[str, object] = {
+def _as_json(mixture: Mixture, name: str, scan: Scan | None, measurement: Measured, groups: int) -> dict[str, object]:
+    lengths = measurement.lengths
+    report: dict[str, object] = {
         "share": mixture.shares[name],
         "prompt_tokens": {"least": min(lengths), "median": statistics.median(lengths), "most": max(lengths)},
-        "refused": len(measured.refused),
+        "refused": len(measurement.refused),
     }
     if scan is not None:
-        found |= {
+        report |= {
             "rows": scan.rows,
             "trained": scan.trained,
             "held_out": scan.held_out,
@@ -390,7 +398,7 @@ def _as_json(mixture: Mixture, name: str, scan: Scan | None, measured: Measured,
             "too_long": len(scan.too_long),
             "batches_per_epoch": scan.trained / max(1e-9, groups * mixture.shares[name]),
         }
-    return found
+    return report
 
 
 if __name__ == "__main__":

@@ -80,9 +80,9 @@ async def main(config: Config) -> None:
             say=lambda text: status.update(visible(text)),
         )
     show(findings, console)
-    if failed := [each for each in findings if each.status == "fail"]:
-        hosts = sorted({each.host for each in failed})
-        raise _FailedError(f"{len(failed)} of {len(findings)} checks failed, on {', '.join(hosts)}")
+    if failures := [finding for finding in findings if finding.status == "fail"]:
+        hosts = sorted({finding.host for finding in failures})
+        raise _FailedError(f"{len(failures)} of {len(findings)} checks failed, on {', '.join(hosts)}")
 
 
 def show(findings: list[Finding], console: Console) -> None:
@@ -91,14 +91,14 @@ def show(findings: list[Finding], console: Console) -> None:
     for column in ("check", "host", "", "found"):
         table.add_column(column, overflow="fold")
     alike: dict[tuple[str, str, str, str], list[str]] = {}
-    for each in findings:
-        alike.setdefault((each.check, each.status, each.detail, each.hint), []).append(each.host)
-    order = {check: place for place, check in enumerate(dict.fromkeys(each.check for each in findings))}
+    for finding in findings:
+        alike.setdefault((finding.check, finding.status, finding.detail, finding.hint), []).append(finding.host)
+    order = {check: place for place, check in enumerate(dict.fromkeys(finding.check for finding in findings))}
     for (check, status, detail, hint), hosts in sorted(alike.items(), key=lambda item: order[item[0][0]]):
-        found = Text(visible(detail))
+        cell = Text(visible(detail))
         if hint:
-            found.append(f"\nhint: {visible(hint)}", style="italic")
-        table.add_row(check, clipped(" ".join(hosts), lines=1, width=30), Text(status, style=_STYLES[status]), found)
+            cell.append(f"\nhint: {visible(hint)}", style="italic")
+        table.add_row(check, clipped(" ".join(hosts), lines=1, width=30), Text(status, style=_STYLES[status]), cell)
     console.print(table)
 
 

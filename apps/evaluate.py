@@ -153,8 +153,8 @@ class Config:
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"episodes": 1, "temperature": 0}, most={"temperature": 2})
-        check_flags(self.evaluation, "--evaluation.", least={"tasks": 1})
+        check_flags(self, "--", minimum={"episodes": 1, "temperature": 0}, maximum={"temperature": 2})
+        check_flags(self.evaluation, "--evaluation.", minimum={"tasks": 1})
         read_template_args(self.template_args)
         if self.lists_benchmarks:
             return
@@ -212,12 +212,12 @@ async def main(config: Config) -> None:
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
     _check_settings(out, config)
-    used, caption = versions(), "± standard error, clustered by task"
-    compared: list[tuple[str, str, str, Comparison]] = []
+    package_versions, caption = versions(), "± standard error, clustered by task"
+    comparisons: list[tuple[str, str, str, Comparison]] = []
     with responsive_loop():
         if is_lm_eval:
-            python, used["lm_eval"] = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
-            console.print(f"lm-eval {used['lm_eval']}")
+            python, package_versions["lm_eval"] = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
+            console.print(f"lm-eval {package_versions['lm_eval']}")
             models = {
                 name: await _run_lm_eval(config, name, folder, out, python, console) for name, folder in folders.items()
             }
@@ -227,27 +227,30 @@ async def main(config: Config) -> None:
                 name: await _evaluate(config, name, folder, sets, out, console) for name, folder in folders.items()
             }
             models = {
-                name: {"folder": str(folders[name]), "sets": score(config, sets, found)}
-                for name, found in results.items()
+                name: {"folder": str(folders[name]), "sets": score(config, sets, model_results)}
+                for name, model_results in results.items()
             }
             for name, model in models.items():
-                if (kept := out / _file_name(name, folders[name])).is_dir():
-                    keep_scores(kept, model["sets"])
-            compared = [
-                (first, second, name, found)
+                if (episodes_folder := out / _file_name(name, folders[name])).is_dir():
+                    keep_scores(episodes_folder, model["sets"])
+            comparisons = [
+                (first, second, name, comparison)
                 for first, second in pairs_of(config.models)
-                for name, found in compare(sets, results[first], results[second]).items()
+                for name, comparison in compare(sets, results[first], results[second]).items()
             ]
     short = short_names(config.models)
     print_scores(console, {short[name]: model["sets"] for name, model in models.items()}, caption)
-    print_comparisons(console, [(short[first], short[second], name, found) for first, second, name, found in compared])
+    print_comparisons(
+        console, [(short[first], short[second], name, comparison) for first, second, name, comparison in comparisons]
+    )
     if config.json is not None:
         differences = [
-            {"first": first, "second": second, "set": name, **vars(found)} for first, second, name, found in compared
+            {"first": first, "second": second, "set": name, **vars(comparison)}
+            for first, second, name, comparison in comparisons
         ]
         _write_report(
             config.json,
-            {"models": models, "comparisons": differences, "settings": as_json(config), "versions": used},
+            {"models": models, "comparisons": differences, "settings": as_json(config), "versions": package_versions},
         )
     console.print(f"prompts and answers are in {out}", soft_wrap=True)
 
@@ -281,13 +284,16 @@ def pairs_of(models: Sequence[str]) -> list[tuple[str, str]]:
 
 def with_room(config: Config, folders: Mapping[str, Path]) -> Config:
     """Return settings with room for the answers of benchmarks, up to the models' context, unless flags set it."""
-    wanted = max((benchmark(text)[0].max_tokens for text in config.benchmark), default=0)
+    benchmark_tokens = max((benchmark(text)[0].max_tokens for text in config.benchmark), default=0)
     plain, generator = Generator.Config(), config.generator
-    if not wanted or (generator.max_tokens, generator.max_model_len) != (plain.max_tokens, plain.max_model_len):
+    if not benchmark_tokens or (generator.max_tokens, generator.max_model_len) != (
+        plain.max_tokens,
+        plain.max_model_len,
+    ):
         return config
-    most = min(positions(read_architecture(folder)) for folder in folders.values())
-    context = min(most, wanted + _PROMPT_TOKENS)
-    room = replace(generator, max_model_len=context, max_tokens=min(wanted, max(1, context // 2)))
+    max_context = min(positions(read_architecture(folder)) for folder in folders.values())
+    context = min(max_context, benchmark_tokens + _PROMPT_TOKENS)
+    room = replace(generator, max_model_len=context, max_tokens=min(benchmark_tokens, max(1, context // 2)))
     return replace(config, generator=room)
 
 
@@ -304,8 +310,10 @@ def reward_of(config: Config) -> RewardFunction:
         raise ConfigError(
             "--reward is a sum, next to --benchmark", hint="evaluate benchmarks in a command of their own"
         )
-    own: dict[str, Any] = {each.name: build_reward((each.reward,)) for each, _, _ in map(benchmark, config.benchmark)}
-    return RewardBySource(own, other)
+    benchmark_rewards: dict[str, Any] = {
+        definition.name: build_reward((definition.reward,)) for definition, _, _ in map(benchmark, config.benchmark)
+    }
+    return RewardBySource(benchmark_rewards, other)
 
 
 def score(config: Config, sets: Sets, results: Results) -> dict[str, dict[str, float]]:
@@ -318,30 +326,30 @@ def score(config: Config, sets: Sets, results: Results) -> dict[str, dict[str, f
 
 def compare(sets: Sets, first: Results, second: Results) -> dict[str, Comparison]:
     """Compare two models, by set, on their mean rewards of the tasks that both have scores for."""
-    found = {}
+    comparisons = {}
     for name, tasks in sets.items():
-        means = zip(*(map(_mean, each.of_set(name, tasks)) for each in (first, second)), strict=True)
+        means = zip(*(map(_mean, results.of_set(name, tasks)) for results in (first, second)), strict=True)
         pairs = [(a, b) for a, b in means if a is not None and b is not None]
         if pairs:
-            found[name] = compare_paired([a for a, _ in pairs], [b for _, b in pairs])
-    return found
+            comparisons[name] = compare_paired([a for a, _ in pairs], [b for _, b in pairs])
+    return comparisons
 
 
-def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, Comparison]]) -> None:
+def print_comparisons(console: Console, comparisons: Sequence[tuple[str, str, str, Comparison]]) -> None:
     """Print the table of differences, if there are any."""
-    if not compared:
+    if not comparisons:
         return
     table = plain_table("differences", "95% interval over tasks that both models have in common; bold if it excludes 0")
     for column in ("set", "from", "to"):
         table.add_column(column, overflow="fold")
     for column in ("difference", "95% interval", "won", "lost", "tasks"):
         table.add_column(column, justify="right", no_wrap=True)
-    for first, second, name, found in compared:
-        certain = found.low > 0 or found.high < 0
+    for first, second, name, comparison in comparisons:
+        is_certain = comparison.low > 0 or comparison.high < 0
         table.add_row(
-            *(name, first, second, f"{found.difference:+.3f}", f"{found.low:+.3f} to {found.high:+.3f}"),
-            *(str(found.won), str(found.lost), str(found.tasks)),
-            style="bold" if certain else "",
+            *(name, first, second, f"{comparison.difference:+.3f}", f"{comparison.low:+.3f} to {comparison.high:+.3f}"),
+            *(str(comparison.won), str(comparison.lost), str(comparison.tasks)),
+            style="bold" if is_certain else "",
         )
     console.print(table)
 
@@ -359,14 +367,14 @@ async def _run_lm_eval(
         with _progress(console) as bar:
             task = bar.add_task("lm-eval", total=None)
 
-            def show(what: str, done: int, of: int) -> None:
-                bar.update(task, description=what, completed=done, total=of)
+            def show(description: str, completed: int, total: int) -> None:
+                bar.update(task, description=description, completed=completed, total=total)
 
             def tell(line: str) -> None:
                 console.print(line, style="yellow", soft_wrap=True)
 
-            found = await run_lm_eval(python, settings, endpoint.key, progress=show, tell=tell)
-    return {"folder": str(endpoint.folder), "sets": scores_of(found), "lm_eval": found}
+            lm_eval_results = await run_lm_eval(python, settings, endpoint.key, progress=show, tell=tell)
+    return {"folder": str(endpoint.folder), "sets": scores_of(lm_eval_results), "lm_eval": lm_eval_results}
 
 
 @contextlib.asynccontextmanager
@@ -374,11 +382,11 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
     """Serve a model inside the context, or have a live run serve its own until the run ends."""
     if config.lm_eval.live:
         run = await asyncio.to_thread(attach, folder)
-        found = await asyncio.to_thread(run.open_gateway)
-        yield Endpoint(**found | {"folder": Path(found["folder"])}, concurrent=config.generator.max_num_seqs)
+        connection = await asyncio.to_thread(run.open_gateway)
+        yield Endpoint(**connection | {"folder": Path(connection["folder"])}, concurrent=config.generator.max_num_seqs)
         return
     key = secrets.token_urlsafe(32)
-    served = gateway.Config(
+    gateway_config = gateway.Config(
         model=str(folder),
         port=0,
         generator=with_longest_context(
@@ -390,7 +398,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         out=out,
         isolation=config.isolation,
     )
-    async with gateway.serving(served, key) as (server, generator, faults):
+    async with gateway.serving(gateway_config, key) as (server, generator, faults):
         with interrupted_by(faults.raise_fatal):
             yield Endpoint(
                 url=server.base_url,
@@ -410,11 +418,11 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         console.print(f"{name}: finished before, in {out}", soft_wrap=True)
         return results
     bar = _progress(console)
-    ended: dict[str, list[Sequence[Episode]]] = {}
+    episodes_by_set: dict[str, list[Sequence[Episode]]] = {}
 
     def keep(set_name: str, episodes: Sequence[Episode]) -> None:
         results.add(set_name, episodes)
-        ended.setdefault(set_name, []).append(episodes)
+        episodes_by_set.setdefault(set_name, []).append(episodes)
         bar.advance(task)
 
     evaluation = Evaluation(
@@ -425,7 +433,7 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         on_task=keep,
     )
     console.print(f"{name}: starting", soft_wrap=True)
-    whole = out / _file_name(name, folder)
+    episodes_folder = out / _file_name(name, folder)
     try:
         async with _rollouts(config, folder, out) as rollouts:
             with bar:
@@ -433,19 +441,21 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
                 rollouts.start_evaluation(evaluation)
                 await rollouts.finish_evaluation()
     finally:
-        await asyncio.to_thread(keep_episodes, whole, config, folder, ended)
-    _warn_of_episodes(config, name, [each for sets in ended.values() for each in itertools.chain(*sets)], console)
-    console.print(f"{name}: forge-rl show {whole} lists its episodes", soft_wrap=True)
+        await asyncio.to_thread(keep_episodes, episodes_folder, config, folder, episodes_by_set)
+    _warn_of_episodes(
+        config, name, [episode for groups in episodes_by_set.values() for episode in itertools.chain(*groups)], console
+    )
+    console.print(f"{name}: forge-rl show {episodes_folder} lists its episodes", soft_wrap=True)
     return results
 
 
 def _warn_of_episodes(config: Config, name: str, episodes: Sequence[Episode], console: Console) -> None:
     """Warn of failed episodes, and of many that were cut."""
-    failed = [episode for episode in episodes if not episode.outcome.scored]
+    failures = [episode for episode in episodes if not episode.outcome.scored]
     cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
-    if failed:
-        many = f"{len(failed)} of {len(episodes)} episodes failed; run the same command again to retry them"
-        text = f"warning: {name}: {many}; {describe_failure(failed[-1])}"
+    if failures:
+        many = f"{len(failures)} of {len(episodes)} episodes failed; run the same command again to retry them"
+        text = f"warning: {name}: {many}; {describe_failure(failures[-1])}"
         console.print(visible(text), style="yellow", soft_wrap=True)
     if cut > _OFTEN_CUT * len(episodes):
         text = (
@@ -459,13 +469,17 @@ def _warn_of_episodes(config: Config, name: str, episodes: Sequence[Episode], co
 async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[RolloutExecutor]:
     """Run the services for a model inside the context, which their faults interrupt."""
     async with gateway.running_services(out, config.isolation) as services:
-        given: Any = (services.cluster, services.faults)
+        cluster_and_faults: Any = (services.cluster, services.faults)
         environment: Any = build_environment(config.env)
         plays: AgentEnvironment | None = None if callable(environment) else environment
         function: Any = reward_of(config) if plays is None else plays.reward
-        scorer = Reward.start(config.reward, *given, function=function, deadline_s=gateway.START_DEADLINE_S)
+        scorer = Reward.start(
+            config.reward, *cluster_and_faults, function=function, deadline_s=gateway.START_DEADLINE_S
+        )
         factory = SingleTurn if plays is not None or config.agent else environment
-        worlds = Environment.start(config.environment, *given, factory=factory, deadline_s=gateway.START_DEADLINE_S)
+        worlds = Environment.start(
+            config.environment, *cluster_and_faults, factory=factory, deadline_s=gateway.START_DEADLINE_S
+        )
         async with task_group() as group:
             starting = group.create_task(services.engines(config.generator, folder, config.seed, config.cache))
             starting_reward = group.create_task(services.started(scorer))

@@ -3,7 +3,7 @@
 python -m apps.gateway --model smollm2-135m --port 8000
 
 Requests need a key: --api-key-file, the environment's FORGE_RL_API_KEY, or one that is generated and kept in the folder
---out. There is no flag for the key itself, as all users of a machine see the flags of its processes.
+--out. The key itself cannot be a flag, as all users of a machine see the flags of its processes.
 """
 
 from __future__ import annotations
@@ -186,14 +186,14 @@ def _key(config: Config) -> tuple[str, str]:
         ConfigError: the key file is unreadable or unsafe, or holds no valid key.
     """
     # Engines inherit the environment, and must not get the key.
-    given = os.environ.pop(KEY_VARIABLE, "")
+    environment_key = os.environ.pop(KEY_VARIABLE, "")
     if config.without_key != "nobody":
         return "", ""
     file = config.api_key_file or config.out / "api_key"
     if config.api_key_file is not None:
         key = read_key(file)
-    elif given:
-        return given, f"${KEY_VARIABLE}"
+    elif environment_key:
+        return environment_key, f"${KEY_VARIABLE}"
     else:
         config.out.mkdir(parents=True, exist_ok=True)
         key = kept_key(file)
@@ -207,8 +207,8 @@ def _warn(text: str) -> None:
 def _model(config: Config) -> tuple[Path, str]:
     """Return the model's folder, and its name in requests."""
     folder = find_model(config.model, config.cache)
-    named = Path(config.model).expanduser()
-    return folder, Path(os.path.abspath(named)).name if named.is_dir() else config.model
+    path = Path(config.model).expanduser()
+    return folder, Path(os.path.abspath(path)).name if path.is_dir() else config.model
 
 
 def _greet(gateway: Gateway, shell_key: str, max_model_len: int) -> None:

@@ -67,7 +67,7 @@ async def main(config: Config) -> None:
     following = asyncio.create_task(host.follow(_ignore, _ignore, may_be_public=config.public, is_here=not controller))
     try:
         address = await _address(host)
-        services = [each for each in config.services.split("+") if each]
+        services = [service for service in config.services.split("+") if service]
         joining = asyncio.to_thread(run.ask, "join", name=name, address=address, services=services)
         print(visible(str(await joining)), flush=True)
         await _serve(run, name, following, host)

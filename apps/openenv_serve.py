@@ -92,7 +92,7 @@ class Config:
     """Maximum concurrent sessions; more are refused with OpenEnv's CAPACITY_REACHED."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"max_sessions": 1, "port": 0}, most={"port": 65535})
+        check_flags(self, "--", minimum={"max_sessions": 1, "port": 0}, maximum={"port": 65535})
 
 
 class World:
@@ -165,11 +165,15 @@ class Session:
     async def _step(self, data: Mapping[str, Any]) -> dict[str, object]:
         if data.get("type") == "list_tools":
             functions: list[Any] = [tool["function"] for tool in self._tools]
-            listed = [
-                {"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
-                for each in functions
+            tool_list = [
+                {
+                    "name": function["name"],
+                    "description": function["description"],
+                    "input_schema": function["parameters"],
+                }
+                for function in functions
             ]
-            return {"observation": {"tools": listed, "metadata": {}}, "reward": None, "done": self._done}
+            return {"observation": {"tools": tool_list, "metadata": {}}, "reward": None, "done": self._done}
         if self._env is None or self._done:
             raise ValueError("the episode is over; reset begins another one")
         text, calls = str(data.get("message", "")), tuple[ToolCall, ...]()
@@ -186,8 +190,8 @@ class Session:
         if step.done and not self._rewarded and self._task is not None and self._task.verifier == REASONING_GYM:
             answer = text if step.output is None else step.output
             reward = (await self._world.config.verifier(self._task, answer)).total
-        shown = step.messages or step.history or ()
-        return _observation(shown, reward=reward, done=step.done, metadata={"parts": dict(step.parts)})
+        messages = step.messages or step.history or ()
+        return _observation(messages, reward=reward, done=step.done, metadata={"parts": dict(step.parts)})
 
 
 def _observation(
@@ -199,8 +203,12 @@ def _observation(
     done: bool = False,
 ) -> dict[str, object]:
     text = "\n\n".join(str(message.get("content") or "") for message in messages)
-    seen = {"text": text, "messages": [dict(each) for each in messages], "tools": [dict(tool) for tool in tools]}
-    return {"observation": seen | {"metadata": metadata}, "reward": reward, "done": done, "metadata": metadata}
+    observation = {
+        "text": text,
+        "messages": [dict(message) for message in messages],
+        "tools": [dict(tool) for tool in tools],
+    }
+    return {"observation": observation | {"metadata": metadata}, "reward": reward, "done": done, "metadata": metadata}
 
 
 def app_of(world: World, key: str) -> Any:
@@ -224,14 +232,14 @@ def app_of(world: World, key: str) -> Any:
             await socket.close()
             return
         world.sessions += 1
-        one = Session(world)
+        client_session = Session(world)
         try:
             while True:
                 try:
                     message = json.loads(await socket.receive_text())
                     if message["type"] == "close":
                         break
-                    await socket.send_text(json.dumps(await one.answer(message), default=str))
+                    await socket.send_text(json.dumps(await client_session.answer(message), default=str))
                 except (json.JSONDecodeError, TypeError, KeyError) as error:
                     await say(socket, "INVALID_JSON", f"{type(error).__name__}: {error}")
                 except WebSocketDisconnect:
@@ -240,11 +248,11 @@ def app_of(world: World, key: str) -> Any:
                     await say(socket, "EXECUTION_ERROR", f"{type(error).__name__}: {error}")
         finally:
             world.sessions -= 1
-            await one.close()
+            await client_session.close()
             with contextlib.suppress(RuntimeError):  # already closed by the client
                 await socket.close()
 
-    def told(path: str, value: object) -> Any:
+    def json_endpoint(path: str, value: object) -> Any:
         async def answer(request: Request) -> JSONResponse:
             if path != "/health" and not _has_key(request.headers, key):
                 return JSONResponse({"error": "missing or wrong key"}, 401, {"www-authenticate": "Basic"})
@@ -260,21 +268,24 @@ def app_of(world: World, key: str) -> Any:
         "/metadata": {"name": name, "description": f"the world {name} of forge_rl", "version": "1"},
     }
     return Starlette(
-        routes=[*(Route(path, told(path, value)) for path, value in routes.items()), WebSocketRoute("/ws", session)]
+        routes=[
+            *(Route(path, json_endpoint(path, value)) for path, value in routes.items()),
+            WebSocketRoute("/ws", session),
+        ]
     )
 
 
 def _has_key(headers: Headers, key: str) -> bool:
     """Return whether a request carries the key: as Bearer, as the Basic password, as from URLs, or as x-api-key."""
-    kind, _, given = headers.get("authorization", "").partition(" ")
+    kind, _, credential = headers.get("authorization", "").partition(" ")
     if kind.lower() == "basic":
         try:
-            given = base64.b64decode(given).decode(errors="replace").partition(":")[2]
+            credential = base64.b64decode(credential).decode(errors="replace").partition(":")[2]
         except (binascii.Error, ValueError):
             return False
     elif kind.lower() != "bearer":
-        given = headers.get("x-api-key", "")
-    return hmac.compare_digest(given.strip().encode(errors="replace"), key.encode())
+        credential = headers.get("x-api-key", "")
+    return hmac.compare_digest(credential.strip().encode(errors="replace"), key.encode())
 
 
 def key_of(config: Config) -> tuple[str, Path]:

@@ -40,7 +40,7 @@ class Config:
     """Maximum size of the whole episodes in MiB."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"episodes": 0, "most_mib": 0})
+        check_flags(self, "--", minimum={"episodes": 0, "most_mib": 0})
 
 
 async def main(config: Config) -> None:
@@ -57,11 +57,12 @@ def write(config: Config) -> str:
     folders = [config.run, *([config.compare] if config.compare is not None else [])]
     out = config.out or Path(f"{config.run.resolve().name}.html")
     runs = [RunData(folder) for folder in folders]
-    kept, listed = write_page(
+    num_whole, num_listed = write_page(
         out, runs, comparison_of(folders), episodes=config.episodes, most_bytes=config.most_mib * 2**20
     )
     size = out.stat().st_size / 2**20
-    return f"wrote {visible(str(out))}: {size:.1f} MiB, {listed} episodes, {kept} of them whole; open it in a browser"
+    counts = f"{num_listed} episodes, {num_whole} of them whole"
+    return f"wrote {visible(str(out))}: {size:.1f} MiB, {counts}; open it in a browser"
 
 
 def comparison_of(folders: Sequence[Path]) -> dict[str, Any] | None:

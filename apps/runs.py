@@ -55,13 +55,13 @@ def show(config: Config, console: Console) -> None:
 
 
 def _row(run: PastRun) -> list[Text]:
-    known = [run.reward, run.score_before, run.score_after]
+    scores = [run.reward, run.score_before, run.score_after]
     ago = _ago(time.time() - run.changed_s) if run.changed_s else ""
     return [
         Text(clipped(run.folder.name, lines=1, width=40), no_wrap=True),
         Text(run.state, _STYLES[run.state]),
         Text(f"{run.step} of {run.steps}" if run.steps is not None else str(run.step)),
-        *(Text("" if value is None else number(value)) for value in known),
+        *(Text("" if value is None else number(value)) for value in scores),
         Text("" if run.best_step is None else f"step {run.best_step}"),
         Text(ago),
         Text(clipped(run.model, lines=1, width=40), no_wrap=True),
@@ -71,7 +71,7 @@ def _row(run: PastRun) -> list[Text]:
 def _ago(seconds: float) -> str:
     """Say how long ago something was, in its largest whole unit: `42 min ago`."""
     units = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")]
-    size, unit = next((each for each in units if seconds >= each[0]), units[-1])
+    size, unit = next((pair for pair in units if seconds >= pair[0]), units[-1])
     return f"{max(0.0, seconds) // size:.0f} {unit} ago"
 
 

@@ -103,7 +103,7 @@ class Config:
         check_flags(
             self,
             "--",
-            least={"sessions_per_key": 1, "max_concurrent": 1, "max_body_bytes": 1024, "warm": 0},
+            minimum={"sessions_per_key": 1, "max_concurrent": 1, "max_body_bytes": 1024, "warm": 0},
             above={"requests_per_s": 0, "lease_s": 0, "client_deadline_s": 0},
         )
         _ = self.http, named_addresses(self.network)  # checks the rest
@@ -185,9 +185,9 @@ class SandboxServer:
 
     def __init__(self, config: Config, keys: tuple[str, ...]) -> None:
         self.config = config
-        now = time.monotonic()
+        now_s = time.monotonic()
         self._callers = {
-            _digest(key): _Caller(allowance=10 * config.requests_per_s, filled_s=now) for key in dict.fromkeys(keys)
+            _digest(key): _Caller(allowance=10 * config.requests_per_s, filled_s=now_s) for key in dict.fromkeys(keys)
         }
         """Callers by the digests of their keys, so that lookup times reveal nothing about keys."""
         self._pool = Pool(
@@ -213,7 +213,7 @@ class SandboxServer:
         self._cells = Counter("cells", "Cells by how they ended", ["outcome"], namespace=name, registry=registry)
         self._ended = Counter("sessions_ended", "Ended sessions", ["cause"], namespace=name, registry=registry)
         for gauge, text, count in (
-            ("sessions_open", "Open sessions", lambda: sum(len(one.sessions) for one in self._callers.values())),
+            ("sessions_open", "Open sessions", lambda: sum(len(caller.sessions) for caller in self._callers.values())),
             ("sessions_most", "Sessions that may be open", lambda: self._pool.most),
         ):
             Gauge(gauge, text, namespace=name, registry=registry).set_function(count)
@@ -267,9 +267,9 @@ class SandboxServer:
                     status = response.status_code
                     return response
                 except (ApiError, ForgeError, WireError) as error:
-                    told = _to_api_error(error)
-                    status = told.status
-                    return told.response(path)
+                    api_error = _to_api_error(error)
+                    status = api_error.status
+                    return api_error.response(path)
                 finally:
                     self._requests.labels(endpoint, str(status)).inc()
                     self._seconds.labels(endpoint).observe(time.monotonic() - began)
@@ -281,7 +281,7 @@ class SandboxServer:
             text = f"{request.method} {visible(request.url.path)[:200]}: {error.detail}"
             return ApiError(error.status_code, text, code="not_found").response("")
 
-        one = "/v1/sessions/{name}"
+        session_path = "/v1/sessions/{name}"
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -289,12 +289,12 @@ class SandboxServer:
                 route("/v1/sessions", "POST", self._open),
                 route("/v1/sessions", "GET", self._list),
                 route("/v1/renew", "POST", self._renew),
-                route(one, "DELETE", self._delete),
-                route(f"{one}/run", "POST", self._run),
-                route(f"{one}/put", "POST", self._put),
-                route(f"{one}/get", "POST", self._get),
-                route(f"{one}/fork", "POST", self._fork),
-                route(f"{one}/restore", "POST", self._restore),
+                route(session_path, "DELETE", self._delete),
+                route(f"{session_path}/run", "POST", self._run),
+                route(f"{session_path}/put", "POST", self._put),
+                route(f"{session_path}/get", "POST", self._get),
+                route(f"{session_path}/fork", "POST", self._fork),
+                route(f"{session_path}/restore", "POST", self._restore),
             ],
             exception_handlers={HTTPException: unknown},
         )
@@ -309,11 +309,11 @@ class SandboxServer:
         key = bearer.strip() if kind.lower() == "bearer" else ""
         caller = self._callers.get(_digest(key))
         if caller is None:
-            told = "wrong API key" if key else "no API key: send it as `Authorization: Bearer KEY`"
-            raise ApiError(401, told, code="invalid_api_key")
-        now, rate = time.monotonic(), self.config.requests_per_s
-        caller.allowance = min(max(10 * rate, 1), caller.allowance + rate * (now - caller.filled_s))
-        caller.filled_s = now
+            message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
+        now_s, rate = time.monotonic(), self.config.requests_per_s
+        caller.allowance = min(max(10 * rate, 1), caller.allowance + rate * (now_s - caller.filled_s))
+        caller.filled_s = now_s
         if caller.allowance < 1:
             wait_s = math.ceil((1 - caller.allowance) / rate)
             raise ApiError(
@@ -327,25 +327,27 @@ class SandboxServer:
     @contextlib.contextmanager
     def _use(self, caller: _Caller, request: Request) -> Iterator[_Leased]:
         """Use one of a caller's sessions: its lease cannot end meanwhile, and starts again afterwards."""
-        leased = caller.sessions.get(request.path_params["name"])
-        if leased is None:
+        lease = caller.sessions.get(request.path_params["name"])
+        if lease is None:
             raise ApiError(404, "no such session: it was closed, or its lease has ended", code="no_session")
-        leased.uses += 1
+        lease.uses += 1
         try:
-            yield leased
+            yield lease
         finally:
-            leased.uses -= 1
-            leased.until_s = time.monotonic() + self.config.lease_s
+            lease.uses -= 1
+            lease.until_s = time.monotonic() + self.config.lease_s
 
     async def _open(self, caller: _Caller, request: Request) -> Response:
-        asked = await _read(request, _Open)
-        limits = None if asked.limits is None else limits_from_json(asked.limits, self.config.limits)
-        if others := named_addresses(asked.network) - named_addresses(self.config.network):
-            raise ApiError(403, f"not an address of --network: {visible(min(others))}", code="address_not_allowed")
+        body = await _read(request, _Open)
+        limits = None if body.limits is None else limits_from_json(body.limits, self.config.limits)
+        if foreign_addresses := named_addresses(body.network) - named_addresses(self.config.network):
+            raise ApiError(
+                403, f"not an address of --network: {visible(min(foreign_addresses))}", code="address_not_allowed"
+            )
         with self._place(caller):
-            wait_s = _MOST_WAIT_S if asked.wait_s is None else asked.wait_s
+            wait_s = _MOST_WAIT_S if body.wait_s is None else body.wait_s
             try:
-                session = await self._pool.open(limits=limits, undo=asked.undo, network=asked.network, wait_s=wait_s)
+                session = await self._pool.open(limits=limits, undo=body.undo, network=body.network, wait_s=wait_s)
             except SandboxError as error:
                 raise ApiError(503, error.message, code="full", headers={"retry-after": "1"}) from None
             return self._lease(caller, session)
@@ -353,9 +355,11 @@ class SandboxServer:
     @contextlib.contextmanager
     def _place(self, caller: _Caller) -> Iterator[None]:
         """Count a session that is about to be opened."""
-        most = self.config.sessions_per_key
-        if len(caller.sessions) + caller.opening >= most:
-            raise ApiError(429, f"the key has {most} open sessions (sessions-per-key)", code="too_many_sessions")
+        max_sessions = self.config.sessions_per_key
+        if len(caller.sessions) + caller.opening >= max_sessions:
+            raise ApiError(
+                429, f"the key has {max_sessions} open sessions (sessions-per-key)", code="too_many_sessions"
+            )
         caller.opening += 1
         try:
             yield
@@ -368,47 +372,47 @@ class SandboxServer:
         return JSONResponse({"id": name, "lease_s": self.config.lease_s, "limits": asdict(session.limits)}, 201)
 
     async def _list(self, caller: _Caller, request: Request) -> Response:
-        return JSONResponse({"sessions": {name: one.session.alive for name, one in caller.sessions.items()}})
+        return JSONResponse({"sessions": {name: lease.session.alive for name, lease in caller.sessions.items()}})
 
     async def _renew(self, caller: _Caller, request: Request) -> Response:
-        asked = await _read(request, _Renew)
-        found = [name for name in asked.sessions if name in caller.sessions]
-        for name in found:
+        body = await _read(request, _Renew)
+        names = [name for name in body.sessions if name in caller.sessions]
+        for name in names:
             caller.sessions[name].until_s = time.monotonic() + self.config.lease_s
-        return JSONResponse({"sessions": found})
+        return JSONResponse({"sessions": names})
 
     async def _run(self, caller: _Caller, request: Request) -> Response:
-        asked = await _read(request, _Run)
+        body = await _read(request, _Run)
         for name in ("wall_s", "cpu_s"):
-            value, most = getattr(asked, name), getattr(self.config.limits, name)
-            if value is not None and most is not None and value > most:
-                raise ApiError(400, f"{name} is above the server's limit, {most:g}", param=name, code="invalid_value")
-        with self._use(caller, request) as leased:
-            result = await leased.session.run(asked.code, wall_s=asked.wall_s, cpu_s=asked.cpu_s)
+            value, limit = getattr(body, name), getattr(self.config.limits, name)
+            if value is not None and limit is not None and value > limit:
+                raise ApiError(400, f"{name} is above the server's limit, {limit:g}", param=name, code="invalid_value")
+        with self._use(caller, request) as lease:
+            result = await lease.session.run(body.code, wall_s=body.wall_s, cpu_s=body.cpu_s)
             self._cells.labels("error" if result.error else "value").inc()
-            return JSONResponse({"result": result_to_json(result), "alive": leased.session.alive})
+            return JSONResponse({"result": result_to_json(result), "alive": lease.session.alive})
 
     async def _put(self, caller: _Caller, request: Request) -> Response:
-        asked = await _read(request, _Put)
-        with self._use(caller, request) as leased:
-            await leased.session.put(asked.path, unpacked(asked.data))
+        body = await _read(request, _Put)
+        with self._use(caller, request) as lease:
+            await lease.session.put(body.path, unpacked(body.data))
         return JSONResponse({})
 
     async def _get(self, caller: _Caller, request: Request) -> Response:
-        asked = await _read(request, _Get)
-        with self._use(caller, request) as leased:
-            data = await leased.session.get(asked.path)
+        body = await _read(request, _Get)
+        with self._use(caller, request) as lease:
+            data = await lease.session.get(body.path)
         return JSONResponse({"data": base64.b64encode(data).decode()})
 
     async def _fork(self, caller: _Caller, request: Request) -> Response:
         await _read(request, _Nothing)
-        with self._use(caller, request) as leased, self._place(caller):
-            return self._lease(caller, await leased.session.fork())
+        with self._use(caller, request) as lease, self._place(caller):
+            return self._lease(caller, await lease.session.fork())
 
     async def _restore(self, caller: _Caller, request: Request) -> Response:
         await _read(request, _Nothing)
-        with self._use(caller, request) as leased:
-            await leased.session.restore()
+        with self._use(caller, request) as lease:
+            await lease.session.restore()
         return JSONResponse({})
 
     async def _delete(self, caller: _Caller, request: Request) -> Response:
@@ -418,21 +422,21 @@ class SandboxServer:
         return JSONResponse({})
 
     async def _end(self, caller: _Caller, name: str, cause: str) -> None:
-        leased = caller.sessions.pop(name, None)
-        if leased is not None:
+        lease = caller.sessions.pop(name, None)
+        if lease is not None:
             self._ended.labels(cause).inc()
-            await asyncio.shield(leased.session.close())
+            await asyncio.shield(lease.session.close())
 
     async def _sweep(self) -> None:
         """End the sessions whose leases have ended."""
         while True:
             await asyncio.sleep(min(_SWEEP_S, self.config.lease_s / 4))
-            now = time.monotonic()
+            now_s = time.monotonic()
             late = [
                 (caller, name)
                 for caller in self._callers.values()
-                for name, leased in caller.sessions.items()
-                if not leased.uses and leased.until_s < now
+                for name, lease in caller.sessions.items()
+                if not lease.uses and lease.until_s < now_s
             ]
             await asyncio.gather(*(self._end(caller, name, "lease") for caller, name in late))
 
@@ -479,10 +483,10 @@ def _keys(config: Config) -> tuple[tuple[str, ...], str]:
     Raises:
         ConfigError: a key file is unreadable or unsafe, or holds no valid key.
     """
-    given = os.environ.pop(KEY_VARIABLE, "")
+    environment_key = os.environ.pop(KEY_VARIABLE, "")
     files = config.api_key_file
-    if not files and given:
-        return (given,), f"${KEY_VARIABLE}"
+    if not files and environment_key:
+        return (environment_key,), f"${KEY_VARIABLE}"
     if not files:
         make_private(config.out, CheckpointError)
         files = (config.out / "api_key",)
@@ -493,11 +497,11 @@ def _keys(config: Config) -> tuple[tuple[str, ...], str]:
 async def main(config: Config) -> None:
     """Serve until a signal; then end all sessions."""
     keys, shell_key = _keys(config)
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         async with SandboxServer(config, keys) as server:
-            for one in warned:
-                print(f"warning: {visible(str(one.message))}", file=sys.stderr, flush=True)
+            for warning in caught_warnings:
+                print(f"warning: {visible(str(warning.message))}", file=sys.stderr, flush=True)
             if config.http.is_public:
                 print(
                     "warning: other machines may reach the server, without encryption: put a proxy with TLS before it",

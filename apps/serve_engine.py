@@ -48,7 +48,7 @@ class Config:
     """Print the command with its environment, without the key, and exit."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"port": 1, "seed": 0})
+        check_flags(self, "--", minimum={"port": 1, "seed": 0})
         if self.engine.routed_experts or self.engine.speculation != "off":
             raise ConfigError(
                 "a served engine neither drafts tokens nor returns experts",
@@ -62,14 +62,20 @@ async def main(config: Config) -> None:
         api_key("--api-key", KEY_VARIABLE)
     model = await asyncio.to_thread(resolve_model, config.model, config.cache)
     devices = config.engine.devices
-    own = decode_environment(0, replicas=1, devices=devices, batch_invariant=config.engine.batch_invariant)
+    engine_environment = decode_environment(
+        0, replicas=1, devices=devices, batch_invariant=config.engine.batch_invariant
+    )
     arguments = serve_command(model, config.engine, host=config.host, port=config.port, seed=config.seed)
     command = [sys.executable, *arguments]
     if config.print_command:
-        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in own.items()), shlex.join(command)]))
+        print(
+            " ".join(
+                [*(f"{name}={shlex.quote(value)}" for name, value in engine_environment.items()), shlex.join(command)]
+            )
+        )
         return
     key = {KEY_VARIABLE: os.environ[KEY_VARIABLE]}
-    os.execve(sys.executable, command, handed_on({**own, **key}))
+    os.execve(sys.executable, command, handed_on({**engine_environment, **key}))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Config:
     """Print the episodes whole instead of a list."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"worst": 0, "most": 1})
+        check_flags(self, "--", minimum={"worst": 0, "most": 1})
         if self.outcome and self.outcome not in set(Outcome):
             raise ConfigError(f"no episode ends with {self.outcome!r}", hint=f"choose one of {', '.join(Outcome)}")
 
@@ -79,10 +79,10 @@ def show(config: Config, console: Console) -> None:
     """
     files = recorded_files(config.run)
     if not files:
-        known = "it was run with --recording.share 0, or has not finished a step"
+        hint = "it was run with --recording.share 0, or has not finished a step"
         raise ConfigError(
             f"{config.run} has no episodes",
-            hint=known if (config.run / "config.json").is_file() else "name a run folder",
+            hint=hint if (config.run / "config.json").is_file() else "name a run folder",
         )
     by_name = {f"{step}-{kind}": path for step, kind, path in files}
     if config.episode:
@@ -94,21 +94,23 @@ def show(config: Config, console: Console) -> None:
             )
         print_episode(console, config.episode, file[int(row)])
         return
-    found = list(_matching(config, files))
-    if not found:
+    matches = list(_matching(config, files))
+    if not matches:
         steps = f"steps {files[0][0]} to {files[-1][0]} are there"
         raise ConfigError(f"{config.run} has no such episodes", hint=f"choose other filters; {steps}")
     if config.whole:
-        for of, listed in found:
-            print_episode(console, f"{of}-{listed['row']}", EpisodeFile(by_name[of])[listed["row"]])
+        for file_name, entry in matches:
+            print_episode(console, f"{file_name}-{entry['row']}", EpisodeFile(by_name[file_name])[entry["row"]])
         return
-    console.print(_table(found, console.width))
-    console.print(f"forge-rl show RUN {found[0][0]}-{found[0][1]['row']} prints the first of them whole", style="dim")
+    console.print(_table(matches, console.width))
+    console.print(
+        f"forge-rl show RUN {matches[0][0]}-{matches[0][1]['row']} prints the first of them whole", style="dim"
+    )
 
 
 def _matching(config: Config, files: list[tuple[int, str, Path]]) -> list[tuple[str, dict[str, Any]]]:
     """Return the file and row of the wanted episodes: of the newest steps, or those with the lowest rewards."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    matches: list[tuple[str, dict[str, Any]]] = []
     for step, kind, path in reversed(files):
         if config.step not in (None, step) or config.kind not in ("", kind):
             continue
@@ -116,24 +118,24 @@ def _matching(config: Config, files: list[tuple[int, str, Path]]) -> list[tuple[
             is_wanted = config.source in ("", row["source"]) and config.outcome in ("", row["outcome"])
             is_wanted &= config.task in row["task"] or config.task in row["asked"]
             if is_wanted and (not config.worst or row["reward"] is not None):
-                found.append((f"{step}-{kind}", row))
+                matches.append((f"{step}-{kind}", row))
         if config.worst:
-            found = sorted(found, key=lambda each: each[1]["reward"])[: config.worst]
-        elif len(found) >= config.most:
+            matches = sorted(matches, key=lambda match: match[1]["reward"])[: config.worst]
+        elif len(matches) >= config.most:
             break
-    return found[: config.worst or config.most]
+    return matches[: config.worst or config.most]
 
 
-def _table(found: list[tuple[str, dict[str, Any]]], width: int) -> Table:
+def _table(matches: list[tuple[str, dict[str, Any]]], width: int) -> Table:
     """List episodes; on a narrow screen, without the columns that matter least."""
     columns = ("episode", "source", "task", "outcome", "reward", "advantage", "turns", "tokens", "time", "answer")
-    shown = [name for name in columns if width >= _WIDE or name not in _SPARED]
+    visible_columns = [name for name in columns if width >= _WIDE or name not in _SPARED]
     table = Table(box=None, header_style="bold")
-    for column in shown:
+    for column in visible_columns:
         justify: Literal["left", "right"] = "right" if column in _NUMBERS else "left"
         # names, which open an episode, and numbers stay whole
         table.add_column(column, justify=justify, no_wrap=column not in ("task", "answer"), overflow="ellipsis")
-    for name, row in found:
+    for name, row in matches:
         is_failed = row["outcome"] not in ("completed", "truncated")
         cells: dict[str, str | Text] = {
             "episode": f"{name}-{row['row']}",
@@ -147,18 +149,18 @@ def _table(found: list[tuple[str, dict[str, Any]]], width: int) -> Table:
         }
         for key in ("reward", "advantage"):
             cells[key] = Text("" if row[key] is None else number(row[key]), _signed(row[key]))
-        table.add_row(*(cells[column] for column in shown))
+        table.add_row(*(cells[column] for column in visible_columns))
     return table
 
 
 def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     """Print an episode with everything that is known of it; its texts are escaped."""
     episode = record.episode
-    about = f"{name}  {episode.task.source} {episode.task.id}"
-    console.rule(Text(clipped(about, lines=1, width=console.width - 10), "bold"), align="left")
-    where = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
+    title = f"{name}  {episode.task.source} {episode.task.id}"
+    console.rule(Text(clipped(title, lines=1, width=console.width - 10), "bold"), align="left")
+    position = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
     answer = {"": "", "given": "a given answer"}.get(record.given_answer, f"the {record.given_answer} answer")
-    facts = {"": f"{where}; {answer or f'{episode.outcome} after {duration(episode.seconds)}'}"}
+    facts = {"": f"{position}; {answer or f'{episode.outcome} after {duration(episode.seconds)}'}"}
     if episode.score is not None:
         parts = "".join(f", {key} {number(value)}" for key, value in episode.score.parts.items())
         facts["reward"] = number(episode.reward) + parts
@@ -184,18 +186,20 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     first = 0
     for place, turn in enumerate(episode.turns):
         tokens = slice(first, first := first + len(turn.token_ids))
-        several = f", segment {segments[place] + 1} of {len(episode.runs)}" if len(episode.runs) > 1 else ""
-        of = f", {clipped(turn.agent, lines=1, width=40)}" if turn.agent else ""
-        of += f", branch {'.'.join(map(str, turn.branch))}" if turn.branch else ""
-        console.print(Text(f"\nturn {place + 1} of {len(episode.turns)}{several}{of}", "bold"))
+        segment_text = f", segment {segments[place] + 1} of {len(episode.runs)}" if len(episode.runs) > 1 else ""
+        origin = f", {clipped(turn.agent, lines=1, width=40)}" if turn.agent else ""
+        origin += f", branch {'.'.join(map(str, turn.branch))}" if turn.branch else ""
+        console.print(Text(f"\nturn {place + 1} of {len(episode.turns)}{segment_text}{origin}", "bold"))
         for message in turn.messages:
             _print_message(console, message)
         _print_message(console, {"role": "assistant", "content": turn.text})
         for call in turn.calls:
-            took = "" if call.seconds is None else f"  {duration(call.seconds)}"
+            seconds_text = "" if call.seconds is None else f"  {duration(call.seconds)}"
             console.print(
                 Padding(
-                    Text(visible(f"calls {call.name} {call.arguments}{took}"), "magenta"), (0, 0, 0, 2), expand=False
+                    Text(visible(f"calls {call.name} {call.arguments}{seconds_text}"), "magenta"),
+                    (0, 0, 0, 2),
+                    expand=False,
                 )
             )
             if call.error:
@@ -215,33 +219,33 @@ def _print_message(console: Console, message: Message) -> None:
 
 def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> str:
     """Describe a turn's tokens."""
-    said = [f"{len(turn.prompt_ids)} + {len(turn.token_ids)} tokens{', truncated' * turn.truncated}"]
+    facts = [f"{len(turn.prompt_ids)} + {len(turn.token_ids)} tokens{', truncated' * turn.truncated}"]
     if len(turn.versions) and turn.versions.max() >= 0:
         low, high = int(turn.versions.min()), int(turn.versions.max())
-        said.append(f"version {low}" if low == high else f"versions {low} to {high}")
+        facts.append(f"version {low}" if low == high else f"versions {low} to {high}")
     logprobs, gaps = record.scores_of(turn, tokens)
     if logprobs is not None and np.isfinite(logprobs).any():
-        said.append(f"logprob {number(float(np.nanmean(logprobs)))} on average")
+        facts.append(f"logprob {number(float(np.nanmean(logprobs)))} on average")
     if gaps is not None and np.isfinite(gaps := np.abs(gaps)).any():
-        said.append(f"gap {number(float(np.nanmean(gaps)))}, at most {number(float(np.nanmax(gaps)))}")
+        facts.append(f"gap {number(float(np.nanmean(gaps)))}, at most {number(float(np.nanmax(gaps)))}")
     entropies = None if record.entropies is None else record.entropies[tokens]
     if entropies is not None and np.isfinite(entropies).any():
-        said.append(f"entropy {number(float(np.nanmean(entropies)))} on average")
+        facts.append(f"entropy {number(float(np.nanmean(entropies)))} on average")
     score = record.episode.score
     if score is not None and place < len(score.turns):
-        said.append(f"value {number(score.turns[place])}")
+        facts.append(f"value {number(score.turns[place])}")
     if not record.given_answer:
         response = f", {duration(turn.response_s)} for the response" * (turn.response_s >= 0.005)
-        said.append(f"{duration(turn.seconds)} to answer{response}")
-    return "; ".join(said)
+        facts.append(f"{duration(turn.seconds)} to answer{response}")
+    return "; ".join(facts)
 
 
-def _range(values: npt.NDArray[np.float32] | None, seen: npt.NDArray[np.bool_] | None) -> str | None:
+def _range(values: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.bool_] | None) -> str | None:
     if values is None or not len(values):
         return None
-    if seen is None:
+    if mask is None:
         return f"{number(float(values.mean()))}; the loss saw no token"
-    low, high = float(values[seen].min()), float(values[seen].max())
+    low, high = float(values[mask].min()), float(values[mask].max())
     return number(low) if low == high else f"{number(low)} to {number(high)}"
 
 

@@ -51,11 +51,13 @@ class Config(BenchmarkConfig):
 def measure(config: Config, report: Report) -> None:
     """Play all episodes, once without kills."""
     calm = asyncio.run(play_under_chaos(replace(config, kills=0)))
-    found = asyncio.run(play_under_chaos(config))
-    report.results |= found | {"calm_s": calm["seconds"]}
-    wrong = found["episodes"] - found["right"]
-    if wrong or found["twice"] or found["left"]:
-        raise BenchmarkError(f"{wrong:g} episodes are wrong, {found['twice']:g} came twice, {found['left']:g} are left")
+    outcome = asyncio.run(play_under_chaos(config))
+    report.results |= outcome | {"calm_s": calm["seconds"]}
+    wrong = outcome["episodes"] - outcome["right"]
+    if wrong or outcome["twice"] or outcome["left"]:
+        raise BenchmarkError(
+            f"{wrong:g} episodes are wrong, {outcome['twice']:g} came twice, {outcome['left']:g} are left"
+        )
 
 
 async def play_under_chaos(config: Config) -> dict[str, float]:
@@ -64,12 +66,12 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
     limits = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20)
     ended: Counter[int] = Counter()
     right: set[int] = set()
-    seen: set[int] = set()
+    pids: set[int] = set()
     trees: set[str] = set()
-    first, again, last = _COMMANDS if config.profile == "process" else _CELLS
+    first_command, middle_command, last_command = _COMMANDS if config.profile == "process" else _CELLS
     began = time.perf_counter()
     async with Pool(profile=config.profile, limits=limits, sessions=2 * config.at_once, servers=2, warm=2) as pool:
-        sessions, left = DurableSessions(pool), iter(range(config.episodes))
+        sessions, numbers = DurableSessions(pool), iter(range(config.episodes))
         cells = kills = 0
 
         def after_a_cell() -> None:
@@ -77,30 +79,30 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
             cells += 1
             while kills < config.kills and cells * config.kills >= (kills + 1) * config.episodes * config.cells * 0.98:
                 trees.update(host.tree for host in pool.hosts)
-                seen.update(pid for host in pool.hosts for pid in processes(host))
+                pids.update(pid for host in pool.hosts for pid in processes(host))
                 kill(pool, rng)
                 kills += 1
 
         async def play() -> None:
-            for number in left:
+            for number in numbers:
                 async with sessions.open() as session:
-                    expected, good = number, True
-                    await session.run(first.format(number))
+                    expected, is_right = number, True
+                    await session.run(first_command.format(number))
                     for _ in range(config.cells - 1):
                         expected = 3 * expected + 1
-                        good &= _shown(await session.run(again)) == str(expected)
+                        is_right &= _shown(await session.run(middle_command)) == str(expected)
                         after_a_cell()
-                    good &= _shown(await session.run(last)) == str(config.cells)
+                    is_right &= _shown(await session.run(last_command)) == str(config.cells)
                     after_a_cell()
                 ended[number] += 1
-                if good:
+                if is_right:
                     right.add(number)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(config.at_once):
                 group.create_task(play())
         trees.update(host.tree for host in pool.hosts)
-        seen.update(pid for host in pool.hosts for pid in processes(host))
+        pids.update(pid for host in pool.hosts for pid in processes(host))
     return {
         "episodes": float(len(ended)),
         "right": float(len(right)),
@@ -108,7 +110,7 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
         "kills": float(kills),
         "rebuilt": float(sessions.counts["rebuilt"]),
         "cells_repeated": float(sessions.counts["repeated"]),
-        "left": float(len(_mounts() - before) + _left(trees, seen)),
+        "left": float(len(_mounts() - before) + _left(trees, pids)),
         "seconds": time.perf_counter() - began,
     }
 
@@ -126,8 +128,8 @@ def kill(pool: Pool, rng: random.Random) -> None:
     depths = {pid: _namespaces(pid) for pid in session_processes(host)}
     keeper, sessions = host.process.pid, [pid for pid, depth in depths.items() if depth == min(depths.values())]
     half = rng.sample(sessions, len(sessions) // 2)
-    chosen = rng.choice([[keeper], children(keeper), sessions[:1], half])
-    kill_each(chosen)
+    victims = rng.choice([[keeper], children(keeper), sessions[:1], half])
+    kill_each(victims)
 
 
 def kill_each(pids: Iterable[int]) -> None:
@@ -154,26 +156,26 @@ def processes(host: Host) -> Iterator[int]:
 
 def session_processes(host: Host) -> Iterator[int]:
     """Yield the processes in the cgroups of a server's sessions."""
-    found: set[int] = set()
-    for one in cgroups.here():
+    pids: set[int] = set()
+    for cgroup in cgroups.here():
         with contextlib.suppress(FileNotFoundError):  # the server ended meanwhile, and its cgroups were removed
-            for file in sorted(Path(one.folder, host.tree).glob("*/cgroup.procs")):
+            for file in sorted(Path(cgroup.folder, host.tree).glob("*/cgroup.procs")):
                 with contextlib.suppress(OSError):
-                    found.update(map(int, file.read_text().split()))
-    yield from sorted(found)
+                    pids.update(map(int, file.read_text().split()))
+    yield from sorted(pids)
 
 
 def children(pid: int) -> list[int]:
     """Return the child processes of one."""
     with contextlib.suppress(OSError):
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
-def _left(trees: set[str], seen: set[int]) -> int:
+def _left(trees: set[str], pids: set[int]) -> int:
     """Count the cgroups and processes that are left of some servers."""
-    folders = [path for tree in trees for one in cgroups.here() for path in Path(one.folder).glob(f"{tree}*")]
-    return len(folders) + sum(map(_runs, seen))
+    folders = [path for tree in trees for cgroup in cgroups.here() for path in Path(cgroup.folder).glob(f"{tree}*")]
+    return len(folders) + sum(map(_runs, pids))
 
 
 def _runs(pid: int) -> bool:

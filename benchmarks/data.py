@@ -49,35 +49,37 @@ class Config(BenchmarkConfig):
 
 def measure(config: Config, report: Report) -> None:
     """Create the files, read them in turn, and compare."""
-    with tempfile.TemporaryDirectory(dir=config.folder, prefix="forge_rl-data-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(dir=config.folder, prefix="forge_rl-data-") as scratch:
+        folder = Path(scratch)
         large, small = folder / "large.jsonl", folder / "small.jsonl"
         rows = write_rows(large, round(config.gb * 1e9))
         write_rows(small, round(config.gb * 1e8))
         print(f"made {rows:,} rows, {large.stat().st_size / 1e9:.2f} GB", flush=True)
         report.versions |= json.loads(_child("versions", small, 0, folder))
-        found: dict[str, list[dict[str, float]]] = {}
+        rows_by_reader: dict[str, list[dict[str, float]]] = {}
         for repeat in range(1 + config.repeats):
             for reader, file in (("ours", large), ("ours_small", small), ("stream", large)):
                 row = json.loads(_child(reader.partition("_")[0], file, config.tasks, folder))
                 report.rows.append({"reader": reader, "warm_up": repeat == 0, **row})
                 print(f"{reader}: {', '.join(f'{key} {value:,.4g}' for key, value in row.items())}", flush=True)
                 if repeat:
-                    found.setdefault(reader, []).append(row)
+                    rows_by_reader.setdefault(reader, []).append(row)
 
-        def of(reader: str, key: str) -> list[float]:
-            return [row[key] for row in found[reader]]
+        def values_of(reader: str, key: str) -> list[float]:
+            return [row[key] for row in rows_by_reader[reader]]
 
-        ratios = [a / b for a, b in zip(of("ours", "tasks_per_s"), of("stream", "tasks_per_s"), strict=True)]
+        ratios = [
+            a / b for a, b in zip(values_of("ours", "tasks_per_s"), values_of("stream", "tasks_per_s"), strict=True)
+        ]
         report.measure("tasks_per_s_over_datasets", ratios)
-        report.measure("tasks_per_s", of("ours", "tasks_per_s"))
-        report.measure("tasks_per_s_datasets", of("stream", "tasks_per_s"))
-        report.measure("open_s", of("ours", "open_s"))
-        report.measure("resume_s", of("ours", "resume_s"))
-        report.measure("resume_s_datasets", of("stream", "resume_s"))
-        report.measure("memory_bytes", of("ours", "memory_bytes"))
-        report.measure("memory_bytes_datasets", of("stream", "memory_bytes"))
-        growth = zip(of("ours", "memory_bytes"), of("ours_small", "memory_bytes"), strict=True)
+        report.measure("tasks_per_s", values_of("ours", "tasks_per_s"))
+        report.measure("tasks_per_s_datasets", values_of("stream", "tasks_per_s"))
+        report.measure("open_s", values_of("ours", "open_s"))
+        report.measure("resume_s", values_of("ours", "resume_s"))
+        report.measure("resume_s_datasets", values_of("stream", "resume_s"))
+        report.measure("memory_bytes", values_of("ours", "memory_bytes"))
+        report.measure("memory_bytes_datasets", values_of("stream", "memory_bytes"))
+        growth = zip(values_of("ours", "memory_bytes"), values_of("ours_small", "memory_bytes"), strict=True)
         report.measure("memory_growth_bytes", [a - b for a, b in growth])
         if config.load:
             row = json.loads(_child("load", large, config.tasks, folder))
@@ -89,12 +91,12 @@ def write_rows(path: Path, size: int) -> int:
     """Write about `size` bytes of rows with questions of various lengths; return the number of rows."""
     draw = random.Random(0)
     texts = [" ".join(draw.choices(_WORDS, k=draw.randrange(20, 220))) for _ in range(_TEXTS)]
-    rows = written = 0
+    rows = written_bytes = 0
     with path.open("w") as file:
-        while written < size:
+        while written_bytes < size:
             words = texts[draw.randrange(_TEXTS)]
             meta = {"level": draw.randrange(5), "source": "benchmark", "notes": words[:200]}
-            written += file.write(
+            written_bytes += file.write(
                 json.dumps({"problem": f"{rows}: {words}?", "solution": str(draw.randrange(10**6)), "meta": meta})
                 + "\n"
             )
@@ -108,7 +110,7 @@ def _child(reader: str, file: Path, tasks: int, folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchmarkError(f"the reader {reader} failed: {last}", hint="run it by itself: " + " ".join(command))
+        raise BenchmarkError(f"the reader {reader} failed: {last}", hint="run it alone: " + " ".join(command))
     return done.stdout.splitlines()[-1]
 
 

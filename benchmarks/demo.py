@@ -38,7 +38,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         if not self.seeds:
-            raise BenchmarkError("there is no run", hint="pass --seeds at least one number")
+            raise BenchmarkError("--seeds is empty", hint="give at least one number")
 
 
 def measure(config: Config, report: Report) -> None:
@@ -47,8 +47,8 @@ def measure(config: Config, report: Report) -> None:
         report.benchmark += " (smoke: no measurement)"
     runs = {f"seed_{seed}": (*DEMO, "--seed", str(seed)) for seed in config.seeds} | {"tools": ("recipes.tools",)}
     for name, words in runs.items():
-        with tempfile.TemporaryDirectory(prefix="forge_rl-demo-") as made:
-            row = _run((*words, *(_SMOKE if config.smoke else ())), Path(made) / "run")
+        with tempfile.TemporaryDirectory(prefix="forge_rl-demo-") as scratch:
+            row = _run((*words, *(_SMOKE if config.smoke else ())), Path(scratch) / "run")
         print(f"{name}: {row['score_before']:.2f} to {row['score_after']:.2f} in {row['seconds']:.0f} s", flush=True)
         report.rows.append({"run": name, "warm_up": False, **row})
         report.results |= {f"{key}_{name}": value for key, value in row.items()}

@@ -140,9 +140,9 @@ async def whole_run(
 def measure(config: Config, report: Report) -> None:
     """Run both kinds on a virtual clock, then alternately on real engines."""
     steps = 2 * config.every if config.smoke else 8 * config.every
-    found = {blocking: run(_virtual(config, steps, blocking)) for blocking in (True, False)}
-    report.results["overlapped_over_blocking"] = found[False].seconds / found[True].seconds
-    report.results["other_versions"] = found[False].other_versions
+    outcomes = {blocking: run(_virtual(config, steps, blocking)) for blocking in (True, False)}
+    report.results["overlapped_over_blocking"] = outcomes[False].seconds / outcomes[True].seconds
+    report.results["other_versions"] = outcomes[False].other_versions
     print(f"virtual clock: {report.results['overlapped_over_blocking']:.3f}", flush=True)
     asyncio.run(_real(config, report))
 
@@ -159,12 +159,12 @@ async def _real(config: Config, report: Report) -> None:
     steps = 2 * config.every if config.smoke else config.steps
     async with engines(generator, on.model) as served:
         rate = await full_rate(served, on)
-        mean = statistics.fmean(draw_tokens(random.Random(at), kind_at(at / 1000), on) for at in range(1000))
+        mean = statistics.fmean(draw_tokens(random.Random(i), kind_at(i / 1000), on) for i in range(1000))
         train_s = _TRAIN_SHARE / (1 - _TRAIN_SHARE) * 4 * slots * mean / rate
         report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
         print(f"full engines: {rate:.0f} tokens/s; a training step: {train_s:.2f} s", flush=True)
         pairs = 1 if config.smoke else 1 + config.repeats
-        found: dict[bool, list[Outcome]] = {True: [], False: []}
+        outcomes: dict[bool, list[Outcome]] = {True: [], False: []}
         for pair in range(pairs):
             for blocking in (True, False) if pair % 2 == 0 else (False, True):
                 outcome = await _real_run(config, served, steps=steps, train_s=train_s, blocking=blocking)
@@ -173,12 +173,12 @@ async def _real(config: Config, report: Report) -> None:
                 report.rows.append({"kind": kind, "pair": pair, "warm_up": warm_up, **vars(outcome)})
                 print(f"{kind}: {outcome.seconds:.1f} s, other versions {outcome.other_versions:.1%}", flush=True)
                 if not warm_up:
-                    found[blocking].append(outcome)
-    ratios = [ours.seconds / theirs.seconds for ours, theirs in zip(found[False], found[True], strict=True)]
+                    outcomes[blocking].append(outcome)
+    ratios = [ours.seconds / theirs.seconds for ours, theirs in zip(outcomes[False], outcomes[True], strict=True)]
     report.measure("real_overlapped_over_blocking", ratios)
-    report.measure("real_overlapped_s", [outcome.seconds for outcome in found[False]])
-    report.measure("real_blocking_s", [outcome.seconds for outcome in found[True]])
-    report.measure("real_other_versions", [outcome.other_versions for outcome in found[False]])
+    report.measure("real_overlapped_s", [outcome.seconds for outcome in outcomes[False]])
+    report.measure("real_blocking_s", [outcome.seconds for outcome in outcomes[True]])
+    report.measure("real_other_versions", [outcome.other_versions for outcome in outcomes[False]])
 
 
 async def _real_run(config: Config, served: Engines, *, steps: int, train_s: float, blocking: bool) -> Outcome:
@@ -279,10 +279,11 @@ def _mixture() -> Mixture:
 
 def _tasks(count: int) -> list[Task]:
     """Make the evaluation tasks, of all kinds in proportion to their shares."""
-    kinds = [kind_at((at + 0.5) / count) for at in range(count)]
+    kinds = [kind_at((index + 0.5) / count) for index in range(count)]
     random.Random(0).shuffle(kinds)
     return [
-        Task(id=f"{at}", source=kind, messages=({"role": "user", "content": kind},)) for at, kind in enumerate(kinds)
+        Task(id=f"{index}", source=kind, messages=({"role": "user", "content": kind},))
+        for index, kind in enumerate(kinds)
     ]
 
 

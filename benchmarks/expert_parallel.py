@@ -73,8 +73,8 @@ def measure(config: Config, report: Report) -> None:
     for ranks in config.ranks:
         cases = [_Case(ranks=ranks, skew=skew, config=config) for skew in config.skews]
         by_rank = run_ranks(_run, ranks, cases)
-        for case, found in zip(cases, zip(*by_rank, strict=True), strict=True):
-            row = _together(list(found))
+        for case, rank_results in zip(cases, zip(*by_rank, strict=True), strict=True):
+            row = _together(list(rank_results))
             report.rows.append({"ranks": ranks, "skew": case.skew, **row})
             heaviest.append(row["heaviest_least_loaded"])
             deviations.append(row["deviation"])
@@ -83,33 +83,38 @@ def measure(config: Config, report: Report) -> None:
     rows = {(row["ranks"], row["skew"]): row for row in report.rows}
     report.results["heaviest_over_mean"] = max(heaviest)
     report.results["worst_deviation"] = max(deviations)
-    for name, at, key in (
+    for name, case_key, key in (
         ("peak_over_plain_30", (4, 30), "peak_over_plain"),
         ("speedup_30", (2, 30), "speedup"),
         ("speedup_balanced", (2, 1), "speedup"),
     ):
-        if at in rows:
-            report.results[name] = float(str(rows[at][key]))
+        if case_key in rows:
+            report.results[name] = float(str(rows[case_key][key]))
     if "speedup_balanced" in report.results:
         report.results["slowdown_balanced"] = 1 / report.results.pop("speedup_balanced")
 
 
-def _together(found: list[dict[str, Any]]) -> dict[str, float]:
+def _together(rank_results: list[dict[str, Any]]) -> dict[str, float]:
     """Merge the ranks' measurements of a case."""
-    seconds = {way: [max(each) for each in zip(*(one["seconds"][way] for one in found), strict=True)] for way in _WAYS}
-    peaks = {way: max(one["peak"][way] for one in found) for way in _WAYS}
+    seconds = {
+        way: [
+            max(step_seconds) for step_seconds in zip(*(result["seconds"][way] for result in rank_results), strict=True)
+        ]
+        for way in _WAYS
+    }
+    peaks = {way: max(result["peak"][way] for result in rank_results) for way in _WAYS}
     ratios = [plain / ours for plain, ours in zip(seconds["plain"], seconds["least_loaded"], strict=True)]
     return {
-        "heaviest_plain": found[0]["heaviest"][0],
-        "heaviest_least_loaded": found[0]["heaviest"][1],
-        "heaviest_bias": found[0]["bias"],
+        "heaviest_plain": rank_results[0]["heaviest"][0],
+        "heaviest_least_loaded": rank_results[0]["heaviest"][1],
+        "heaviest_bias": rank_results[0]["bias"],
         "seconds_plain": median(seconds["plain"]),
         "seconds_least_loaded": median(seconds["least_loaded"]),
         "speedup": median(ratios),
         "peak_mib_plain": peaks["plain"] / 2**20,
         "peak_mib_least_loaded": peaks["least_loaded"] / 2**20,
         "peak_over_plain": peaks["least_loaded"] / peaks["plain"],
-        "deviation": max(one["deviation"] for one in found),
+        "deviation": max(result["deviation"] for result in rank_results),
     }
 
 
@@ -158,12 +163,12 @@ class _Layer:
         )
         self.experts: LeastLoadedExperts = moe_config(kind, config.dim).routed_experts.build()
         generator = torch.Generator().manual_seed(0)
-        own = slice(rank * config.experts // case.ranks, (rank + 1) * config.experts // case.ranks)
+        local_experts = slice(rank * config.experts // case.ranks, (rank + 1) * config.experts // case.ranks)
         inner = self.experts.inner_experts
         for name, parameter in list(inner.named_parameters()):
-            whole = torch.randn(parameter.shape, generator=generator, dtype=dtype) * config.dim**-0.5
-            setattr(inner, name, torch.nn.Parameter(whole[own].clone()))
-        self.weight_bytes = sum(each.numel() * each.element_size() for each in inner.parameters())
+            weight = torch.randn(parameter.shape, generator=generator, dtype=dtype) * config.dim**-0.5
+            setattr(inner, name, torch.nn.Parameter(weight[local_experts].clone()))
+        self.weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in inner.parameters())
         self.experts.token_dispatcher.wire_meshes(ep_mesh=self._mesh)
         generator.manual_seed(rank + 1)
         shares = torch.ones(config.experts)
@@ -179,8 +184,8 @@ class _Layer:
         """Run forward and backward; returns the output, and the gradients of inputs, scores and weights."""
         self.experts.lends = lends
         out = self.experts(self._x, self._scores, self._chosen[None], self._counts)
-        of = (self._x, self._scores, *self.experts.inner_experts.parameters())
-        return out.detach(), *torch.autograd.grad(out.square().sum(), of)
+        inputs = (self._x, self._scores, *self.experts.inner_experts.parameters())
+        return out.detach(), *torch.autograd.grad(out.square().sum(), inputs)
 
 
 def _biased(preferences: torch.Tensor, case: _Case) -> float:

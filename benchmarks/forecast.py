@@ -50,7 +50,7 @@ class Config(BenchmarkConfig):
             raise BenchmarkError(f"--steps is {self.steps}", hint="set it to 2 or more; the first is not counted")
         for shape in self.shapes:
             numbers = shape.split("x")
-            if len(numbers) != 3 or not all(each.isdecimal() and 0 < int(each) < 10_000 for each in numbers):
+            if len(numbers) != 3 or not all(number.isdecimal() and 0 < int(number) < 10_000 for number in numbers):
                 raise BenchmarkError(f"--shapes has {shape!r:.40}", hint="write shapes such as 4x4x32")
 
 
@@ -61,22 +61,22 @@ def letters(task: Task, text: str) -> float:
 
 def measure(config: Config, report: Report) -> None:
     """Run and predict each shape."""
-    off = []
+    log_ratios = []
     for shape in config.shapes:
         groups, size, tokens = map(int, shape.split("x"))
         before = _machine()
         rows = _run(groups, size, tokens, config.steps)
         after = _machine()
-        found = _predict(groups, size, tokens, rows, before, after)
+        forecast = _predict(groups, size, tokens, rows, before, after)
         measured = {name: statistics.median(row[f"seconds/{name}"] for row in rows) for name in (*_PHASES, "step")}
-        predicted = {name: getattr(found, name).seconds for name in _PHASES} | {"step": found.step_s}
+        predicted = {name: getattr(forecast, name).seconds for name in _PHASES} | {"step": forecast.step_s}
         for name, seconds in measured.items():
             report.results[f"{name}_s_{shape}"] = seconds
             report.results[f"{name}_predicted_s_{shape}"] = predicted[name]
         report.results[f"predicted_over_measured_{shape}"] = ratio = predicted["step"] / measured["step"]
-        off.append(abs(math.log(ratio)))
+        log_ratios.append(abs(math.log(ratio)))
         report.rows.append({"shape": shape, "measured": measured, "predicted": predicted, "flops": before.device.flops})
-    report.results["worst_ratio"] = math.exp(max(off))
+    report.results["worst_ratio"] = math.exp(max(log_ratios))
 
 
 def _machine() -> Machines:

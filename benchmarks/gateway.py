@@ -124,13 +124,15 @@ async def _measure_streams(config: Config, report: Report, client: ProcessPoolEx
     body = {"model": "staged", "messages": [_question(0)], "max_tokens": tokens}
     backend = StagedBackend(token, config.interval_s)
     async with Gateway(GatewayConfig(), backend, tokenizer, open_to_all=True) as gateway:
-        found = await _streamed(client, gateway.base_url, [body] * config.streams)
-    report.rows.append({"side": "streams", "warm_up": False, **vars(found)})
+        streamed = await _streamed(client, gateway.base_url, [body] * config.streams)
+    report.rows.append({"side": "streams", "warm_up": False, **vars(streamed)})
     # Held streams were open at the same time and finished with all their tokens.
-    whole = found.complete == config.streams and found.tokens == config.streams * tokens
-    if not whole:
-        raise BenchmarkError(f"only {found.complete} of {config.streams} streams finished, with {found.tokens} tokens")
-    report.results["streams_held"] = found.most_open
+    is_complete = streamed.complete == config.streams and streamed.tokens == config.streams * tokens
+    if not is_complete:
+        raise BenchmarkError(
+            f"only {streamed.complete} of {config.streams} streams finished, with {streamed.tokens} tokens"
+        )
+    report.results["streams_held"] = streamed.most_open
 
 
 async def _measure_health(config: Config, report: Report, client: ProcessPoolExecutor) -> None:
@@ -143,15 +145,18 @@ async def _measure_health(config: Config, report: Report, client: ProcessPoolExe
         async with Gateway(GatewayConfig(), backend, tokenizer, open_to_all=True) as gateway:
             for name, path, body in heavy_requests(backend.model, GatewayConfig().max_body_bytes, smoke=config.smoke):
                 work = partial(post_watching_health, gateway.base_url, path, body, _DEADLINE_S)
-                sent = [await asyncio.get_running_loop().run_in_executor(client, work) for _ in range(sends)]
-                worst.append([found.worst_health_ms for found in sent])
-                report.rows += [{"side": "health", "warm_up": False, "request": name, **vars(each)} for each in sent]
-                found = max(sent, key=lambda each: each.worst_health_ms)
+                answers = [await asyncio.get_running_loop().run_in_executor(client, work) for _ in range(sends)]
+                worst.append([answer.worst_health_ms for answer in answers])
+                report.rows += [
+                    {"side": "health", "warm_up": False, "request": name, **vars(answer)} for answer in answers
+                ]
+                slowest = max(answers, key=lambda answer: answer.worst_health_ms)
                 print(
-                    f"{name}: status {found.status}, {found.seconds:.2f} s, {found.worst_health_ms:.0f} ms", flush=True
+                    f"{name}: status {slowest.status}, {slowest.seconds:.2f} s, {slowest.worst_health_ms:.0f} ms",
+                    flush=True,
                 )
-                if found.status >= 500:
-                    raise BenchmarkError(f"the gateway failed at {name}: status {found.status}")
+                if slowest.status >= 500:
+                    raise BenchmarkError(f"the gateway failed at {name}: status {slowest.status}")
     # The overall maximum, and the maximum of the medians per request: a busy machine raises the first.
     report.results["worst_health_ms"] = max(map(max, worst))
     report.results["worst_median_health_ms"] = max(map(median, worst))
@@ -173,10 +178,10 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
                 if side == "bare":
                     seconds, tokens = await _askserving(config, generator, tokenizer)
                 else:
-                    found = await _streamed(client, gateway.base_url, _bodies(config, gateway.model))
-                    if found.complete != config.requests:
-                        raise BenchmarkError(f"{found.complete} of {config.requests} answers came over HTTP")
-                    seconds, tokens = found.seconds, found.tokens
+                    streamed = await _streamed(client, gateway.base_url, _bodies(config, gateway.model))
+                    if streamed.complete != config.requests:
+                        raise BenchmarkError(f"{streamed.complete} of {config.requests} answers came over HTTP")
+                    seconds, tokens = streamed.seconds, streamed.tokens
                 report.rows.append({"side": side, "warm_up": not counts, "seconds": seconds, "tokens": tokens})
                 print(f"{side}: {tokens} tokens in {seconds:.2f} s", flush=True)
                 if counts:
@@ -188,12 +193,12 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
 
 async def _askserving(config: Config, generator: Generator, tokenizer: Tokenizer) -> tuple[float, int]:
     """Return seconds and tokens of the same requests without the gateway, which also get each token at once."""
-    prompts = [tokenizer.render([_question(at)]) for at in range(config.requests)]
+    prompts = [tokenizer.render([_question(index)]) for index in range(config.requests)]
     began = time.perf_counter()
     async with task_group() as group:
         answers = [
-            group.create_task(generator.generate(ids, Sampling(max_tokens=config.new_tokens, seed=at), gather_s=0.0))
-            for at, ids in enumerate(prompts)
+            group.create_task(generator.generate(ids, Sampling(max_tokens=config.new_tokens, seed=index), gather_s=0.0))
+            for index, ids in enumerate(prompts)
         ]
     return time.perf_counter() - began, sum(len(answer.result().token_ids) for answer in answers)
 
@@ -205,13 +210,13 @@ async def _streamed(client: ProcessPoolExecutor, base_url: str, bodies: Sequence
 
 def _bodies(config: Config, model: str) -> list[dict[str, object]]:
     return [
-        {"model": model, "messages": [_question(at)], "max_tokens": config.new_tokens, "seed": at}
-        for at in range(config.requests)
+        {"model": model, "messages": [_question(index)], "max_tokens": config.new_tokens, "seed": index}
+        for index in range(config.requests)
     ]
 
 
-def _question(at: int) -> dict[str, str]:
-    return {"role": "user", "content": f"Tell me a long story about {at + 2} friends in the mountains."}
+def _question(index: int) -> dict[str, str]:
+    return {"role": "user", "content": f"Tell me a long story about {index + 2} friends in the mountains."}
 
 
 if __name__ == "__main__":

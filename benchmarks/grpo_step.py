@@ -4,8 +4,8 @@ python -m benchmarks.grpo_step --json out.json
 
 A step is 8 tasks times 8 episodes of at most 16 new tokens, SmolLM2-135M, on CPU: with trainer and engine in float32,
 then in bfloat16 with float32 weights in the trainer. Our side is the recipe with its default schedule; its step is
-rollout, train and publish. TRL has its own environment under .bench/. Both start, then alternate steps, one of ours and
-one of TRL's, on the same tasks, so that other load on the machine affects both alike.
+rollout, train and publish. TRL has its own environment under .bench/. Both start, then take steps in
+turn on the same tasks, so that other load on the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MEMORY_EVERY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure a GRPO step of ours and of TRL in the same run."""
+    """Measure a GRPO step of forge_rl and of TRL in the same run."""
 
     steps: int = 5
     """Measured steps per side and dtype."""
@@ -130,7 +130,7 @@ def _take_turns(
     """Start both sides and let them take alternate steps.
 
     Returns:
-        The measured steps of ours and of TRL's; the report receives all steps.
+        The measured steps of forge_rl and of TRL; the report receives all steps.
 
     Raises:
         BenchmarkError: a side failed, or did other work than requested.
@@ -143,19 +143,21 @@ def _take_turns(
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     with (
-        _process(peer, "TRL", _RUN_DEADLINE_S, quiet=folder / "trl.log") as them,
-        _process(recipe_command(size, folder / "run", dtype), "our side", _RUN_DEADLINE_S) as us,
-        sampled_peak(lambda: tree_bytes(them.pid), _MEMORY_EVERY_S) as their_peak,
-        sampled_peak(lambda: tree_bytes(us.pid), _MEMORY_EVERY_S) as our_peak,
+        _process(peer, "TRL", _RUN_DEADLINE_S, quiet=folder / "trl.log") as peer_process,
+        _process(recipe_command(size, folder / "run", dtype), "our side", _RUN_DEADLINE_S) as own_process,
+        sampled_peak(lambda: tree_bytes(peer_process.pid), _MEMORY_EVERY_S) as their_peak,
+        sampled_peak(lambda: tree_bytes(own_process.pid), _MEMORY_EVERY_S) as our_peak,
     ):
-        if _next_row(us) is not None and (started := _next_row(them)) is not None:
+        if _next_row(own_process) is not None and (started := _next_row(peer_process)) is not None:
             report.versions["trl_environment"] = started["versions"]
             for step in range(1, size.steps + 1):
-                if (mine := _take_turn(us)) is None or (row := _take_turn(them)) is None:
+                if (own_turn := _take_turn(own_process)) is None or (row := _take_turn(peer_process)) is None:
                     break  # a side has exited; waiting for it raises the cause
-                ours.append(mine)
+                ours.append(own_turn)
                 theirs.append(row | {"warm_up": step <= size.warm_up})
-                print(f"  step {step}/{size.steps}  {mine['seconds']:.1f} s, TRL {row['seconds']:.1f} s", flush=True)
+                print(
+                    f"  step {step}/{size.steps}  {own_turn['seconds']:.1f} s, TRL {row['seconds']:.1f} s", flush=True
+                )
     suffix = _suffix(dtype)
     report.results |= {f"peak_gib{suffix}": our_peak[0] / 2**30, f"peak_gib_trl{suffix}": their_peak[0] / 2**30}
     if len(theirs) != size.steps:
@@ -193,8 +195,8 @@ def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
         "display": "none",
         "out": out,
     }
-    given = [part for flag in flags for part in (f"--{flag}", str(flags[flag]))]
-    return [sys.executable, "-m", "benchmarks.peers.forge_grpo", *given]
+    arguments = [part for flag in flags for part in (f"--{flag}", str(flags[flag]))]
+    return [sys.executable, "-m", "benchmarks.peers.forge_grpo", *arguments]
 
 
 def draw_tasks(size: Size) -> list[Task]:
@@ -249,15 +251,15 @@ def _logged_steps(size: Size, out: Path, tasks: Sequence[str]) -> list[dict[str,
     measurements = []
     for index, row in enumerate(rows):
         try:
-            found = {f"seconds_{phase}": row[f"seconds/{phase}"] for phase in ("rollout", "train", "publish")}
-            found["response_tokens"] = row["tokens/completion_mean"] * size.episodes
-            found["reward"] = row["reward/mean"]
-            found["trained_tokens"] = row["tokens/train"]
+            measurement = {f"seconds_{phase}": row[f"seconds/{phase}"] for phase in ("rollout", "train", "publish")}
+            measurement["response_tokens"] = row["tokens/completion_mean"] * size.episodes
+            measurement["reward"] = row["reward/mean"]
+            measurement["trained_tokens"] = row["tokens/train"]
         except KeyError as error:
             raise BenchmarkError(f"step {index + 1} of our side logged no {error}") from error
-        seen = {str(sample["task"]) for sample in samples if sample["step"] == index + 1}
-        shared = len(seen & set(tasks[index * size.groups : (index + 1) * size.groups]))
-        measurements.append({"step": index + 1, "warm_up": index < size.warm_up, "tasks_shared": shared} | found)
+        step_tasks = {str(sample["task"]) for sample in samples if sample["step"] == index + 1}
+        shared = len(step_tasks & set(tasks[index * size.groups : (index + 1) * size.groups]))
+        measurements.append({"step": index + 1, "warm_up": index < size.warm_up, "tasks_shared": shared} | measurement)
     return measurements
 
 
@@ -335,12 +337,12 @@ def _process(
         raise BenchmarkError(f"{name} was not done within {deadline_s:.0f} s, and was ended")
     if child.returncode != 0:
         last = "\n".join(quiet.read_text().splitlines()[-20:]) + "\n" if quiet else ""
-        how = (
+        cause = (
             f"was killed by signal {-child.returncode}"
             if child.returncode < 0
             else f"ended with status {child.returncode}"
         )
-        raise BenchmarkError(f"{last}{name} {how}", hint="without both sides there is no number")
+        raise BenchmarkError(f"{last}{name} {cause}", hint="the benchmark needs both sides")
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -61,9 +61,9 @@ def _user(content: Any) -> dict[str, Any]:
 
 
 def _tools(size: int) -> list[dict[str, Any]]:
-    return [_tool(at, _words(size)) for at in range(512)]
+    return [_tool(number, _words(size)) for number in range(512)]
 
 
-def _tool(at: int, description: str, numbers: list[int] | None = None) -> dict[str, Any]:
+def _tool(number: int, description: str, numbers: list[int] | None = None) -> dict[str, Any]:
     schema = {"type": "object", "properties": {}, **({"enum": numbers} if numbers else {})}
-    return {"type": "function", "function": {"name": f"t{at}", "description": description, "parameters": schema}}
+    return {"type": "function", "function": {"name": f"t{number}", "description": description, "parameters": schema}}

@@ -162,12 +162,12 @@ def _sent(manifest: Manifest) -> int:
 
 def _simulate(config: Config, report: Report, link: Link, name: str, size: int) -> None:
     hosts = HOSTS[1] if config.smoke else config.simulated_hosts
-    one, many = simulate(link, size, 1), simulate(link, size, hosts)
+    single, many = simulate(link, size, 1), simulate(link, size, hosts)
     star = simulate(link, size, hosts, from_writer=True)
     death = simulate(link, size, hosts, death=True)
     report.results |= {
         f"simulated{name}_bytes": size,
-        f"simulated{name}_seconds_1": one.seconds,
+        f"simulated{name}_seconds_1": single.seconds,
         f"simulated{name}_seconds_{hosts}": many.seconds,
         f"simulated{name}_seconds_{hosts}_from_writer": star.seconds,
         f"simulated{name}_seconds_{hosts}_with_a_death": death.seconds,

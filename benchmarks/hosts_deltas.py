@@ -48,13 +48,13 @@ class LocalTransport:
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
         placed = list(to_write(drafted, shards))
         self._tensors = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry, _ in placed}
-        whole = {entry.name: TensorSlice.whole(entry.shape) for entry, _ in placed}
+        full_slices = {entry.name: TensorSlice.whole(entry.shape) for entry, _ in placed}
         moves = [
-            Move(self._tensors[entry.name], shard.values.detach(), entry.shape, whole[entry.name])
+            Move(self._tensors[entry.name], shard.values.detach(), entry.shape, full_slices[entry.name])
             for entry, shard in placed
         ]
         return [
-            ShardReport(name=entry.name, tensor_slice=whole[entry.name], fingerprint=value)
+            ShardReport(name=entry.name, tensor_slice=full_slices[entry.name], fingerprint=value)
             for (entry, _), value in zip(placed, move(moves), strict=True)
         ]
 

@@ -75,8 +75,8 @@ class _Network:
         source = self.hosts[parent]
         ready = [asyncio.ensure_future(source.arrived[bucket.key].wait()), asyncio.ensure_future(source.dead.wait())]
         await asyncio.wait(ready, return_when=asyncio.FIRST_COMPLETED)
-        for each in ready:
-            each.cancel()
+        for waiter in ready:
+            waiter.cancel()
         if source.dead.is_set() or host.dead.is_set():
             return False
         async with source.link:

@@ -62,10 +62,10 @@ def post_watching_health(base_url: str, path: str, body: bytes, deadline_s: floa
     with (
         httpx.Client(timeout=deadline_s, trust_env=False) as poster,
         httpx.Client(timeout=deadline_s, trust_env=False) as watcher,
-        ThreadPoolExecutor(1) as beside,
+        ThreadPoolExecutor(1) as executor,
     ):
         watcher.get(f"{base_url.removesuffix('/v1')}/health")
-        watching = beside.submit(watch, watcher)
+        watching = executor.submit(watch, watcher)
         began = time.perf_counter()
         try:
             answer = poster.post(f"{base_url}{path}", content=body, headers={"content-type": "application/json"})
@@ -92,8 +92,8 @@ async def _stream_all(url: str, bodies: Sequence[dict[str, object]], deadline_s:
 
     async def one(client: httpx.AsyncClient, body: dict[str, object]) -> None:
         nonlocal tokens, complete, is_open, most_open
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with client.stream("POST", url, json=asked) as response:
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", url, json=request) as response:
             if response.status_code != 200:
                 return
             begun = False

@@ -85,7 +85,7 @@ def large_batch(tokens: int) -> Batch:
             for _ in range(_GROUP_SIZE)
         )
         episodes = tuple(
-            Episode(task=task, turns=(turn,), score=Score(total=float(at))) for at, turn in enumerate(turns)
+            Episode(task=task, turns=(turn,), score=Score(total=float(index))) for index, turn in enumerate(turns)
         )
         groups.append(Group(task=task, episodes=episodes))
     return Batch(groups=tuple(groups), version=4)
@@ -99,8 +99,8 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
     """
     before = psutil.Process().memory_info().rss
     batch = await asyncio.to_thread(large_batch, tokens)
-    found = sum(len(segment.token_ids) for episode in batch.episodes for segment in episode.segments)
-    held = psutil.Process().memory_info().rss - before
+    num_tokens = sum(len(segment.token_ids) for episode in batch.episodes for segment in episode.segments)
+    batch_bytes = psutil.Process().memory_info().rss - before
     sink = EpisodeSink(folder / "episodes.jsonl")
     sink.rollback(0)
     advantages = torch.randn(len(batch.groups), _GROUP_SIZE)
@@ -121,8 +121,8 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
     return {
         "loop_blocked_ms": blocked * 1e3,
         "loop_blocked_ms_idle": await ended(heart) * 1e3,
-        "batch_tokens": float(found),
-        "batch_bytes_per_token": held / found,
+        "batch_tokens": float(num_tokens),
+        "batch_bytes_per_token": batch_bytes / num_tokens,
         "batch_seconds": seconds,
     }
 

@@ -109,7 +109,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         if unknown := set(self.families) - FAMILIES.keys():
-            raise BenchmarkError(f"there is no family {min(unknown)!r}", hint=f"known: {', '.join(FAMILIES)}")
+            raise BenchmarkError(f"the family {min(unknown)!r} is unknown", hint=f"known: {', '.join(FAMILIES)}")
         if not self.families or self.updates < 1:
             raise BenchmarkError("there is nothing to compare", hint="set --families and --updates")
 
@@ -287,9 +287,9 @@ def batches(count: int) -> list[Batch]:
     task = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
     drawn = np.random.default_rng(0)
 
-    def ids(least: int, most: int) -> list[int]:
-        found: list[int] = drawn.integers(0, _VOCAB, drawn.integers(least, most)).tolist()
-        return found
+    def ids(low: int, high: int) -> list[int]:
+        token_ids: list[int] = drawn.integers(0, _VOCAB, drawn.integers(low, high)).tolist()
+        return token_ids
 
     def episode(prompt: list[int], reward: float, longest: int) -> Episode:
         history, turns = list(prompt), []
@@ -313,7 +313,7 @@ def batches(count: int) -> list[Batch]:
     return [
         Batch(
             groups=tuple(
-                Group(task=task, episodes=tuple(episode(prompt, float(at), longest) for at in range(3)))
+                Group(task=task, episodes=tuple(episode(prompt, float(index), longest) for index in range(3)))
                 for prompt, longest in ((ids(4, 10), longest) for longest in (8, 8, 8, 24))
             ),
             version=0,
@@ -345,35 +345,35 @@ def train(folder: Path, every: Sequence[Case], updates: int, loss: Loss = _LOSS)
     """
     (ranks,) = {case.ranks for case in every}
     by_rank = run_ranks(_train, ranks, folder, every, updates, loss)
-    found = []
+    results = []
     for index, case in enumerate(every):
         parts = [results[index] for results in by_rank]
         shares = [parts[rank] for rank in case.settings.heads(case.ranks)]
         metrics = [reduce(merge_all(metrics[update] for metrics, _, _ in shares)) for update in range(updates)]
-        start, weights = (assemble(case, [part[at] for part in parts]) for at in (1, 2))
-        found.append(Trained(metrics=metrics, start=start, weights=weights))
-    return found
+        start, weights = (assemble(case, [part[position] for part in parts]) for position in (1, 2))
+        results.append(Trained(metrics=metrics, start=start, weights=weights))
+    return results
 
 
-def compare(found: Trained, expected: Trained) -> Deviation:
+def compare(actual: Trained, expected: Trained) -> Deviation:
     """Compare a layout with one process.
 
     Raises:
         BenchmarkError: they trained on different tokens, or started from different weights.
     """
-    for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
+    for mine, theirs in zip(actual.metrics, expected.metrics, strict=True):
         if _shared_names(mine) != _shared_names(theirs) or mine["tokens/trained"] != theirs["tokens/trained"]:
             raise BenchmarkError(f"a layout has the metrics {mine}, and one process {theirs}")
-    if any(not torch.equal(start, expected.start[name]) for name, start in found.start.items()):
+    if any(not torch.equal(start, expected.start[name]) for name, start in actual.start.items()):
         raise BenchmarkError("a layout published other weights at its start than one process")
 
     def relative(name: str) -> float:
-        pairs = [(mine[name], theirs[name]) for mine, theirs in zip(found.metrics, expected.metrics, strict=True)]
+        pairs = [(mine[name], theirs[name]) for mine, theirs in zip(actual.metrics, expected.metrics, strict=True)]
         return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
 
     end, start, other = (
         torch.cat([weights[name].flatten().double() for name in sorted(weights)])
-        for weights in (expected.weights, expected.start, found.weights)
+        for weights in (expected.weights, expected.start, actual.weights)
     )
     return Deviation(
         loss=relative("loss"),
@@ -384,7 +384,7 @@ def compare(found: Trained, expected: Trained) -> Deviation:
 
 
 def _shared_names(metrics: Mapping[str, float]) -> set[str]:
-    """Return the names of metrics that every layout has: those of ranks and stages need several of them."""
+    """Return the names of metrics that every layout has. Metrics per rank or stage need several ranks or stages."""
     return {name for name in metrics if not name.startswith(("attention/rank_", "experts/rank_", "pipeline/"))}
 
 
@@ -418,17 +418,17 @@ def update(
 ) -> dict[str, Value]:
     """Train on a batch as one rank of a layout; return the update's metrics."""
     settings = case.settings
-    own = slice(settings.share_of(rank, case.ranks), None, len(settings.heads(case.ranks)))
-    (found,) = engine.train_batch(
-        [replace(minibatch, rows=minibatch.rows[own]) for minibatch in packed(case, batch).minibatches],
+    share = slice(settings.share_of(rank, case.ranks), None, len(settings.heads(case.ranks)))
+    (update_metrics,) = engine.train_batch(
+        [replace(minibatch, rows=minibatch.rows[share]) for minibatch in packed(case, batch).minibatches],
         loss,
         epochs=1,
         temperature=0.9,
         total_updates=total_updates,
         version=0,
     )
-    assert found is not None, "the gradient is not finite"
-    metrics: dict[str, Value] = found
+    assert update_metrics is not None, "the gradient is not finite"
+    metrics: dict[str, Value] = update_metrics
     return metrics
 
 
@@ -442,15 +442,15 @@ def assemble(case: Case, by_rank: Sequence[Shards]) -> dict[str, torch.Tensor]:
     by_name: dict[str, list[tuple[TensorSlice, torch.Tensor]]] = {}
     for name, tensor_slice, values in itertools.chain.from_iterable(by_rank):
         by_name.setdefault(name, []).append((tensor_slice, values))
-    whole = {}
+    weights = {}
     for name, shards in by_name.items():
         spans = [[start + size for start, size in zip(s.start, s.size, strict=True)] for s, _ in shards]
-        whole[name] = torch.empty([max(ends) for ends in zip(*spans, strict=True)], dtype=shards[0][1].dtype)
-        if error := tiling_error(whole[name].shape, [tensor_slice for tensor_slice, _ in shards]):
+        weights[name] = torch.empty([max(ends) for ends in zip(*spans, strict=True)], dtype=shards[0][1].dtype)
+        if error := tiling_error(weights[name].shape, [tensor_slice for tensor_slice, _ in shards]):
             raise BenchmarkError(f"{case.family} in {case.name}: the shards of {name} do not tile it: {error}")
         for (tensor_slice, values), ends in zip(shards, spans, strict=True):
-            whole[name][tuple(map(slice, tensor_slice.start, ends))] = values
-    return whole
+            weights[name][tuple(map(slice, tensor_slice.start, ends))] = values
+    return weights
 
 
 def measure(config: Config, report: Report) -> None:
@@ -464,22 +464,24 @@ def measure(config: Config, report: Report) -> None:
         for ranks in sorted({case.ranks for case in every}):
             together = [case for case in every if case.ranks == ranks]
             trained |= zip(together, train(folder, together, config.updates), strict=True)
-    found = {case: compare(result, trained[alone(case)]) for case, result in trained.items() if case.ranks > 1}
-    for case, deviation in found.items():
+    deviations = {case: compare(result, trained[alone(case)]) for case, result in trained.items() if case.ranks > 1}
+    for case, deviation in deviations.items():
         report.rows.append(
             {"family": case.family, "layout": case.name, "ranks": case.ranks, **dict(case.degrees), **vars(deviation)}
         )
-    report.results["worst_deviation"] = max(deviation.worst for deviation in found.values())
-    report.results["layouts_shown"] = float(len(found))
-    Console(highlight=False).print(_table(found))
+    report.results["worst_deviation"] = max(deviation.worst for deviation in deviations.values())
+    report.results["layouts_shown"] = float(len(deviations))
+    Console(highlight=False).print(_table(deviations))
 
 
-def _table(found: Mapping[Case, Deviation]) -> Table:
+def _table(deviations: Mapping[Case, Deviation]) -> Table:
     table = Table(title="deviation from one process", title_justify="left")
     for column in ("family", "layout", "ranks", "loss", "grad norm", "weights", "(of their way)"):
         table.add_column(column, justify="left" if column in ("family", "layout") else "right")
-    for case, each in found.items():
-        values = (f"{value:.1e}" for value in (each.loss, each.grad_norm, each.weights, each.of_way))
+    for case, deviation in deviations.items():
+        values = (
+            f"{value:.1e}" for value in (deviation.loss, deviation.grad_norm, deviation.weights, deviation.of_way)
+        )
         table.add_row(case.family, case.name, str(case.ranks), *values)
     return table
 

@@ -27,22 +27,22 @@ _FEW_TOKENS = 64
 
 def row_of(tokens: int, vocab: int) -> Row:
     """Make a row filled by one episode with this many tokens; all except the first are trained."""
-    whole = torch.full((tokens,), 0, dtype=torch.int32)
+    zeros = torch.full((tokens,), 0, dtype=torch.int32)
     token_ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
     return Row(
         token_ids=token_ids,
         positions=torch.arange(tokens),
-        trees=whole,
-        until=whole + tokens,
+        trees=zeros,
+        until=zeros + tokens,
         targets=token_ids.roll(-1),
         mask=torch.ones(tokens, dtype=torch.bool),
         behaviour=torch.full((tokens,), -10.0),
         advantages=torch.ones(tokens),
-        versions=whole,
-        episodes=whole,
-        segments=whole,
-        turns=whole,
-        lengths=whole + tokens,
+        versions=zeros,
+        episodes=zeros,
+        segments=zeros,
+        turns=zeros,
+        lengths=zeros + tokens,
         observed=torch.zeros(tokens, dtype=torch.bool),
     )
 
@@ -66,11 +66,11 @@ def as_before() -> None:
 
 def main() -> None:
     """Take two updates, the second on the long row, once all persistent state is allocated."""
-    model, how, tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    if how == "before":
+    model, mode, tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    if mode == "before":
         as_before()
     init_distributed(0, 1, "127.0.0.1", 0)
-    checkpointing = cast(Literal["none", "selective", "full"], "none" if how == "before" else how)
+    checkpointing = cast(Literal["none", "selective", "full"], "none" if mode == "before" else mode)
     settings = TrainSettings(
         dtype="float32",
         seq_len=tokens,
@@ -83,10 +83,10 @@ def main() -> None:
 
     def update(*rows: Row) -> None:
         minibatch = Minibatch(rows=rows, tokens=sum(len(row) for row in rows), sequences=len(rows))
-        found = engine.train_batch(
+        metrics = engine.train_batch(
             [minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=4, version=None
         )
-        assert found[0] is not None, "its gradient is not finite"
+        assert metrics[0] is not None, "its gradient is not finite"
 
     update(few)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak

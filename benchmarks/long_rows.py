@@ -70,13 +70,13 @@ class Config(BenchmarkConfig):
 def measure(config: Config, report: Report) -> None:
     """Search both, and compare each try of "after" with the plan."""
     limit = round(config.gib * 2**30)
-    with tempfile.TemporaryDirectory(prefix="forge_rl-rows-") as made:
-        model = Path(made)
+    with tempfile.TemporaryDirectory(prefix="forge_rl-rows-") as scratch:
+        model = Path(scratch)
         _make_model(model, config.layers)
 
-        def planned(how: str, tokens: int) -> int:
+        def planned(mode: str, tokens: int) -> int:
             settings = TrainSettings(dtype="float32", seq_len=tokens)
-            settings = replace(settings, activation_checkpointing=how)  # type: ignore[arg-type]
+            settings = replace(settings, activation_checkpointing=mode)  # type: ignore[arg-type]
             return plan_training(model, settings, ranks=1, reference=False).total
 
         plan_itself = planned(config.after, config.small)
@@ -85,33 +85,35 @@ def measure(config: Config, report: Report) -> None:
         peaks: dict[tuple[str, int], float] = {}
         seconds: dict[tuple[str, int], float] = {}
 
-        def peak(how: str, tokens: int) -> float:
-            times = config.repeats if how != "before" and tokens <= _SHORT else 1
-            tries = sorted((_try(model, how, tokens, limit) for _ in range(times)), key=lambda each: each["peak"])
-            found = tries[times // 2]
-            if found["peak"] == float("inf"):
-                print(f"{how}, {tokens} tokens: does not fit by far", flush=True)
-                report.rows.append({"how": how, "tokens": tokens, "peak": None})
-                return found["peak"]
-            row: dict[str, object] = {"how": how, "tokens": tokens, **found}
-            said = f"{how}, {tokens} tokens: peak {found['peak'] / 2**30:.2f} GiB in {found['seconds']:.0f} s"
-            if how != "before":
-                expected = process + planned(how, tokens)
-                errors.append(abs(expected - found["peak"]) / found["peak"])
-                row |= {"planned": expected, "lowest": tries[0]["peak"], "highest": tries[-1]["peak"]}
-                said += f", planned {expected / 2**30:.2f} GiB ({expected / found['peak'] - 1:+.1%})"
+        def peak(mode: str, tokens: int) -> float:
+            times = config.repeats if mode != "before" and tokens <= _SHORT else 1
+            attempts = sorted(
+                (_try(model, mode, tokens, limit) for _ in range(times)), key=lambda attempt: attempt["peak"]
+            )
+            attempt = attempts[times // 2]
+            if attempt["peak"] == float("inf"):
+                print(f"{mode}, {tokens} tokens: does not fit by far", flush=True)
+                report.rows.append({"how": mode, "tokens": tokens, "peak": None})
+                return attempt["peak"]
+            row: dict[str, object] = {"how": mode, "tokens": tokens, **attempt}
+            line = f"{mode}, {tokens} tokens: peak {attempt['peak'] / 2**30:.2f} GiB in {attempt['seconds']:.0f} s"
+            if mode != "before":
+                expected = process + planned(mode, tokens)
+                errors.append(abs(expected - attempt["peak"]) / attempt["peak"])
+                row |= {"planned": expected, "lowest": attempts[0]["peak"], "highest": attempts[-1]["peak"]}
+                line += f", planned {expected / 2**30:.2f} GiB ({expected / attempt['peak'] - 1:+.1%})"
             report.rows.append(row)
-            print(said, flush=True)
-            peaks[how, tokens], seconds[how, tokens] = found["peak"], found["seconds"]
-            return found["peak"]
+            print(line, flush=True)
+            peaks[mode, tokens], seconds[mode, tokens] = attempt["peak"], attempt["seconds"]
+            return attempt["peak"]
 
-        for how in ("none", "selective", "full"):
-            peak(how, config.small)
-        before = _longest(lambda tokens: peak("before", tokens), limit, first=config.small, most=1 << 20)
-        most = _rounded(config.longest)
+        for mode in ("none", "selective", "full"):
+            peak(mode, config.small)
+        before = _longest(lambda tokens: peak("before", tokens), limit, first=config.small, max_tokens=1 << 20)
+        max_tokens = _rounded(config.longest)
         peak(config.after, _SHORT)
-        after = _longest(lambda tokens: peak(config.after, tokens), limit, first=most, most=most)
-        slope = (planned(config.after, 2 * most) - planned(config.after, most)) / most
+        after = _longest(lambda tokens: peak(config.after, tokens), limit, first=max_tokens, max_tokens=max_tokens)
+        slope = (planned(config.after, 2 * max_tokens) - planned(config.after, max_tokens)) / max_tokens
         report.results |= {
             "longest_over_before": after / before,
             "plan_error": max(errors),
@@ -121,30 +123,30 @@ def measure(config: Config, report: Report) -> None:
             "peak_before_gib": peaks["before", before] / 2**30,
             "seconds_after": seconds[config.after, after],
             "peak_after_gib": peaks[config.after, after] / 2**30,
-            "longest_after_tokens_planned": most + (limit - process - planned(config.after, most)) / slope,
+            "longest_after_tokens_planned": max_tokens + (limit - process - planned(config.after, max_tokens)) / slope,
             "planned_state_gib": plan_itself / 2**30,
         }
 
 
-def _longest(peak: Callable[[int], float], limit: int, *, first: int, most: int) -> int:
-    """Return the longest row found within the limit, at most `most`; assumes that peaks grow with the tokens."""
-    found: dict[int, float] = {}
+def _longest(peak: Callable[[int], float], limit: int, *, first: int, max_tokens: int) -> int:
+    """Return the longest row found within the limit, at most `max_tokens`; assumes that peaks grow with the tokens."""
+    peaks: dict[int, float] = {}
     tokens = first
     while True:
-        found[tokens] = peak(tokens)
-        fits = max((each for each in found if found[each] <= limit), default=0)
-        over = min((each for each in found if found[each] > limit), default=most + _STEP)
-        if fits >= most or (fits and over / fits <= _CLOSE) or over <= _STEP:
+        peaks[tokens] = peak(tokens)
+        fits = max((size for size in peaks if peaks[size] <= limit), default=0)
+        too_long = min((size for size in peaks if peaks[size] > limit), default=max_tokens + _STEP)
+        if fits >= max_tokens or (fits and too_long / fits <= _CLOSE) or too_long <= _STEP:
             if not fits:
                 raise BenchmarkError(f"no row trains in {limit} bytes", hint="raise --gib")
             return fits
-        known = sorted(each for each in found if found[each] < float("inf"))
-        if len(known) > 1:
-            (a, b) = known[-2:]
-            guess = a + (0.98 * limit - found[a]) * (b - a) / (found[b] - found[a])
+        finite = sorted(size for size in peaks if peaks[size] < float("inf"))
+        if len(finite) > 1:
+            (a, b) = finite[-2:]
+            guess = a + (0.98 * limit - peaks[a]) * (b - a) / (peaks[b] - peaks[a])
         else:
             guess = tokens * (2 if fits else 0.6)
-        tokens = min(max(_rounded(guess), fits + _STEP), over - _STEP, most)
+        tokens = min(max(_rounded(guess), fits + _STEP), too_long - _STEP, max_tokens)
         if tokens <= fits:
             return fits
 
@@ -153,21 +155,21 @@ def _rounded(tokens: float) -> int:
     return max(_STEP, int(tokens // _STEP) * _STEP)
 
 
-def _try(model: Path, how: str, tokens: int, limit: int) -> dict[str, float]:
+def _try(model: Path, mode: str, tokens: int, limit: int) -> dict[str, float]:
     """Run one update in its own process; the peak is infinite if it requested 1.5 times the limit."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.long_row", str(model), how, str(tokens)],
+        [sys.executable, "-m", "benchmarks.long_row", str(model), mode, str(tokens)],
         env=os.environ | train_environment(1),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit * 3 // 2, limit * 3 // 2)),
         capture_output=True,
         text=True,
     )
     if done.returncode == 0:
-        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return result
     if "allocate memory" in done.stderr or "MemoryError" in done.stderr:
         return {"peak": float("inf"), "seconds": 0.0}
-    raise BenchmarkError(f"a row of {tokens} tokens, {how}: {done.stderr[-500:]}", hint="see its output")
+    raise BenchmarkError(f"a row of {tokens} tokens, {mode}: {done.stderr[-500:]}", hint="see its output")
 
 
 def _make_model(folder: Path, layers: int) -> None:

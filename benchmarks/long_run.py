@@ -1,5 +1,5 @@
-"""A step late in a run against an early one: controller CPU with the files of 50,000 steps and with those of 50, and
-the controller's memory by step.
+"""A step late in a run against an early one: controller CPU in a run folder of 50,000 steps and in one of 50, and the
+controller's memory by step.
 
 Rollouts, evaluations, log, display and all files of a run are real; engines and environments are staged in the
 controller, so that nothing else takes its time. Two runs take steps in turns, one of which has the files of many steps
@@ -51,7 +51,7 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.types import Task
 
 _METRICS = {f"group_{i // 8}/metric_{i % 8}": 0.123456789 * i for i in range(64)}
-"""As many as services and trainer log beside those of the batch."""
+"""About as many metrics as services and trainer log in addition to the batch's."""
 _EPISODES = 8
 """Sampled episodes of a step in episodes.jsonl."""
 _KIND = Kind(name="tasks", share=1.0, least_s=0.001, most_s=0.002)
@@ -68,9 +68,9 @@ class Config(BenchmarkConfig):
     steps: int = 5000
     """Steps of each run, in turns of 100, the first of which warms up."""
     past: int = 50_000
-    """Steps before those of the late run."""
+    """Earlier steps in the folder of the late run."""
     early: int = 50
-    """Steps before those of the early run."""
+    """Earlier steps in the folder of the early run."""
     groups: int = 8
     """Groups per batch."""
     group_size: int = 4

@@ -49,5 +49,5 @@ def tree_bytes(pid: int) -> int:
 
 
 def _resident(pid: int | str, kind: str) -> int:
-    found = re.search(rf"^Rss{kind}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0  # a zombie process has none
+    match = re.search(rf"^Rss{kind}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(match[1]) << 10 if match else 0  # a zombie process has none

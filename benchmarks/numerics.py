@@ -79,26 +79,26 @@ def measure(config: Config, report: Report) -> None:
         with tempfile.TemporaryDirectory(prefix="numerics-") as name:
             folder = _quantized(model, Path(name) / "model", kind) if kind in ("int8", "fp8") else model
             try:
-                first, again, together = asyncio.run(_decode(folder, kind, config))
+                first, repeated, together = asyncio.run(_decode(folder, kind, config))
             except (ConfigError, ModelError) as error:  # vLLM has no kernel
                 report.rows.append({"engine": kind, "refused": error.message.splitlines()[0][:300]})
                 continue
         decoded[kind] = first
-        found = {
-            "repeat_equal": _share_equal(first, again),
+        figures = {
+            "repeat_equal": _share_equal(first, repeated),
             "batch_equal": _share_equal(first, together),
             "batch_gap": _largest_difference(first, together),
         }
-        report.rows.append({"engine": kind, **found})
-        report.results |= {f"{name}_{kind}": value for name, value in found.items()}
+        report.rows.append({"engine": kind, **figures})
+        report.results |= {f"{name}_{kind}": value for name, value in figures.items()}
     if not decoded:
         raise BenchmarkError("vLLM runs in none of the formats here", hint="add float32 to --formats")
     init_distributed(0, 1, "127.0.0.1", 0)
     for trainer in _TRAINERS:
         for kind, gaps in _gaps(model, trainer, decoded).items():
-            found = _summary(gaps)
-            report.rows.append({"engine": kind, "trainer": trainer, **found})
-            report.results |= {f"{name}_{kind}_{trainer}": value for name, value in found.items()}
+            figures = _summary(gaps)
+            report.rows.append({"engine": kind, "trainer": trainer, **figures})
+            report.results |= {f"{name}_{kind}_{trainer}": value for name, value in figures.items()}
     torch.distributed.destroy_process_group()
     for table in _tables(report):
         Console(highlight=False).print(table)
@@ -119,11 +119,11 @@ def _quantized(model: Path, folder: Path, kind: Format) -> Path:
             else:
                 weights[name] = weight
     save_file(weights, folder / "model.safetensors")
-    each = {"num_bits": 8, "type": "int" if kind == "int8" else "float", "symmetric": True}
+    scheme = {"num_bits": 8, "type": "int" if kind == "int8" else "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": each | {"strategy": "channel", "dynamic": False},
-        "input_activations": each | {"strategy": "token", "dynamic": True},
+        "weights": scheme | {"strategy": "channel", "dynamic": False},
+        "input_activations": scheme | {"strategy": "token", "dynamic": True},
     }
     settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"] = {
@@ -152,31 +152,31 @@ async def _decode(folder: Path, kind: Format, config: Config) -> tuple[list[Turn
         top = generator.tokenizer.vocab_size
         prompts = [drawn.integers(3, top, _PROMPT_TOKENS, dtype=np.int32) for _ in range(config.completions)]
 
-        async def complete(at: int) -> Turn:
-            return await generator.generate(prompts[at], Sampling(max_tokens=config.tokens, seed=at))
+        async def complete(index: int) -> Turn:
+            return await generator.generate(prompts[index], Sampling(max_tokens=config.tokens, seed=index))
 
-        alone = [[await complete(at) for at in range(config.completions)] for _ in range(2)]
+        alone = [[await complete(index) for index in range(config.completions)] for _ in range(2)]
         together = await asyncio.gather(*map(complete, range(config.completions)))
     return alone[0], alone[1], list(together)
 
 
-def _share_equal(some: Sequence[Turn], others: Sequence[Turn]) -> float:
+def _share_equal(first_turns: Sequence[Turn], second_turns: Sequence[Turn]) -> float:
     """Return the share of completions with the same tokens and bitwise the same logprobs."""
     equal = [
-        np.array_equal(one.token_ids, other.token_ids) and one.logprobs.tobytes() == other.logprobs.tobytes()
-        for one, other in zip(some, others, strict=True)
+        np.array_equal(first.token_ids, second.token_ids) and first.logprobs.tobytes() == second.logprobs.tobytes()
+        for first, second in zip(first_turns, second_turns, strict=True)
     ]
     return sum(equal) / len(equal)
 
 
-def _largest_difference(some: Sequence[Turn], others: Sequence[Turn]) -> float:
+def _largest_difference(first_turns: Sequence[Turn], second_turns: Sequence[Turn]) -> float:
     """Return the largest difference between logprobs of tokens that follow the same tokens and are the same."""
     largest = 0.0
-    for one, other in zip(some, others, strict=True):
-        length = min(len(one.token_ids), len(other.token_ids))
-        differs = np.flatnonzero(one.token_ids[:length] != other.token_ids[:length])
-        same = int(differs[0]) if len(differs) else length
-        gaps = np.abs(one.logprobs[:same] - other.logprobs[:same])
+    for first, second in zip(first_turns, second_turns, strict=True):
+        length = min(len(first.token_ids), len(second.token_ids))
+        differs = np.flatnonzero(first.token_ids[:length] != second.token_ids[:length])
+        common_length = int(differs[0]) if len(differs) else length
+        gaps = np.abs(first.logprobs[:common_length] - second.logprobs[:common_length])
         largest = max(largest, float(gaps.max(initial=0.0)))
     return largest
 
@@ -197,7 +197,7 @@ def _gaps(model: Path, trainer: Dtype, decoded: dict[Format, list[Turn]]) -> dic
 def _rows(turns: Sequence[Turn]) -> tuple[Row, ...]:
     """Pack completions into rows that score all of their tokens."""
     episodes = tuple(Episode(task=_TASK, turns=(turn,)) for turn in turns)
-    signs = torch.tensor([[(-1.0) ** at for at in range(len(episodes))]])
+    signs = torch.tensor([[(-1.0) ** index for index in range(len(episodes))]])
     batch = Batch(groups=(Group(task=_TASK, episodes=episodes),), version=0)
     return pack(batch, signs, Layout(seq_len=1024)).rows
 

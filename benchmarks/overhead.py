@@ -177,7 +177,7 @@ class Services:
     """The services with processes."""
 
     environment: Environment
-    shown: Environment
+    single_turn: Environment
     """Environment without a process that only shows its tasks."""
     reward: Reward
     generator: Generator
@@ -294,7 +294,7 @@ async def _tokens(config: Config, services: Services) -> float:
     )
     rollouts = RolloutExecutor(
         Dispatcher(scheduler, decoder, cast(Any, tokenizer)),
-        EpisodeRunner(cast(Any, tokenizer), services.shown, services.reward),
+        EpisodeRunner(cast(Any, tokenizer), services.single_turn, services.reward),
         devices=DeviceHandover(decoder),
         version=lambda: 0,
         seed=0,
@@ -346,7 +346,7 @@ async def _services(config: Config) -> AsyncIterator[Services]:
                 Reward.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
             )
             stack.push_async_callback(reward.stop)
-            shown = await Environment.start(
+            single_turn = await Environment.start(
                 Environment.Config(), cluster, faults, factory=SingleTurn, deadline_s=_DEADLINE_S
             )
             generator = await Generator.start(
@@ -362,7 +362,7 @@ async def _services(config: Config) -> AsyncIterator[Services]:
             await generator.serve_model()
             gc.freeze()  # as in a run, once everything has started
             stack.callback(setattr, faults, "closing", True)
-            yield Services(environment, shown, reward, generator)
+            yield Services(environment, single_turn, reward, generator)
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ def measure_page(report: Report, folder: Path, episodes: int) -> None:
     report.results["page_bytes"] = float(page.stat().st_size)
     opened: dict[str, list[float]] = {"curves": [], "episodes": []}
     with Browser() as browser:
-        for at in range(1 + LEAST_REPEATS):
+        for repeat in range(1 + LEAST_REPEATS):
             for view, times in opened.items():
                 tab = browser.open(f"{page.as_uri()}#{view}/0/")
                 tab.wait_for("document.documentElement?.dataset.opened")
-                if at:  # the first one reads the file from the disk
+                if repeat:  # the first one reads the file from the disk
                     times.append(float(tab.value("document.documentElement.dataset.opened")) / 1e3)
                 time.sleep(_DRAWN_S)
                 tab.close()
@@ -71,8 +71,8 @@ def _long_run(folder: Path, episodes: int) -> Path:
 
 
 def _records(step: int, count: int, drawn: np.random.Generator) -> Iterator[RecordedEpisode]:
-    for at in range(count):
-        number = step * count + at // _GROUP_SIZE
+    for position in range(count):
+        number = step * count + position // _GROUP_SIZE
         task = Task(
             id=f"tasks/{number}", source=f"source-{number % 4}", messages=({"role": "user", "content": "Why?"},)
         )
@@ -85,9 +85,9 @@ def _records(step: int, count: int, drawn: np.random.Generator) -> Iterator[Reco
             text=" ".join(f"word{token}" for token in ids),
             messages=task.messages,
         )
-        score = Score(total=float(drawn.random()), answer=str(at))
+        score = Score(total=float(drawn.random()), answer=str(position))
         episode = Episode(task=task, turns=(turn,), score=score, seconds=float(drawn.exponential(3.0)))
-        group, index = divmod(at, _GROUP_SIZE)
+        group, index = divmod(position, _GROUP_SIZE)
         advantages = np.full(_TOKENS, drawn.normal(), np.float32)
         yield RecordedEpisode(
             step=step, kind="trained", group=group, index=index, version=step, episode=episode, advantages=advantages

@@ -71,9 +71,9 @@ def set_up(peer: Peer) -> Path:
     """
     folder, name = peer.folder, peer.name
     python, record = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps([*peer.packages, *peer.alone])
+    packages = json.dumps([*peer.packages, *peer.alone])
     with contextlib.suppress(OSError):
-        if record.read_text() == wanted and python.exists():
+        if record.read_text() == packages and python.exists():
             return python
     print(f"installing {name} into .bench/{folder.name} (once; minutes)", flush=True)
     hint = "look at the lines above; the benchmark has no number without its peer"
@@ -84,7 +84,7 @@ def set_up(peer: Peer) -> Path:
         _install(python, peer.packages)
         if peer.alone:
             _install(python, ("--no-deps", *peer.alone))
-        record.write_text(wanted)
+        record.write_text(packages)
     except subprocess.TimeoutExpired as error:
         raise BenchmarkError(f"{name} was not installed within {_SETUP_DEADLINE_S:.0f} s", hint=hint) from error
     except subprocess.CalledProcessError as error:

@@ -37,37 +37,37 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
     processes = [
         context.Process(target=_rank, args=(function, rank, ranks, port, results, args)) for rank in range(ranks)
     ]
-    found: dict[int, Any] = {}
+    results_by_rank: dict[int, Any] = {}
     until = time.monotonic() + deadline_s
     try:
         with _heap_of_ranks():
             for process in processes:
                 process.start()
-        while len(found) < ranks:
+        while len(results_by_rank) < ranks:
             # Checked before reading the results, as a process that exits now has already put its result.
             codes = [process.exitcode for process in processes]
             try:
                 rank, result = results.get(timeout=1)
             except Empty:
                 for rank, code in enumerate(codes):
-                    if code is not None and rank not in found:
+                    if code is not None and rank not in results_by_rank:
                         raise _death(rank, ranks, code) from None
                 if time.monotonic() > until:
-                    missing = ranks - len(found)
+                    missing = ranks - len(results_by_rank)
                     raise BenchmarkError(f"{missing} of {ranks} ranks were running after {deadline_s:.0f} s") from None
                 continue
-            found[rank] = pickle.loads(result)
-            if isinstance(found[rank], _Failure):
+            results_by_rank[rank] = pickle.loads(result)
+            if isinstance(results_by_rank[rank], _Failure):
                 # A peer's death first appears as a closed connection.
                 for other, process in enumerate(processes):
                     process.join(5)
                     if process.exitcode is not None and process.exitcode < 0:
                         raise _death(other, ranks, process.exitcode)
-                raise BenchmarkError(f"rank {rank} of {ranks} failed:\n{found[rank]}")
-        return [found[rank] for rank in range(ranks)]
+                raise BenchmarkError(f"rank {rank} of {ranks} failed:\n{results_by_rank[rank]}")
+        return [results_by_rank[rank] for rank in range(ranks)]
     finally:
         for process in processes:
-            process.join(0 if len(found) < ranks else 60)
+            process.join(0 if len(results_by_rank) < ranks else 60)
             process.kill()
             process.join()
 

@@ -87,9 +87,9 @@ async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines
         try:
             store = await WeightStore.start(WeightStore.Config(), cluster, faults, deadline_s=_DEADLINE_S)
             generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=_DEADLINE_S)
-            found = Engines(generator, store, faults, folder)
-            await found.advance()
-            yield found
+            running = Engines(generator, store, faults, folder)
+            await running.advance()
+            yield running
         finally:
             faults.closing = True
             async with task_group() as stopping:

@@ -67,14 +67,14 @@ class WaitingRank(ServiceActor):
     @concurrent_endpoint
     async def step(self, seconds: float, scored: bool) -> list[npt.NDArray[np.uint16]]:
         until, drawn = time.monotonic() + seconds, np.random.default_rng(0)
-        found = []
+        scores = []
         for row in self.take_parcel():
             if scored:
                 logprobs = row.behaviour.numpy() + drawn.normal(0, 1e-2, len(row)).astype(np.float32)
                 entropies = drawn.exponential(0.6, len(row)).astype(np.float32)
-                found.append(rounded_scores(row, torch.from_numpy(np.stack([logprobs, entropies], axis=1))))
+                scores.append(rounded_scores(row, torch.from_numpy(np.stack([logprobs, entropies], axis=1))))
         await asyncio.sleep(until - time.monotonic())
-        return found
+        return scores
 
 
 def batch_of(config: Config, seed: int) -> Batch:
@@ -83,14 +83,14 @@ def batch_of(config: Config, seed: int) -> Batch:
     words = np.array(["".join(map(chr, drawn.integers(97, 123, 1 + place % 9))) for place in range(_WORDS)])
     answer = config.tokens - _PROMPT_TOKENS
 
-    def zipf(count: int, most: int) -> npt.NDArray[np.int32]:
-        return np.asarray(np.exp(drawn.random(count) * np.log(most)) - 1, np.int32)
+    def zipf(count: int, upper: int) -> npt.NDArray[np.int32]:
+        return np.asarray(np.exp(drawn.random(count) * np.log(upper)) - 1, np.int32)
 
     groups = []
     for number in range(config.episodes // _GROUP_SIZE):
-        shown = " ".join(words[zipf(_PROMPT_TOKENS * 3 // 4, _WORDS)])
+        question = " ".join(words[zipf(_PROMPT_TOKENS * 3 // 4, _WORDS)])
         task = Task(
-            id=str(number), source="tasks", messages=({"role": "user", "content": shown},), truth={"answer": "1"}
+            id=str(number), source="tasks", messages=({"role": "user", "content": question},), truth={"answer": "1"}
         )
         prompt = zipf(_PROMPT_TOKENS, _VOCABULARY)
         episodes = []
@@ -143,13 +143,15 @@ async def _measure(config: Config, report: Report, folder: Path) -> None:
             blocked: dict[bool, list[float]] = {False: [], True: []}
             number = 0
             for keeps in (False, True, False, True):
-                for at in range(1 + -(-config.repeats // 2)):  # the first one of a kind has no files to write yet
+                for repeat in range(1 + -(-config.repeats // 2)):  # the first one of a kind has no files to write yet
                     number += 1
                     heart = asyncio.create_task(longest_pause())
                     seconds, records = await _step(number, batches[number % 2], rank, sinks, config, keeps=keeps)
                     pause = await ended(heart) * 1e3
-                    report.rows.append({"keeps": keeps, "seconds": seconds, "blocked_ms": pause, "warm_up": at == 0})
-                    if at:
+                    report.rows.append(
+                        {"keeps": keeps, "seconds": seconds, "blocked_ms": pause, "warm_up": repeat == 0}
+                    )
+                    if repeat:
                         times[keeps].append(seconds)
                         blocked[keeps].append(pause)
                 await asyncio.to_thread(recorder.flush)

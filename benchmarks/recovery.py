@@ -148,15 +148,15 @@ class _Bench:
         await watched.until(lambda: self._in_the_middle(victim), "a rollout that keeps the engine busy")
         (pid,) = self._served.generator._service.replicas[victim].tree.roots
         watched.asked, noted = [], len(faults.seen)
-        at = time.monotonic()
+        signal_time = time.monotonic()
         os.kill(pid, number)
         interrupted = [request for request in watched.running if request.engine == victim]
-        again: list[float] = []
+        token_times: list[float] = []
 
         def all_run_again() -> bool:
-            nonlocal again
-            again = self._again(interrupted)
-            return len(faults.seen) > noted and len(again) == sum(not request.ended for request in interrupted)
+            nonlocal token_times
+            token_times = self._again(interrupted)
+            return len(faults.seen) > noted and len(token_times) == sum(not request.ended for request in interrupted)
 
         await watched.until(all_run_again, "a token for each request of the dead engine")
         boundary = self._number
@@ -169,10 +169,10 @@ class _Bench:
         )
         self._the_fault(noted, victim)
         return {
-            "noticed_s": fault.at_s - at,
-            "first_again_s": min(again, default=at) - at,
-            "running_again_s": max(again, default=at) - at,
-            "full_strength_s": full_at - at,
+            "noticed_s": fault.at_s - signal_time,
+            "first_again_s": min(token_times, default=signal_time) - signal_time,
+            "running_again_s": max(token_times, default=signal_time) - signal_time,
+            "full_strength_s": full_at - signal_time,
             "interrupted": len(interrupted),
             "interrupted_with_tokens": sum(bool(request.token_ids) for request in interrupted),
             "tokens_kept": sum(len(request.token_ids) for request in interrupted),
@@ -192,10 +192,10 @@ class _Bench:
         """Return True if a batch is far from complete and the engine has enough requests worth interrupting."""
         done, groups = self._rollouts.status().groups_done, self.config.groups
         decoded = sum(r.engine == victim and len(r.token_ids) >= _IN_THE_MIDDLE for r in self._watched.running)
-        whole = len(self._watched.engines()) == self._served.generator.config.replicas
+        has_all_engines = len(self._watched.engines()) == self._served.generator.config.replicas
         return (
             self._rolling
-            and whole
+            and has_all_engines
             and self._has_spares()
             and done <= groups // 2
             and decoded >= self.config.interrupted
@@ -203,14 +203,14 @@ class _Bench:
 
     def _again(self, interrupted: Sequence[Request]) -> list[float]:
         """Return the times at which interrupted requests got a token from another engine, unless already finished."""
-        found, left = [], [request for request in self._watched.asked if request.first_at is not None]
+        times, left = [], [request for request in self._watched.asked if request.first_at is not None]
         for request in interrupted:
             other = next((other for other in left if other.goes_on_for(request)), None)
             if other is not None and not request.ended:
                 assert other.first_at is not None
-                found.append(other.first_at)
+                times.append(other.first_at)
                 left.remove(other)
-        return found
+        return times
 
     def _the_fault(self, noted: int, victim: int) -> Fault:
         """Return the only fault since then, which must be this engine's."""
@@ -227,9 +227,9 @@ class _Bench:
             for task in range(first, first + self.config.groups)
             for index in range(self.config.group_size)
         }
-        here = [self._made[id(episode)][0] for episode in batch.episodes]
-        self._delivered.update(here)
-        self.lost += len(planned - set(here))
+        episode_keys = [self._made[id(episode)][0] for episode in batch.episodes]
+        self._delivered.update(episode_keys)
+        self.lost += len(planned - set(episode_keys))
         self.duplicated = sum(count - 1 for count in self._delivered.values())
 
 
@@ -241,20 +241,22 @@ def measure(config: Config, report: Report) -> None:
 
 
 async def _measure(config: Config, report: Report) -> None:
-    found: dict[str, list[float]] = {}
-    lost = duplicated = 0
+    seconds: dict[str, list[float]] = {}
+    num_lost = num_duplicated = 0
     for run in range(1 if config.smoke else config.runs + 1):
         spares = config.spares if config.smoke or run < config.runs else 0
-        bench = await _one_run(config, report, found, spares=spares, cold="" if spares else "_cold")
-        lost, duplicated = lost + bench.lost, duplicated + bench.duplicated
+        bench = await _one_run(config, report, seconds, spares=spares, cold="" if spares else "_cold")
+        num_lost, num_duplicated = num_lost + bench.lost, num_duplicated + bench.duplicated
         print(f"run {run}: {bench.lost} episodes lost, {bench.duplicated} duplicated", flush=True)
-    for name, values in found.items():
+    for name, values in seconds.items():
         report.measure(name, values)
-    report.results |= {"lost_episodes": lost, "duplicated_episodes": duplicated}
+    report.results |= {"lost_episodes": num_lost, "duplicated_episodes": num_duplicated}
 
 
-async def _one_run(config: Config, report: Report, found: dict[str, list[float]], *, spares: int, cold: str) -> _Bench:
-    """Send the signals in one run, and add the seconds to `found`, by name with the suffix `cold`."""
+async def _one_run(
+    config: Config, report: Report, seconds: dict[str, list[float]], *, spares: int, cold: str
+) -> _Bench:
+    """Send the signals in one run, and add each measurement to `seconds`, by name with the suffix `cold`."""
     generator = Generator.Config(
         replicas=2,
         spares=spares,
@@ -276,7 +278,7 @@ async def _one_run(config: Config, report: Report, found: dict[str, list[float]]
                     print(f"{number.name}: " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
                     report.rows.append({"signal": number.name, "spares": spares, "warm_up": False, **row})
                     for name in ("noticed_s", "running_again_s", "full_strength_s"):
-                        found.setdefault(name + suffix + cold, []).append(row[name])
+                        seconds.setdefault(name + suffix + cold, []).append(row[name])
             bench.last = bench._number + 1  # all interrupted episodes are delivered by then
     return bench
 

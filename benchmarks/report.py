@@ -142,20 +142,20 @@ class Report:
 def median(values: Sequence[float]) -> float:
     """Return the middle value, or the mean of the two middle ones."""
     if not values:
-        raise BenchmarkError("nothing was measured, so there is no median")
+        raise BenchmarkError("nothing was measured, so the median is undefined")
     return statistics.median(values)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """Return the minimum and the maximum."""
     if not values:
-        raise BenchmarkError("nothing was measured, so there is no spread")
+        raise BenchmarkError("nothing was measured, so the spread is undefined")
     return min(values), max(values)
 
 
 def machine() -> dict[str, object]:
     """Describe the machine, without identifying it or its user."""
-    found: dict[str, object] = {
+    description: dict[str, object] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -163,8 +163,8 @@ def machine() -> dict[str, object]:
         "load_at_start": round(os.getloadavg()[0], 2),
     }
     if gpus := _gpus():
-        found["gpu"] = gpus
-    return found
+        description["gpu"] = gpus
+    return description
 
 
 def check_writable(path: Path) -> None:
@@ -187,12 +187,12 @@ def check_writable(path: Path) -> None:
 
 def _without_json(args: Sequence[str]) -> list[str]:
     """Remove --json and its path, which may contain private folder names."""
-    kept, skip = [], False
+    kept_args, skip = [], False
     for arg in args:
         if not (skip or arg.startswith("--json=") or arg == "--json"):
-            kept.append(arg)
+            kept_args.append(arg)
         skip = arg == "--json"
-    return kept
+    return kept_args
 
 
 def run_benchmark(

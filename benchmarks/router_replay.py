@@ -125,9 +125,9 @@ async def _decode(folder: Path, config: Config) -> list[Turn]:
     async with engines(settings, str(folder)) as running:
         return await asyncio.gather(
             *(
-                running.generator.generate(prompt, Sampling(max_tokens=config.tokens, seed=2 * at + again))
-                for at, prompt in enumerate(prompts)
-                for again in range(2)
+                running.generator.generate(prompt, Sampling(max_tokens=config.tokens, seed=2 * index + repeat))
+                for index, prompt in enumerate(prompts)
+                for repeat in range(2)
             )
         )
 
@@ -148,18 +148,18 @@ def _score(folder: Path, rows: tuple[Row, ...], dtype: Dtype, *, replays: bool) 
     for row in rows:
         (logprobs,) = engine.logprobs([row], temperature=1.0)
         gaps.append((logprobs - row.behaviour)[row.mask].abs())
-        counted = routing_counts(engine.model)
-        assert counted is not None, "the model has experts"
-        counts.append(counted)
+        row_counts = routing_counts(engine.model)
+        assert row_counts is not None, "the model has experts"
+        counts.append(row_counts)
     gap = torch.cat(gaps)
-    _, known, differs = torch.stack(counts).sum(dim=(0, 1))[-3:].tolist()
-    found = {
+    _, num_known, num_different = torch.stack(counts).sum(dim=(0, 1))[-3:].tolist()
+    figures = {
         "mean_gap": float(gap.mean()),
         "max_gap": float(gap.max()),
         "large_gaps": float((gap > _LARGE).float().mean()),
         "tokens": float(len(gap)),
     }
-    return found | ({"replay_differs": differs / known} if replays else {})
+    return figures | ({"replay_differs": num_different / num_known} if replays else {})
 
 
 def _table(report: Report) -> Table:

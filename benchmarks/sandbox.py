@@ -66,7 +66,7 @@ class _Kind:
     keep: str
     """Makes a number a session's state."""
     show: str
-    shown: str
+    expected: str
     cell: str
 
 
@@ -109,10 +109,10 @@ def _peers(config: Config, report: Report) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=_KILLED_S)
     if done.returncode:
         raise BenchmarkError(f"Jupyter's kernels failed: {done.stderr.strip().splitlines()[-1]}")
-    found = json.loads(done.stdout)
+    kernel_times = json.loads(done.stdout)
     report.versions["jupyter"] = dict(package.split("==") for package in JUPYTER.packages)
-    report.measure("jupyter_start_ms", [1000 * seconds for seconds in found["start_s"]])
-    report.measure("jupyter_mib_a_session", found["mib"])
+    report.measure("jupyter_start_ms", [1000 * seconds for seconds in kernel_times["start_s"]])
+    report.measure("jupyter_mib_a_session", kernel_times["mib"])
 
 
 def _run(command: list[str]) -> float:
@@ -181,55 +181,55 @@ async def _workspaces(config: Config, report: Report, folder: Path) -> None:
                 sessions.append(await pool.open(workspace=workspace))
                 opened.append(1000 * (time.perf_counter() - began))
             slots = asyncio.Semaphore(64)
-            await asyncio.gather(*(_change(session, at, slots) for at, session in enumerate(sessions)))
+            await asyncio.gather(*(_change(session, index, slots) for index, session in enumerate(sessions)))
             bytes_a_session[workspace] = (_kernel_bytes() - before) / count
             if workspace is None:
                 continue
             ordered, diffs = sorted(opened), []
-            for at, session in enumerate(sessions[:50]):
+            for index, session in enumerate(sessions[:50]):
                 began = time.perf_counter()
                 text = await session.diff()
                 diffs.append(1000 * (time.perf_counter() - began))
-                if f"+mine = {at}\n" not in text or text.count("diff --git") != 1:
-                    raise BenchmarkError(f"session {at} has the diff {text!r:.200}")
+                if f"+mine = {index}\n" not in text or text.count("diff --git") != 1:
+                    raise BenchmarkError(f"session {index} has the diff {text!r:.200}")
     report.results["workspace_open_ms"] = ordered[len(ordered) // 2]
     report.results["workspace_open_p99_ms"] = ordered[len(ordered) * 99 // 100]
     report.results["workspace_bytes_a_session"] = bytes_a_session[folder] - bytes_a_session[None]
     report.measure("workspace_diff_ms", diffs)
 
 
-async def _change(session: Session, at: int, slots: asyncio.Semaphore) -> None:
+async def _change(session: Session, index: int, slots: asyncio.Semaphore) -> None:
     async with slots:
         result = await session.run(
-            f"import os\nos.makedirs('3', exist_ok=True)\nopen('3/333.py', 'a').write('mine = {at}\\n')"
+            f"import os\nos.makedirs('3', exist_ok=True)\nopen('3/333.py', 'a').write('mine = {index}\\n')"
         )
     if result.error is not None:
-        raise BenchmarkError(f"session {at}: {result.error.message}")
+        raise BenchmarkError(f"session {index}: {result.error.message}")
 
 
 async def _answer_with_their_own_state(sessions: list[Session], kind: _Kind) -> None:
     slots = asyncio.Semaphore(64)
 
-    async def ask(at: int, session: Session) -> None:
+    async def ask(index: int, session: Session) -> None:
         async with slots:
-            await session.run(kind.keep.format(at))
+            await session.run(kind.keep.format(index))
         async with slots:
             answer = await session.run(kind.show)
-        if (answer.value or answer.stdout) != kind.shown.format(at):
-            raise BenchmarkError(f"session {at} answered {answer.value!r}, {answer.error}")
+        if (answer.value or answer.stdout) != kind.expected.format(index):
+            raise BenchmarkError(f"session {index} answered {answer.value!r}, {answer.error}")
 
-    await asyncio.gather(*(ask(at, session) for at, session in enumerate(sessions)))
+    await asyncio.gather(*(ask(index, session) for index, session in enumerate(sessions)))
 
 
 async def _cells(sessions: list[Session], count: int, kind: _Kind) -> None:
     left = iter(range(count))
 
-    async def work(mine: list[Session]) -> None:
-        for at in left:
-            await mine[at % len(mine)].run(kind.cell)
+    async def work(worker_sessions: list[Session]) -> None:
+        for index in left:
+            await worker_sessions[index % len(worker_sessions)].run(kind.cell)
 
     workers = min(64, len(sessions))
-    await asyncio.gather(*(work(sessions[at::workers]) for at in range(workers)))
+    await asyncio.gather(*(work(sessions[index::workers]) for index in range(workers)))
 
 
 def _kernel_bytes() -> int:
@@ -246,9 +246,9 @@ def _available_mib() -> float:
 def _shares_mib(pool: Pool) -> Iterator[float]:
     """Yield the proportional share of each process in the sessions' cgroups, and of each init outside of them."""
     pids: set[str] = set()
-    for one in cgroups.here():
+    for cgroup in cgroups.here():
         for host in pool.hosts:
-            for file in Path(one.folder, host.tree).glob("*/cgroup.procs"):
+            for file in Path(cgroup.folder, host.tree).glob("*/cgroup.procs"):
                 pids |= set(file.read_text().split())
     for pid in list(pids):  # an init is its session's parent, and the server is not one
         parent = Path(f"/proc/{pid}/status").read_text().split("PPid:\t")[1].split()[0]

@@ -119,11 +119,11 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
         train_s *= engines / (engines - decoding)
     loop = asyncio.get_running_loop()
     generator = StagedGenerator(engines=decoding, budget=config.budget)
-    mixture, same = (
+    mixture, twin = (
         Mixture({k.name: StagedSource(k) for k in HEAVY_TAILED}, {k.name: k.share for k in HEAVY_TAILED})
         for _ in range(2)
     )
-    quotas = [Counter(same.source_order(groups)) for _ in range(config.warm_up + config.batches)][config.warm_up :]
+    quotas = [Counter(twin.source_order(groups)) for _ in range(config.warm_up + config.batches)][config.warm_up :]
     tokenizer: Any = StagedTokenizer()
     environment = StagedEnvironment(kinds=HEAVY_TAILED, turn_s=config.turn_s, tool_s=config.tool_s, seed=config.seed)
     trained = 0
@@ -186,10 +186,10 @@ def measure(config: Config, report: Report) -> None:
     for engines in config.engines:
         suffix = "" if engines == config.engines[0] else f"_{engines}"
         for name in get_args(Name):
-            found = run(simulate(config, name, engines))
-            shown = "  ".join(f"{key} {value:.4g}" for key, value in vars(found).items())
-            print(f"{engines} engines, {name}: {shown}", flush=True)
-            report.results |= {f"{key}_{name}{suffix}": value for key, value in vars(found).items()}
+            outcome = run(simulate(config, name, engines))
+            values_text = "  ".join(f"{key} {value:.4g}" for key, value in vars(outcome).items())
+            print(f"{engines} engines, {name}: {values_text}", flush=True)
+            report.results |= {f"{key}_{name}{suffix}": value for key, value in vars(outcome).items()}
         report.results[f"pipelined_over_asynchronous{suffix}"] = (
             report.results[f"tokens_per_hour_pipelined{suffix}"]
             / report.results[f"tokens_per_hour_asynchronous{suffix}"]

@@ -73,16 +73,16 @@ async def _measure(config: Real, policies: Mapping[str, ScheduleConfig], report:
     async with engines(generator, config.model) as served:
         rate = await full_rate(served, config)
         episodes = 4 * config.engines * config.budget
-        mean = statistics.fmean(draw_tokens(random.Random(at), kind_at(at / 1000), config) for at in range(1000))
+        mean = statistics.fmean(draw_tokens(random.Random(i), kind_at(i / 1000), config) for i in range(1000))
         train_s = 0.25 * episodes * mean / rate  # a fifth of the total time if engines are always busy
         report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
         print(f"full engines: {rate:.0f} tokens/s; a training phase: {train_s:.2f} s", flush=True)
         devices = DeviceHandover(served.generator)
         for name, policy in policies.items():
-            found = await _ten_batches(config, policy, served, devices, episodes // _GROUP_SIZE, train_s, seed)
-            print(f"{name}: " + "  ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
-            report.rows.append({"schedule": name, "warm_up": False, **found})
-            report.results |= {f"real_{key}_{name}": value for key, value in found.items()}
+            figures = await _ten_batches(config, policy, served, devices, episodes // _GROUP_SIZE, train_s, seed)
+            print(f"{name}: " + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()), flush=True)
+            report.rows.append({"schedule": name, "warm_up": False, **figures})
+            report.results |= {f"real_{key}_{name}": value for key, value in figures.items()}
 
 
 async def _ten_batches(

@@ -90,9 +90,9 @@ def _sum(count: int, drawn: random.Random) -> dict[str, str]:
     return {"question": f"Add {', '.join(map(str, numbers))}.", "answer": "\n".join(steps)}
 
 
-def _heavy_tailed(most: int, level: float) -> int:
+def _heavy_tailed(max_tokens: int, level: float) -> int:
     """Return a quantile of the Pareto distribution of shape 1 from 3 on: half of it is below 6."""
-    return min(most, int(3 / (1 - level)))
+    return min(max_tokens, int(3 / (1 - level)))
 
 
 def _teach(config: Config, folder: Path) -> Path:
@@ -266,11 +266,11 @@ async def _measure(config: Config, report: Report) -> None:
         for kind in ("tail", "step"):
             pairs = zip(seconds["plain"][kind], seconds["drafted"][kind], strict=True)
             report.measure(f"{kind}_speedup", [plain / drafted for plain, drafted in pairs])
-        counted = [row for row in report.rows if not row["warm_up"]]
+        measured_rows = [row for row in report.rows if not row["warm_up"]]
         report.results["equal_episodes"] = equal / episodes
-        report.results["entropy"] = _sum_of(counted, "nats") / _sum_of(counted, "tokens")
-        if drafted := _sum_of(counted, "drafted"):
-            report.results["accepted_share"] = _sum_of(counted, "accepted") / drafted
+        report.results["entropy"] = _sum_of(measured_rows, "nats") / _sum_of(measured_rows, "tokens")
+        if drafted := _sum_of(measured_rows, "drafted"):
+            report.results["accepted_share"] = _sum_of(measured_rows, "accepted") / drafted
 
 
 def _sum_of(rows: Sequence[Mapping[str, object]], name: str) -> float:

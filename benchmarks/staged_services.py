@@ -134,23 +134,23 @@ class StagedGenerator:
                 request.timer.cancel()
         self.decoded_s += seconds
         tokens = max(1, math.ceil(seconds / STEP_S))
-        versions, at = [], 0
+        versions, index = [], 0
         for token in range(tokens):
-            while at + 1 < len(request.versions) and request.versions[at + 1][0] <= token * STEP_S:
-                at += 1
-            versions.append(request.versions[at][1])
+            while index + 1 < len(request.versions) and request.versions[index + 1][0] <= token * STEP_S:
+                index += 1
+            versions.append(request.versions[index][1])
         completion.add(
             Chunk(token_ids=(1,) * tokens, logprobs=(-1.0,) * tokens, versions=versions, text="", finish="stop")
         )
 
     async def pause(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
         self._paused = True
         for request in self._running:
             if request.timer is not None:
                 request.timer.cancel()
                 request.timer = None
-                request.done_s += now - request.began
+                request.done_s += now_s - request.began
 
     async def resume(self) -> None:
         self._paused = False
@@ -165,10 +165,10 @@ class StagedGenerator:
 
     def load(self, version: int) -> None:
         """Serve new weights; requests in flight continue with them."""
-        now = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
         self.version = version
         for request in self._running:
-            done = request.done_s + (now - request.began if request.timer is not None else 0.0)
+            done = request.done_s + (now_s - request.began if request.timer is not None else 0.0)
             request.versions.append((done, version))
 
     def _start(self, request: _Request) -> None:

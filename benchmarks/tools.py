@@ -75,18 +75,18 @@ async def _measure(config: Config, report: Report) -> None:
             ("90", 0.9, True),
             ("90_no_cache", 0.9, False),
         ):
-            found, latencies = [], list[float]()
+            call_rates, latencies = [], list[float]()
             for repeat in range(config.repeats):
                 rng = random.Random(repeat)
                 began = time.perf_counter()
                 with tempfile.TemporaryDirectory() as folder:
                     seconds = await play(config, share, folder if cached else None, rng)
                 elapsed = time.perf_counter() - began
-                found.append(len(seconds) / elapsed)
+                call_rates.append(len(seconds) / elapsed)
                 latencies += seconds
-                row = {"kind": kind or "tool", "repeated": share, "cached": cached, "calls_per_s": found[-1]}
+                row = {"kind": kind or "tool", "repeated": share, "cached": cached, "calls_per_s": call_rates[-1]}
                 report.rows.append(row)
-            rates[name] = report.measure(f"{kind}calls_per_s_{name}", found)
+            rates[name] = report.measure(f"{kind}calls_per_s_{name}", call_rates)
             latencies.sort()
             report.results[f"{kind}p50_ms_{name}"] = 1000 * latencies[len(latencies) // 2]
             report.results[f"{kind}p99_ms_{name}"] = 1000 * latencies[len(latencies) * 99 // 100]
@@ -98,15 +98,15 @@ async def _measure(config: Config, report: Report) -> None:
 async def _tool_episodes(config: Config, share: float, folder: str | None, rng: random.Random) -> list[float]:
     """Play episodes with a pure tool; return the seconds of each call."""
     work, numbers = config.work, _repeated(config.episodes * config.turns, share, rng)
-    one = python if folder is not None else python_without_cache
-    world = ToolEnv([one], cache=folder or "", max_turns=config.turns + 1, timeout_s=600)
+    tool = python if folder is not None else python_without_cache
+    world = ToolEnv([tool], cache=folder or "", max_turns=config.turns + 1, timeout_s=600)
 
-    async def episode(mine: Sequence[int]) -> list[float]:
+    async def episode(episode_numbers: Sequence[int]) -> list[float]:
         env, seconds = world(_TASK), []
         await env.reset()
-        for number in mine:
+        for number in episode_numbers:
             code = f"sum(range({number}, {number + work}))"
-            call = ToolCall(id="1", name=one.__name__, arguments=json.dumps({"code": code}))
+            call = ToolCall(id="1", name=tool.__name__, arguments=json.dumps({"code": code}))
             began = time.perf_counter()
             step = await env.step("", truncated=False, calls=(call,))
             seconds.append(time.perf_counter() - began)
@@ -114,8 +114,10 @@ async def _tool_episodes(config: Config, share: float, folder: str | None, rng: 
         await env.close()
         return seconds
 
-    found = await asyncio.gather(*(episode(numbers[at :: config.episodes]) for at in range(config.episodes)))
-    return [seconds for each in found for seconds in each]
+    episode_seconds = await asyncio.gather(
+        *(episode(numbers[index :: config.episodes]) for index in range(config.episodes))
+    )
+    return [seconds for call_seconds in episode_seconds for seconds in call_seconds]
 
 
 async def _cell_episodes(config: Config, share: float, folder: str | None, rng: random.Random) -> list[float]:
@@ -134,19 +136,19 @@ async def _cell_episodes(config: Config, share: float, folder: str | None, rng: 
                 _check(first + turn * _sum(config.work), result.value)
         return seconds
 
-    found = await asyncio.gather(*map(episode, _repeated(config.episodes, share, rng)))
+    episode_seconds = await asyncio.gather(*map(episode, _repeated(config.episodes, share, rng)))
     await sessions.close()
     if cache is not None:
         cache.close()
-    return [seconds for each in found for seconds in each]
+    return [seconds for call_seconds in episode_seconds for seconds in call_seconds]
 
 
 def _repeated(count: int, share: float, rng: random.Random) -> list[int]:
     """Return numbers, of which a share repeats others, in random order."""
     distinct = range(max(1, round(count * (1 - share))))
-    found = [*distinct, *rng.choices(distinct, k=count - len(distinct))]
-    rng.shuffle(found)
-    return found
+    numbers = [*distinct, *rng.choices(distinct, k=count - len(distinct))]
+    rng.shuffle(numbers)
+    return numbers
 
 
 def _sum(numbers: int) -> int:

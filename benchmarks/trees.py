@@ -91,8 +91,8 @@ def measure(config: Config, report: Report) -> None:
         groups=config.groups,
         vocab=49152,
     )
-    with tempfile.TemporaryDirectory(prefix="forge_rl-trees-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="forge_rl-trees-") as scratch:
+        folder = Path(scratch)
         layouts.make_models(folder, ["llama"])
         _make_model(folder / "smollm2", config.layers)
         worst = 0.0
@@ -134,8 +134,8 @@ def _batch(shape: _Shape, seed: int) -> Batch:
     drawn = np.random.default_rng(seed)
 
     def ids(count: int) -> list[int]:
-        found: list[int] = drawn.integers(3, shape.vocab, count).tolist()
-        return found
+        token_ids: list[int] = drawn.integers(3, shape.vocab, count).tolist()
+        return token_ids
 
     def turn(history: Sequence[int]) -> Turn:
         answer = ids(shape.answer)
@@ -154,11 +154,11 @@ def _batch(shape: _Shape, seed: int) -> Batch:
             turns.append(turn(history))
             forks.append(turn(history))
             history += [*turns[-1].token_ids, *ids(shape.observation)]
-        every = [tuple(turns), *((fork,) for fork in forks)]
+        turn_lists = [tuple(turns), *((fork,) for fork in forks)]
         return Group(
             task=_TASK,
             episodes=tuple(
-                Episode(task=_TASK, turns=each, score=Score(total=float(i))) for i, each in enumerate(every)
+                Episode(task=_TASK, turns=turns, score=Score(total=float(i))) for i, turns in enumerate(turn_lists)
             ),
         )
 
@@ -175,11 +175,11 @@ def _packed(batch: Batch, way: str, settings: TrainSettings) -> Packed:
 
 
 def _update(engine: Any, laid: Packed) -> Any:
-    (found,) = engine.train_batch(
+    (metrics,) = engine.train_batch(
         laid.minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=100, version=0
     )
-    assert found is not None, "the gradient is not finite"
-    return found
+    assert metrics is not None, "the gradient is not finite"
+    return metrics
 
 
 def _train(rank: int, folder: Path, shape: _Shape, degree: int) -> dict[str, Any]:
@@ -192,19 +192,19 @@ def _train(rank: int, folder: Path, shape: _Shape, degree: int) -> dict[str, Any
         context_parallel_degree=degree,
         optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.1),
     )
-    found = {}
+    results = {}
     for way in _WAYS:
         engine = TitanEngine(folder, settings)
         start = layouts.shards_of(engine)
         metrics = [_update(engine, _packed(_batch(shape, seed), way, settings)) for seed in range(2)]
-        found[way] = metrics, start, layouts.shards_of(engine)
-    return found
+        results[way] = metrics, start, layouts.shards_of(engine)
+    return results
 
 
 def _together(by_rank: Sequence[Any], degree: int) -> layouts.Trained:
     """Assemble what the ranks trained; ranks that split a row have the same metrics."""
     case = layouts.Case(family="llama", name="trees", ranks=degree)
-    start, weights = (layouts.assemble(case, [part[at] for part in by_rank]) for at in (1, 2))
+    start, weights = (layouts.assemble(case, [part[position] for part in by_rank]) for position in (1, 2))
     metrics = [reduce(merge_all([update])) for update in by_rank[0][0]]
     return layouts.Trained(metrics=metrics, start=start, weights=weights)
 

@@ -32,12 +32,12 @@ class Request:
     ended: bool = False
     """True if the completion finished."""
 
-    def goes_on_for(self, lost: Request) -> bool:
+    def goes_on_for(self, lost_request: Request) -> bool:
         """Return True if it requests exactly the tokens that another request lacks."""
         return (
-            self.prompt_ids == lost.prompt_ids + tuple(lost.token_ids)
-            and self.sampling.max_tokens == lost.sampling.max_tokens - len(lost.token_ids)
-            and self.sampling.seed == lost.sampling.seed
+            self.prompt_ids == lost_request.prompt_ids + tuple(lost_request.token_ids)
+            and self.sampling.max_tokens == lost_request.sampling.max_tokens - len(lost_request.token_ids)
+            and self.sampling.seed == lost_request.sampling.seed
         )
 
 
@@ -110,7 +110,7 @@ class Watched:
         """Wake the waiters in `until`."""
         self._stirred.set()
 
-    async def until(self, holds: Callable[[], bool], what: str, *, patience_s: float = _PATIENCE_S) -> None:
+    async def until(self, holds: Callable[[], bool], event: str, *, patience_s: float = _PATIENCE_S) -> None:
         """Wait until a condition holds.
 
         Raises:
@@ -122,4 +122,4 @@ class Watched:
                     self._stirred.clear()
                     await self._stirred.wait()
         except TimeoutError:
-            raise BenchmarkError(f"after {patience_s:g} s, {what} had not happened") from None
+            raise BenchmarkError(f"after {patience_s:g} s, {event} had not happened") from None

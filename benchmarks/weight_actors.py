@@ -59,19 +59,19 @@ class WriterActor(ServiceActor):
     async def attestation_s(self, pairs: int, threads: int) -> list[float]:
         """Return, per pair of runs, the extra seconds of the publish loop, which copies and fingerprints, over a plain
         copy of the same bytes into the same memory."""
-        at, moves = 0, []
+        offset, moves = 0, []
         assert self._scratch is not None, "memcpy comes first"
         for weight in self._weights.values():
-            target = writable(self._scratch)[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
+            target = writable(self._scratch)[offset : offset + weight.nbytes].view(weight.dtype).view(weight.shape)
             moves.append(Move(target, weight, tuple(weight.shape), TensorSlice.whole(weight.shape)))
-            at += weight.nbytes
-        found = []
+            offset += weight.nbytes
+        seconds = []
         for _ in range(pairs):
             plain = self._memcpy(threads)
             began = time.perf_counter()
             move(moves)
-            found.append(time.perf_counter() - began - plain)
-        return found
+            seconds.append(time.perf_counter() - began - plain)
+        return seconds
 
     @concurrent_endpoint
     async def torchstore_put(self, transport: Any, prefix: str) -> None:
@@ -102,8 +102,8 @@ class WriterActor(ServiceActor):
         target, source, part = writable(self._scratch).data_ptr(), self._flat.data_ptr(), -(-size // threads)
 
         def copy(thread: int) -> None:
-            at = thread * part
-            ctypes.memmove(target + at, source + at, min(part, size - at))
+            offset = thread * part
+            ctypes.memmove(target + offset, source + offset, min(part, size - offset))
 
         with ThreadPoolExecutor(threads) as pool:
             began = time.perf_counter()
@@ -129,9 +129,9 @@ class ReaderActor(ServiceActor):
                         Move(self._weights[e.name], tensors[e.name], e.shape, TensorSlice.whole(e.shape))
                         for e in bucket.entries
                     ]
-                    found = await asyncio.to_thread(move, moves)
+                    values = await asyncio.to_thread(move, moves)
                     del moves
-                fingerprints |= {entry.name: value for entry, value in zip(bucket.entries, found, strict=True)}
+                fingerprints |= {entry.name: value for entry, value in zip(bucket.entries, values, strict=True)}
         return fingerprints, peak[0] - before
 
     @concurrent_endpoint

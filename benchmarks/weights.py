@@ -79,12 +79,12 @@ def measure(config: Config, report: Report) -> None:
 
 def qwen3_shapes(gib: float) -> Shapes:
     """Return names and shapes of Qwen3-0.6B's first layers, about `gib` GiB in bfloat16."""
-    found: list[tuple[str, tuple[int, ...]]] = []
+    shapes: list[tuple[str, tuple[int, ...]]] = []
     room = int(gib * 2**29)
 
     def add(name: str, *shape: int) -> None:
         nonlocal room
-        found.append((name, shape))
+        shapes.append((name, shape))
         room -= shape[0] * (shape[1] if len(shape) > 1 else 1)
 
     if room > 2 * 151936 * 1024:
@@ -108,7 +108,7 @@ def qwen3_shapes(gib: float) -> Shapes:
             add(prefix + name, *shape)
         layer += 1
     add("model.norm.weight", 1024)
-    return tuple(found)
+    return tuple(shapes)
 
 
 class _Bench:
@@ -166,10 +166,10 @@ class _Bench:
             for index, (fingerprints, _) in enumerate(results):
                 manifest.attest(fingerprints, f"reader {index}")
         ended = time.perf_counter()
-        held = sum(path.stat().st_size for folder in store.folders for path in folder.iterdir())
-        kept = 2 * manifest.bytes * len(store.folders)
-        extras = [extra, *(each for _, each in results)]
-        self.peak_extra = max(self.peak_extra, held - kept + max(extras))
+        held_bytes = sum(path.stat().st_size for folder in store.folders for path in folder.iterdir())
+        expected_bytes = 2 * manifest.bytes * len(store.folders)
+        extras = [extra, *(extra_bytes for _, extra_bytes in results)]
+        self.peak_extra = max(self.peak_extra, held_bytes - expected_bytes + max(extras))
         return {"publish": published - began, "load": ended - published, "end_to_end": ended - began}
 
 
@@ -220,7 +220,7 @@ async def _one_host(bench: _Bench) -> dict[str, list[float]]:
     writing, reading = bench.service("writer"), bench.service("reader")
     writer = await bench.spawn(writing, WriterActor)
     readers = [await bench.spawn(reading, ReaderActor) for _ in range(max(READERS))]
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     cores = bench.report.machine["cores"]
     for counts in bench.repeats():
         row: dict[str, float] = {}
@@ -230,11 +230,11 @@ async def _one_host(bench: _Bench) -> dict[str, list[float]]:
         for count in READERS:
             seconds = await bench.sync(store, writer, readers[:count])
             row |= {f"{name}_{count}": value for name, value in seconds.items()}
-        _keep(bench.report, "shared_memory", counts, row, found)
+        _keep(bench.report, "shared_memory", counts, row, times)
     for service in (writing, reading):
         await service.stop()
     await store.stop()
-    return found
+    return times
 
 
 async def _torchstore(bench: _Bench) -> list[float]:
@@ -242,7 +242,7 @@ async def _torchstore(bench: _Bench) -> list[float]:
     store = await bench.store(transport="torchstore")
     writing, reading = bench.service("writer"), bench.service("reader")
     writer, reader = await bench.spawn(writing, WriterActor), await bench.spawn(reading, ReaderActor)
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for number, counts in enumerate([False, *[True] * (1 if bench.config.smoke else LEAST_REPEATS)]):
         began = time.perf_counter()
         await writer.call("torchstore_put", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
@@ -250,17 +250,17 @@ async def _torchstore(bench: _Bench) -> list[float]:
         await reader.call("torchstore_get", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
         ended = time.perf_counter()
         row = {"publish": put - began, "load": ended - put, "end_to_end": ended - began}
-        _keep(bench.report, "torchstore", counts, row, found)
+        _keep(bench.report, "torchstore", counts, row, times)
         await writer.call("torchstore_delete", store.transport(), f"{number}/", deadline_s=_DEADLINE_S)
     for service in (writing, reading):
         await service.stop()
     await store.stop()
-    return found["end_to_end"]
+    return times["end_to_end"]
 
 
 async def _two_hosts(config: Config, report: Report) -> dict[str, list[float]]:
     """Move a version from one host to a reader on another, and the same bytes with plain RDMABuffers."""
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     async with _cluster(hosts=("trainer", "generator")) as (cluster, faults):
         bench = _Bench(config, report, cluster, faults)
         store = await bench.store(transport="shared_memory", hosts=("trainer", "generator"))
@@ -268,21 +268,21 @@ async def _two_hosts(config: Config, report: Report) -> dict[str, list[float]]:
         writer = await bench.spawn(writing, WriterActor, host="trainer")
         reader = await bench.spawn(reading, ReaderActor, host="generator")
         buffers = await writer.call("rdma_buffers", BUCKET_BYTES, deadline_s=_DEADLINE_S)
-        sizes = [min(BUCKET_BYTES, bench.bytes - at) for at in range(0, bench.bytes, BUCKET_BYTES)]
+        sizes = [min(BUCKET_BYTES, bench.bytes - offset) for offset in range(0, bench.bytes, BUCKET_BYTES)]
         for counts in [False, *[True] * (1 if config.smoke else LEAST_REPEATS)]:
             rdma = await reader.call("rdma_read", buffers, sizes, deadline_s=_DEADLINE_S)
             row = await bench.sync(store, writer, [reader])
-            _keep(report, "two hosts", counts, {"rdma": rdma, **row}, found)
+            _keep(report, "two hosts", counts, {"rdma": rdma, **row}, times)
         for service in (writing, reading):
             await service.stop()
         await store.stop()
-    return found
+    return times
 
 
 async def _measure_model(config: Config, report: Report) -> None:
     """Run the recipe's services and steps, and measure each step's publish and load."""
     repeats = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="weights-") as scratch:
         settings = RunConfig(
             model=config.model,
@@ -311,13 +311,16 @@ async def _measure_model(config: Config, report: Report) -> None:
                 write = run.trainer.busy_s
                 stages = {"publish": published - began, "publish_write": write}
                 stages["publish_commit"] = published - began - write
-                loads = max((report.seconds for report in run.generator.last_load), key=lambda each: sum(each.values()))
+                loads = max(
+                    (report.seconds for report in run.generator.last_load),
+                    key=lambda stage_seconds: sum(stage_seconds.values()),
+                )
                 stages |= {f"load_{name}": value for name, value in loads.items()}
                 stages["load_calls"] = ended - published - sum(loads.values())
-                _keep(report, run.weights.choice, counts, {"end_to_end": ended - began, **stages}, found)
+                _keep(report, run.weights.choice, counts, {"end_to_end": ended - began, **stages}, times)
                 run.log({}, batch, packed)
-    total = report.measure("seconds_end_to_end", found.pop("end_to_end"))
-    for name, values in found.items():
+    total = report.measure("seconds_end_to_end", times.pop("end_to_end"))
+    for name, values in times.items():
         report.results[f"share_{name}"] = report.measure(f"seconds_{name}", values) / total
 
 
@@ -336,11 +339,11 @@ async def _cluster(hosts: Sequence[str] = ()) -> AsyncIterator[tuple[Cluster, Fa
                 await cluster.close()
 
 
-def _keep(report: Report, side: str, counts: bool, row: dict[str, float], found: dict[str, list[float]]) -> None:
+def _keep(report: Report, side: str, counts: bool, row: dict[str, float], times: dict[str, list[float]]) -> None:
     report.rows.append({"side": side, "warm_up": not counts, **row})
     if counts:
         for name, value in row.items():
-            found.setdefault(name, []).append(value)
+            times.setdefault(name, []).append(value)
     print(f"{side}: " + "  ".join(f"{name} {value:.3f} s" for name, value in row.items()), flush=True)
 
 

@@ -278,13 +278,13 @@ def __getattr__(name: str) -> object:
             from forge_rl.run.first_line import announce
 
             announce()
-        found = getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
+        value = getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
     except ForgeError as error:
         if is_program:
             sys.exit(f"error: {error}")
         raise
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

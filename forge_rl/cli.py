@@ -29,19 +29,19 @@ _COMPANIONS = {"agent-command": "agents/ask_twice.py"}
 
 def commands() -> dict[str, str]:
     """Find the recipes and apps: dotted module by command name."""
-    found = {}
+    command_modules = {}
     for place in PLACES:
         package = importlib.import_module(f"forge_rl.{place}")
         for module in pkgutil.iter_modules(package.__path__):
-            found[module.name.replace("_", "-")] = f"{package.__name__}.{module.name}"
-    return found
+            command_modules[module.name.replace("_", "-")] = f"{package.__name__}.{module.name}"
+    return command_modules
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, `sys.argv` by default. Exits the process after a recipe or an app."""
-    given = list(sys.argv[1:] if args is None else args)
-    known = commands()
-    if given and (name := given[0].replace("_", "-")) in known:
+    arguments = list(sys.argv[1:] if args is None else args)
+    command_modules = commands()
+    if arguments and (name := arguments[0].replace("_", "-")) in command_modules:
         try:
             from forge_rl.run.first_line import announce
 
@@ -49,15 +49,16 @@ def main(args: Sequence[str] | None = None) -> None:
                 announce()
             from forge_rl.run.launch import launch  # which takes a second to load
 
-            module = importlib.import_module(known[name])
+            module = importlib.import_module(command_modules[name])
         except ForgeError as error:
             sys.exit(f"error: {error}")
-        launch(module.Config, module.main, prog=f"forge-rl {name}", args=given[1:])
-    if given and not given[0].startswith("-") and given[0] != "new":
-        sys.exit(f"error: there is no command {given[0]!r}\n  hint: {suggest(given[0], [*known, 'new'], 'commands')}")
-    chosen = _parser(known).parse_args(given)
+        launch(module.Config, module.main, prog=f"forge-rl {name}", args=arguments[1:])
+    if arguments and not arguments[0].startswith("-") and arguments[0] != "new":
+        hint = suggest(arguments[0], [*command_modules, "new"], "commands")
+        sys.exit(f"error: there is no command {arguments[0]!r}\n  hint: {hint}")
+    options = _parser(command_modules).parse_args(arguments)
     try:
-        print(write_recipe(chosen.path, chosen.template, force=chosen.force))
+        print(write_recipe(options.path, options.template, force=options.force))
     except ForgeError as error:
         sys.exit(f"error: {error}")
 
@@ -99,20 +100,25 @@ def _source_of(module: str) -> str:
     return importlib.resources.files(package).joinpath(f"{name}.py").read_text()
 
 
-def _parser(known: dict[str, str]) -> argparse.ArgumentParser:
-    listed = {place: ", ".join(sorted(n for n, m in known.items() if f".{place}." in m)) for place in PLACES}
+def _parser(command_modules: dict[str, str]) -> argparse.ArgumentParser:
+    names_by_place = {
+        place: ", ".join(sorted(n for n, m in command_modules.items() if f".{place}." in m)) for place in PLACES
+    }
     parser = argparse.ArgumentParser(
         prog="forge-rl",
         description="Reinforcement learning for language models.",
-        epilog=f"recipes: {listed['recipes']}; apps: {listed['apps']}. `forge-rl NAME --help` explains its flags.",
+        epilog=f"recipes: {names_by_place['recipes']}; apps: {names_by_place['apps']}. "
+        "`forge-rl NAME --help` explains its flags.",
     )
     parser.add_argument("--version", action="version", version=f"forge_rl {importlib.metadata.version('forge_rl')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for name, module in sorted(known.items()):
-        described = ast.get_docstring(ast.parse(_source_of(module))) or ""
-        commands.add_parser(name, help=described.partition("\n")[0], add_help=False)
+    for name, module in sorted(command_modules.items()):
+        docstring = ast.get_docstring(ast.parse(_source_of(module))) or ""
+        commands.add_parser(name, help=docstring.partition("\n")[0], add_help=False)
     new = commands.add_parser("new", help="write a recipe to edit", description="Write a recipe to edit.")
     new.add_argument("path", type=Path, help="the file to write, such as my_recipe.py")
-    new.add_argument("--from", dest="template", default="grpo", metavar="RECIPE", help=f"one of {listed['recipes']}")
+    new.add_argument(
+        "--from", dest="template", default="grpo", metavar="RECIPE", help=f"one of {names_by_place['recipes']}"
+    )
     new.add_argument("--force", action="store_true", help="overwrite the file")
     return parser

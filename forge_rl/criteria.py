@@ -43,17 +43,17 @@ def read_criteria(value: object) -> tuple[Criterion, ...]:
         raise ValueError(f"is a {type(value).__name__}, not a list of criteria")
     if not 0 < len(value) <= _MOST_CRITERIA:
         raise ValueError(f"has {len(value)} criteria, not 1 to {_MOST_CRITERIA}")
-    found = tuple(_criterion(number, one) for number, one in enumerate(value, 1))
-    if not any(one.weight > 0 for one in found):
+    criteria = tuple(_criterion(number, entry) for number, entry in enumerate(value, 1))
+    if not any(criterion.weight > 0 for criterion in criteria):
         raise ValueError("has no criterion with a weight above 0, so it has no best score")
-    return found
+    return criteria
 
 
-def _criterion(number: int, one: object) -> Criterion:
+def _criterion(number: int, entry: object) -> Criterion:
     """Read the criterion of this number, from 1."""
-    if not isinstance(one, Mapping):
-        raise ValueError(f"has a criterion {number} that is a {type(one).__name__}, not a mapping")
-    text, weight = one.get("criterion"), one.get("weight")
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"has a criterion {number} that is a {type(entry).__name__}, not a mapping")
+    text, weight = entry.get("criterion"), entry.get("weight")
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"has a criterion {number} without text in 'criterion'")
     if len(text) > _MOST_LETTERS:

@@ -44,21 +44,21 @@ def check_flags(
     config: object,
     flags: str,
     *,
-    least: Mapping[str, float] | None = None,
+    minimum: Mapping[str, float] | None = None,
     above: Mapping[str, float] | None = None,
-    most: Mapping[str, float] | None = None,
+    maximum: Mapping[str, float] | None = None,
     below: Mapping[str, float] | None = None,
 ) -> None:
-    """Check fields of a config against limits: `check_flags(self, "--generator.", least={"replicas": 1})`.
+    """Check fields of a config against limits: `check_flags(self, "--generator.", minimum={"replicas": 1})`.
 
     Raises:
         ConfigError: a field exceeds a limit; names the flag, which is `flags` plus the field's name, with hyphens
             unless `flags` ends in a colon.
     """
     for limits, within, words in (
-        (least, operator.ge, "{} or more"),
+        (minimum, operator.ge, "{} or more"),
         (above, operator.gt, "a value above {}"),
-        (most, operator.le, "{} or less"),
+        (maximum, operator.le, "{} or less"),
         (below, operator.lt, "a value below {}"),
     ):
         for name, limit in (limits or {}).items():
@@ -179,9 +179,9 @@ class ServiceError(ForgeError):
         self.phase = ""
 
     def __str__(self) -> str:
-        where = self.service if self.replica is None else f"{self.service} replica {self.replica}"
+        location = self.service if self.replica is None else f"{self.service} replica {self.replica}"
         call, phase = self.call and f", call {self.call}", self.phase and f", phase {self.phase}"
-        return f"{where}{call}{phase}: {super().__str__()}"
+        return f"{location}{call}{phase}: {super().__str__()}"
 
 
 class ReplicaError(ServiceError):

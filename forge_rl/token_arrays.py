@@ -52,22 +52,24 @@ class _Layout:
         # An object of a class with these slots that is not frozen is filled sooner, and then becomes one of this class.
         self._mutable: Any = make_dataclass(
             f"Mutable{kind.__name__}",
-            [each.name for each in members],
+            [member.name for member in members],
             bases=kind.__bases__,
             namespace={"__post_init__": lambda _: None},
             slots=True,
         )
-        self.values: Callable[[object], tuple[Any, ...]] = attrgetter(*(each.name for each in members))
+        self.values: Callable[[object], tuple[Any, ...]] = attrgetter(*(member.name for member in members))
         """Gets all fields."""
-        self.defaults = {each.name: each.default for each in members}
-        self.arrays = {name: each.dtype for name, each in self.defaults.items() if isinstance(each, TokenArray)}
+        self.defaults = {member.name: member.default for member in members}
+        self.arrays = {
+            name: default.dtype for name, default in self.defaults.items() if isinstance(default, TokenArray)
+        }
         """The dtype of each field that is a TokenArray."""
 
     def make(self, values: Iterable[object]) -> Any:
         """Make an object of all its fields, without conversions and checks."""
-        made = self._mutable(*values)
-        made.__class__ = self._kind
-        return made
+        instance = self._mutable(*values)
+        instance.__class__ = self._kind
+        return instance
 
 
 class _Layouts(dict[type, _Layout]):
@@ -94,16 +96,16 @@ class Compact:
     def unchecked(cls, **values: Any) -> Self:
         """Make one from fields that need no conversion, without checks, which is several times faster."""
         layout = _LAYOUTS[cls]
-        made: Self = layout.make({**layout.defaults, **values}.values())
-        return made
+        instance: Self = layout.make({**layout.defaults, **values}.values())
+        return instance
 
     def updated(self, **values: Any) -> Self:
         """Return a copy with some fields changed, without conversions and checks."""
         layout = _LAYOUTS[type(self)]
-        made: Self = layout.make(layout.values(self))
+        instance: Self = layout.make(layout.values(self))
         for name, value in values.items():
-            _set(made, name, value)
-        return made
+            _set(instance, name, value)
+        return instance
 
     def complete(self, **values: Any) -> None:
         """Set fields of an object that nobody else has yet."""
@@ -121,8 +123,8 @@ C = TypeVar("C", bound=Compact)
 
 def from_values(kind: type[C], *values: object) -> C:
     """Return the object that was pickled as these values."""
-    made: C = _LAYOUTS[kind].make(values)
-    return made
+    instance: C = _LAYOUTS[kind].make(values)
+    return instance
 
 
 class ByValue(Compact):
@@ -142,8 +144,8 @@ class ByValue(Compact):
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        compared = (each.name for each in fields(self) if each.compare)
-        return all(_same(getattr(self, name), getattr(other, name)) for name in compared)
+        names = (member.name for member in fields(self) if member.compare)
+        return all(_same(getattr(self, name), getattr(other, name)) for name in names)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -242,8 +242,10 @@ class Episode(Compact):
         for place, turn in enumerate(turns):
             longest: list[int] | None = None
             for run in runs:
-                last = turns[run[-1]]
-                if _continues(turn, last) and (longest is None or _length(last) > _length(turns[longest[-1]])):
+                last_turn = turns[run[-1]]
+                if _continues(turn, last_turn) and (
+                    longest is None or _length(last_turn) > _length(turns[longest[-1]])
+                ):
                     longest = run
             if longest is None:
                 runs.append([place])
@@ -291,10 +293,10 @@ class Episode(Compact):
     def observation(self, turn: int) -> npt.NDArray[np.int32]:
         """Return the tokens that the model was shown before a turn, and after the turn that it continues: a part of the
         turn's prompt, or all of it if the turn starts a segment."""
-        shown = self.turns[turn].prompt_ids
+        prompt_ids = self.turns[turn].prompt_ids
         run = next(run for run in self._runs if turn in run)
         place = run.index(turn)
-        return shown[_length(self.turns[run[place - 1]]) :] if place else shown
+        return prompt_ids[_length(self.turns[run[place - 1]]) :] if place else prompt_ids
 
     @property
     def response_tokens(self) -> int:
@@ -315,7 +317,7 @@ class Episode(Compact):
         return self.turns[-1].text if self.output is None and self.turns else self.text
 
     def __repr__(self) -> str:
-        turns, shown = len(self.turns), self.turns[:_MOST_TURNS]
+        num_turns, first_turns = len(self.turns), self.turns[:_MOST_TURNS]
         lines = [f"Episode  {_summary(self)}, {self.seconds:.1f} s"]
         if self.problem:
             lines += _labelled("problem", self.problem)
@@ -323,10 +325,10 @@ class Episode(Compact):
             lines += _labelled("parts", "  ".join(f"{name} {value:.3f}" for name, value in self.score.parts.items()))
         if self.task.truth:
             lines += _labelled("truth", "  ".join(f"{name}={value}" for name, value in self.task.truth.items()), 1)
-        if not turns:
+        if not num_turns:
             lines += _labelled("prompt", self.task.prompt)
-        for place, turn in enumerate(shown):
-            lines += [f"turn {place + 1} of {turns}" if turns > 1 else "turn", *_lines_of(turn)]
+        for place, turn in enumerate(first_turns):
+            lines += [f"turn {place + 1} of {num_turns}" if num_turns > 1 else "turn", *_lines_of(turn)]
         if self.output is not None:
             lines += _labelled("output", self.output)
         return _on_a_screen(lines)
@@ -345,20 +347,20 @@ def _summary(episode: Episode) -> str:
 
 def _lines_of(turn: Turn, lines: int = 2) -> list[str]:
     """Describe a turn: messages shown to the model, its answer, and its calls."""
-    found = []
+    text_lines = []
     for message in turn.messages:
-        found += _labelled(str(message.get("role", "")), str(message.get("content") or ""), lines)
-    found += _labelled("answer", turn.text, lines)
+        text_lines += _labelled(str(message.get("role", "")), str(message.get("content") or ""), lines)
+    text_lines += _labelled("answer", turn.text, lines)
     for call in turn.calls:
-        took = "" if call.seconds is None else f"  {call.seconds:.2f} s"
-        found += _labelled("call", f"{call.name} {call.arguments}{took}{'  failed' * bool(call.error)}", 1)
-    return found
+        seconds_text = "" if call.seconds is None else f"  {call.seconds:.2f} s"
+        text_lines += _labelled("call", f"{call.name} {call.arguments}{seconds_text}{'  failed' * bool(call.error)}", 1)
+    return text_lines
 
 
 def _labelled(label: str, text: str, lines: int = 2) -> list[str]:
     """Return the first lines of a text, behind its label."""
-    first, *rest = clipped(text, lines=lines, width=100).split("\n")
-    return [f"  {clipped(label, lines=1, width=9):<9} {first}", *(f"{'':12}{line}" for line in rest)]
+    first, *other_lines = clipped(text, lines=lines, width=100).split("\n")
+    return [f"  {clipped(label, lines=1, width=9):<9} {first}", *(f"{'':12}{line}" for line in other_lines)]
 
 
 def _on_a_screen(lines: list[str]) -> str:
@@ -376,10 +378,10 @@ def _with_ids(context: npt.NDArray[np.int32], prompt: int, turn: Turn) -> Turn:
 def _read_episode(kind: type[Episode], *values: object) -> Episode:
     episode = from_values(kind, *values)
     turns: list[Any] = list(episode.turns)
-    for *earlier, last in episode.runs:
+    for *earlier, last_place in episode.runs:
         if earlier:
-            context = turns[last].context
-            turns[last] = _with_ids(context, len(turns[last].prompt_ids), turns[last])
+            context = turns[last_place].context
+            turns[last_place] = _with_ids(context, len(turns[last_place].prompt_ids), turns[last_place])
             for place in earlier:
                 turns[place] = _with_ids(context, *turns[place])
     episode.complete(turns=tuple(turns))
@@ -390,13 +392,13 @@ def _length(turn: Turn) -> int:
     return len(turn.prompt_ids) + len(turn.token_ids)
 
 
-def _continues(turn: Turn, last: Turn) -> bool:
+def _continues(turn: Turn, last_turn: Turn) -> bool:
     """Return True if a turn's prompt begins with the whole context of another turn."""
-    shown, prompt, end = turn.prompt_ids, len(last.prompt_ids), _length(last)
+    prompt_ids, last_prompt_length, last_length = turn.prompt_ids, len(last_turn.prompt_ids), _length(last_turn)
     return (
-        len(shown) >= end
-        and shown[prompt:end].tobytes() == last.token_ids.tobytes()
-        and shown[:prompt].tobytes() == last.prompt_ids.tobytes()
+        len(prompt_ids) >= last_length
+        and prompt_ids[last_prompt_length:last_length].tobytes() == last_turn.token_ids.tobytes()
+        and prompt_ids[:last_prompt_length].tobytes() == last_turn.prompt_ids.tobytes()
     )
 
 
@@ -407,20 +409,20 @@ def _join(turns: Sequence[Turn], run: Sequence[int]) -> Segment:
     versions, indices = np.full((2, len(ids)), -1, np.int32)
     for place in run:
         turn = turns[place]
-        here = slice(len(turn.prompt_ids), _length(turn))
-        trained[here], logprobs[here], versions[here], indices[here] = True, turn.logprobs, turn.versions, place
+        span = slice(len(turn.prompt_ids), _length(turn))
+        trained[span], logprobs[span], versions[span], indices[span] = True, turn.logprobs, turn.versions, place
     routed = _join_routed([turns[place].routed for place in run], len(ids))
     return Segment(token_ids=ids, trained=trained, logprobs=logprobs, versions=versions, turns=indices, routed=routed)
 
 
 def _join_routed(turns: Sequence[npt.NDArray[Any] | None], tokens: int) -> npt.NDArray[Any] | None:
     """Return the experts of a segment's tokens, each as first computed; None if some are unknown."""
-    parts, known = list[npt.NDArray[Any]](), 0
+    parts, num_known = list[npt.NDArray[Any]](), 0
     for routed in turns:
-        if routed is not None and len(routed) > known:
-            parts.append(routed[known:])
-            known = len(routed)
-    return np.concatenate([*parts, parts[-1][-1:]]) if 0 < known == tokens - 1 else None
+        if routed is not None and len(routed) > num_known:
+            parts.append(routed[num_known:])
+            num_known = len(routed)
+    return np.concatenate([*parts, parts[-1][-1:]]) if 0 < num_known == tokens - 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,8 +473,8 @@ class Batch:
         lines = [f"Batch  version {self.version}, {len(self.groups)} groups, {len(rewards)} episodes{mean}"]
         for group in self.groups:
             name = clipped(f"{group.task.source} {group.task.id}", lines=1, width=50)
-            shown = " ".join(f"{reward:.3g}" for reward in group.rewards[:8]) + " …" * (len(group.rewards) > 8)
-            lines.append(f"  {name:<50}  {sum(group.rewards) / max(1, len(group.rewards)):>7.3f}  {shown}")
+            rewards_text = " ".join(f"{reward:.3g}" for reward in group.rewards[:8]) + " …" * (len(group.rewards) > 8)
+            lines.append(f"  {name:<50}  {sum(group.rewards) / max(1, len(group.rewards)):>7.3f}  {rewards_text}")
         return _on_a_screen(lines)
 
 

@@ -65,8 +65,8 @@ async def main(config: Config) -> None:
     async with AsyncOpenAI(api_key="each episode has its own", timeout=config.phase_deadline_s) as client:
 
         async def agent(task: rl.Task, session: rl.Session) -> str:
-            own = client.with_options(base_url=session.base_url, api_key=session.key)
-            return await solve(own, task.prompt)
+            episode_client = client.with_options(base_url=session.base_url, api_key=session.key)
+            return await solve(episode_client, task.prompt)
 
         async with rl.start(
             config,

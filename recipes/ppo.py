@@ -53,8 +53,8 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("values"):
         values = await run.critic.episode_values(batch)
-        found, returns = rl.gae(values, rl.token_rewards(batch.episodes), run.config.gae)
-        advantages = rl.by_group(batch, found)
+        episode_advantages, returns = rl.gae(values, rl.token_rewards(batch.episodes), run.config.gae)
+        advantages = rl.by_group(batch, episode_advantages)
     with run.phase("train"):
         stats = dict[str, float]()
         packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout)

@@ -13,7 +13,7 @@ PRODUCTS = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=2,max_digits=2,operators=[*],allow_parentheses=false,"
     "format_style=natural"
 )
-"""Products such as "Calculate 47 * 12.", none of which the untrained model can solve by itself."""
+"""Products such as "Calculate 47 * 12.", none of which the untrained model can solve without the calculator."""
 
 
 def example(question: str, expression: str, result: str) -> tuple[rl.Message, ...]:

@@ -58,8 +58,8 @@ class Config(rl.TaskConfig):
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
-    own = Regrowing if config.fork_at == "entropy" else Forking
-    environment = rl.build_environment(config.env) if config.env else own
+    default_environment = Regrowing if config.fork_at == "entropy" else Forking
+    environment = rl.build_environment(config.env) if config.env else default_environment
     return rl.start(
         config,
         loss=rl.build_loss(config.loss),

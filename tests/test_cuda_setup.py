@@ -30,7 +30,7 @@ def test_what_a_machine_lacks_is_said(
 ) -> None:
     if header:
         (tmp_path / "Python.h").touch()
-    found = problems(driver=driver, include=tmp_path, which=lambda name: name if name in programs else None)
+    found = problems(driver=driver, include=tmp_path, find_program=lambda name: name if name in programs else None)
     assert len(found) == len(said)
     assert all(part in line for part, line in zip(said, found, strict=True))
 

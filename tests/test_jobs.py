@@ -43,7 +43,7 @@ def test_a_table_of_a_config_file_is_a_text_of_the_flag(tmp_path: Path):
 
     odd = {"nodes": 2, "setup": "source env.sh, x=y", "exclusive": True, "time": "1:00:00"}
     parsed = parse(written("slurm", odd), "--job", bundled=["slurm"], takes_weight=False)
-    assert parsed.written == {"nodes": "2", "setup": "source env.sh, x=y", "exclusive": "true", "time": "1:00:00"}
+    assert parsed.raw_params == {"nodes": "2", "setup": "source env.sh, x=y", "exclusive": "true", "time": "1:00:00"}
 
 
 def test_a_host_whose_process_ends_is_reported_by_name():

@@ -53,7 +53,7 @@ def of_env(text: str) -> FlagText:
 )
 def test_texts_of_tasks(text: str, title: str, name: str, written: dict[str, str], weight: float) -> None:
     found = of_tasks(text)
-    assert (found.title, found.name, found.written, found.weight) == (title, name, written, weight)
+    assert (found.title, found.name, found.raw_params, found.weight) == (title, name, written, weight)
     assert found.is_code == (".py" in text)
 
 
@@ -74,7 +74,7 @@ def test_texts_of_tasks(text: str, title: str, name: str, written: dict[str, str
 )
 def test_texts_of_rewards(text: str, name: str, written: dict[str, str], weight: float) -> None:
     found = of_reward(text)
-    assert (found.name, found.written, found.weight) == (name, written, weight)
+    assert (found.name, found.raw_params, found.weight) == (name, written, weight)
     assert found.is_code == (":" in name)
     assert found.title == ("style" if text.startswith("style") else "")
 

@@ -53,7 +53,7 @@ def tokenizer_with(
     ],
 )
 def test_an_answer_is_what_follows_finished_thoughts(text: str, opened: bool, answer: str) -> None:
-    assert without_thoughts(text, opened=opened) == answer
+    assert without_thoughts(text, is_open=opened) == answer
     assert without_thoughts(answer) == answer
 
 

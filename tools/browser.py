@@ -30,7 +30,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 def find_chromium() -> str:
     """Return the path of a Chromium; "" if there is none."""
-    return next((found for name in _NAMES if (found := shutil.which(name))), "")
+    return next((path for name in _NAMES if (path := shutil.which(name))), "")
 
 
 class Browser:
@@ -128,10 +128,10 @@ class Tab:
 
     def value(self, expression: str) -> Any:
         """Return an expression's value, after it is settled if it is a promise."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(str(found["exceptionDetails"]))
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(str(result["exceptionDetails"]))
+        return result["result"].get("value")
 
     def wait_for(self, expression: str, *, seconds: float = 30.0) -> None:
         """Wait until an expression is true."""
@@ -159,5 +159,5 @@ class Tab:
 
     def picture(self, path: Path, *, kind: str = "png") -> None:
         """Write a picture of the visible part."""
-        given: dict[str, Any] = {"quality": 80} if kind != "png" else {}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format=kind, **given)["data"]))
+        options: dict[str, Any] = {"quality": 80} if kind != "png" else {}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format=kind, **options)["data"]))

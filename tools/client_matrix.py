@@ -59,14 +59,14 @@ def gateway(model: str, logs: Path) -> Iterator[str]:
         server.wait(60)
 
 
-def table(found: list[dict[str, str]]) -> str:
+def table(results: list[dict[str, str]]) -> str:
     """Return the results as a Markdown table with a row per package."""
-    packages = dict.fromkeys((each["package"], each["version"]) for each in found)
+    packages = dict.fromkeys((result["package"], result["version"]) for result in results)
     rows = ["| package | works | fails |", "|---|---|---|"]
     for package, version in packages:
-        own = [each for each in found if each["package"] == package]
-        works = ", ".join(each["feature"] for each in own if not each["error"])
-        fails = "; ".join(f"{each['feature']}: {each['error']}" for each in own if each["error"])
+        package_results = [result for result in results if result["package"] == package]
+        works = ", ".join(result["feature"] for result in package_results if not result["error"])
+        fails = "; ".join(f"{result['feature']}: {result['error']}" for result in package_results if result["error"])
         rows.append(f"| {package} {version} | {works} | {fails.replace('|', '/') or '-'} |")
     return "\n".join(rows)
 
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a package, or part of a feature's name")
     flags = parser.parse_args()
     python = environment(flags.venv)
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as logs, gateway(flags.model, Path(logs)) as url:
         uses = [str(python), str(ROOT / "tools" / "client_uses.py"), url, KEY, Path(flags.model).name, flags.only]
         began = time.monotonic()
@@ -89,17 +89,19 @@ def main() -> None:
             assert running.stdout is not None
             for line in running.stdout:
                 if line.startswith("{"):
-                    found.append(each := json.loads(line))
+                    results.append(result := json.loads(line))
                     print(
-                        f"{each['package']}: {each['feature']}: {each['error'] or 'works'}", file=sys.stderr, flush=True
+                        f"{result['package']}: {result['feature']}: {result['error'] or 'works'}",
+                        file=sys.stderr,
+                        flush=True,
                     )
-    failed = sum(bool(each["error"]) for each in found)
-    print(table(found))
+    failed = sum(bool(result["error"]) for result in results)
+    print(table(results))
     print(
-        f"\n{len(found) - failed} of {len(found)} uses work ({time.strftime('%Y-%m-%d')}, {flags.model}, "
+        f"\n{len(results) - failed} of {len(results)} uses work ({time.strftime('%Y-%m-%d')}, {flags.model}, "
         f"{time.monotonic() - began:.0f} s)"
     )
-    sys.exit(failed > 0 or not found)
+    sys.exit(failed > 0 or not results)
 
 
 if __name__ == "__main__":

@@ -41,14 +41,14 @@ def use(package: str, feature: str) -> Callable[[Callable[[], Any]], Callable[[]
     return note
 
 
-def need(true: Any, seen: Any = "") -> None:
-    if not true:
-        raise AssertionError(f"got {str(seen)[:200]!r}")
+def need(condition: Any, evidence: Any = "") -> None:
+    if not condition:
+        raise AssertionError(f"got {str(evidence)[:200]!r}")
 
 
 def painted(arguments: Any) -> None:
-    given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-    need(isinstance(given["sure"], bool) and given["colour"] in ("red", "blue"), given)
+    values = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+    need(isinstance(values["sure"], bool) and values["colour"] in ("red", "blue"), values)
 
 
 def model_type() -> Any:
@@ -127,12 +127,12 @@ def _() -> None:
         "type": "function",
         "function": {"name": "paint", "arguments": '{"sure": true, "colour": "red"}'},
     }
-    told = [
+    messages = [
         *ASK,
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "5"},
     ]
-    message = openai_chat(messages=told, tools=[TOOL]).choices[0].message
+    message = openai_chat(messages=messages, tools=[TOOL]).choices[0].message
     need(message.content or message.tool_calls)
 
 
@@ -251,16 +251,16 @@ for _chat in (False, True):
     def _(chat: bool = _chat) -> None:
         import agents
 
-        seen: list[Any] = []
+        colours: list[Any] = []
 
         @agents.function_tool
         def paint(sure: bool, colour: Literal["red", "blue"]) -> str:
             """Paints."""
-            seen.append(colour)
+            colours.append(colour)
             return "done"
 
         agents_run(chat=chat, tools=[paint], model_settings={"tool_choice": "required"})
-        need(seen, "no call")
+        need(colours, "no call")
 
 
 # langchain
@@ -508,8 +508,8 @@ def main() -> None:
                 raise
             error = f"{type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
         name = {"pydantic-ai": "pydantic-ai-slim"}.get(package, package)
-        found = {"package": package, "version": importlib.metadata.version(name), "feature": feature, "error": error}
-        print("\n" + json.dumps(found), flush=True)
+        result = {"package": package, "version": importlib.metadata.version(name), "feature": feature, "error": error}
+        print("\n" + json.dumps(result), flush=True)
 
 
 main()

@@ -22,28 +22,28 @@ def problems(
     *,
     driver: str | None,
     include: Path,
-    which: Callable[[str], str | None] = shutil.which,
+    find_program: Callable[[str], str | None] = shutil.which,
 ) -> list[str]:
     """List missing requirements, each with a remedy.
 
     Args:
         driver: version of the NVIDIA driver; None if there is none.
         include: folder of Python's headers.
-        which: finds a program.
+        find_program: returns the path of a program, or None.
     """
-    found = []
+    missing = []
     if driver is None:
-        found.append("no NVIDIA driver answers (nvidia-smi): nothing will run on a GPU here")
+        missing.append("no NVIDIA driver answers (nvidia-smi): nothing will run on a GPU here")
     elif not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) < DRIVER:
-        found.append(f"the NVIDIA driver is {driver!r}: CUDA 13 needs {DRIVER} or later; update it, then restart")
-    if not any(map(which, ("gcc", "cc", "clang"))):
-        found.append("there is no C compiler, with which Triton builds its launchers: apt install gcc")
+        missing.append(f"the NVIDIA driver is {driver!r}: CUDA 13 needs {DRIVER} or later; update it, then restart")
+    if not any(map(find_program, ("gcc", "cc", "clang"))):
+        missing.append("there is no C compiler, with which Triton builds its launchers: apt install gcc")
     if not (include / "Python.h").is_file():
-        found.append(
+        missing.append(
             f"{include / 'Python.h'} is missing, which Triton's launchers include: apt install "
             f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
         )
-    return found
+    return missing
 
 
 def driver_version() -> str | None:
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] = ()) -> int:
         print("cuda: the driver is not checked: this environment is for what needs no GPU", file=sys.stderr)
         return 0
     driver = driver_version()
-    found = problems(driver=driver, include=Path(sysconfig.get_path("include")))
-    for line in found:
+    missing = problems(driver=driver, include=Path(sysconfig.get_path("include")))
+    for line in missing:
         print(f"cuda: {line}", file=sys.stderr)
-    return int(driver is not None and bool(found))
+    return int(driver is not None and bool(missing))
 
 
 if __name__ == "__main__":

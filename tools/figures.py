@@ -7,8 +7,8 @@ A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->
 `<!-- measured: NAME by CASE CASE -->` makes a column of each case: RESULT_CASE is then a cell in the row RESULT.
 `<!-- rows: NAME by FIELD FIELD -->` begins a table of these fields of the report's rows. Text between
 `<!-- value: NAME.RESULT -->` and `<!-- end -->` is one result. With --check nothing is written, and the exit status is
-1 if a page differs from its files. With --stale nothing is written either, and it is 1 if a figure is older than a
-change of what it measures.
+1 if a page differs from its files. With --stale nothing is written either, and it is 1 if the measured code has
+changed since a figure's commit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Config:
     check: bool = False
     """Only list the pages that differ from their files."""
     stale: bool = False
-    """Only list the figures to measure again: what they depend on has changed since their commit."""
+    """Only list the figures to measure again: the code that they depend on has changed since their commit."""
 
 
 def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
@@ -64,8 +64,8 @@ def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
     results = dict(report["results"])
     grid: dict[str, dict[str, float]] = {}
     for name in report["results"]:
-        if found := re.fullmatch(rf"(\w+?)_({'|'.join(cases)})((?:_\w+)?)", name) if cases else None:
-            grid.setdefault(found[1] + found[3], {})[found[2]] = results.pop(name)
+        if match := re.fullmatch(rf"(\w+?)_({'|'.join(cases)})((?:_\w+)?)", name) if cases else None:
+            grid.setdefault(match[1] + match[3], {})[match[2]] = results.pop(name)
     if grid:
         lines += ["", f"| result | {' | '.join(cases)} |", "|---" * (len(cases) + 1) + "|"]
         for name, row in grid.items():
@@ -116,23 +116,23 @@ def shown(value: float | None) -> str:
 
 
 def filled(page: str, folder: Path = FOLDER) -> str:
-    """Return a page's text with its tables and values filled in; what has no file says that it is not measured yet."""
+    """Return a page's text with its tables and values filled in; a figure without a file shows as not measured yet."""
 
-    def region(found: re.Match[str]) -> str:
-        path = folder / f"{found[2]}.json"
-        cases = (found[3] or "").split()
+    def region(match: re.Match[str]) -> str:
+        path = folder / f"{match[2]}.json"
+        cases = (match[3] or "").split()
         if not path.exists():
-            return found[1] + "Not measured yet.\n"
+            return match[1] + "Not measured yet.\n"
         report = json.loads(path.read_text())
-        return found[1] + (parts(report) if "parts" in report else table(report, cases))
+        return match[1] + (parts(report) if "parts" in report else table(report, cases))
 
-    def listed(found: re.Match[str]) -> str:
-        path = folder / f"{found[2]}.json"
-        return found[1] + (rows(json.loads(path.read_text()), found[3].split()) if path.exists() else "?\n")
+    def listed(match: re.Match[str]) -> str:
+        path = folder / f"{match[2]}.json"
+        return match[1] + (rows(json.loads(path.read_text()), match[3].split()) if path.exists() else "?\n")
 
-    def value(found: re.Match[str]) -> str:
-        path = folder / f"{found[2]}.json"
-        return found[1] + (shown(json.loads(path.read_text())["results"][found[3]]) if path.exists() else "?")
+    def value(match: re.Match[str]) -> str:
+        path = folder / f"{match[2]}.json"
+        return match[1] + (shown(json.loads(path.read_text())["results"][match[3]]) if path.exists() else "?")
 
     return _VALUE.sub(value, _ROWS.sub(listed, _REGION.sub(region, page)))
 

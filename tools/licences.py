@@ -107,13 +107,15 @@ def normal(expression: str, classifiers: Sequence[str], text: str) -> str | None
     normal("", ["License :: OSI Approved :: MIT License"], "")  # "MIT"
     """
     first = " ".join((text.strip().splitlines() or [""])[0].split())
-    for said in (expression, first):
+    for candidate in (expression, first):
         for pattern, name in _TEXTS:
-            if re.fullmatch(pattern, said):
+            if re.fullmatch(pattern, candidate):
                 return name
-        if _SPDX.fullmatch(said) and acceptable(said):
-            return said
-    named = [_CLASSIFIERS[last] for one in classifiers if (last := one.rpartition(" :: ")[2]) in _CLASSIFIERS]
+        if _SPDX.fullmatch(candidate) and acceptable(candidate):
+            return candidate
+    named = [
+        _CLASSIFIERS[last] for classifier in classifiers if (last := classifier.rpartition(" :: ")[2]) in _CLASSIFIERS
+    ]
     return " OR ".join(sorted(set(named))) or None
 
 
@@ -131,11 +133,11 @@ def needs_reason(expression: str) -> list[str]:
 def installed(name: str) -> str | None:
     """Return the licence of an installed package; None if not installed or unknown."""
     try:
-        said = metadata.metadata(name)
+        package_metadata = metadata.metadata(name)
     except metadata.PackageNotFoundError:
         return None
-    expression, text = (said.get_all(field, [""])[0] for field in ("License-Expression", "License"))
-    return normal(expression, said.get_all("Classifier", []), text) or READ.get(name)
+    expression, text = (package_metadata.get_all(field, [""])[0] for field in ("License-Expression", "License"))
+    return normal(expression, package_metadata.get_all("Classifier", []), text) or READ.get(name)
 
 
 def told(name: str) -> str | None:
@@ -156,11 +158,11 @@ def main() -> int:
     """Write the table, or print unacceptable licences; return the exit status."""
     cpu, cuda = pins.pins_of("cpu"), pins.pins_of("cuda")
     names = sorted({*cpu, *cuda})
-    found = {name: licence for name in names if (licence := installed(name))}
-    absent = [name for name in names if name not in found]
+    installed_licences = {name: licence for name in names if (licence := installed(name))}
+    absent = [name for name in names if name not in installed_licences]
     with ThreadPoolExecutor() as pool:
-        asked = dict(zip(absent, pool.map(told, absent), strict=True))
-    licences = {name: found.get(name) or asked[name] for name in names}
+        registry_licences = dict(zip(absent, pool.map(told, absent), strict=True))
+    licences = {name: installed_licences.get(name) or registry_licences[name] for name in names}
     wrong = [f"{name}: {licence or 'unknown'}" for name, licence in licences.items() if not acceptable(licence or "")]
     if wrong:
         print("neither permissive nor justified in tools/licences.py:", *wrong, sep="\n    ")
@@ -171,10 +173,10 @@ def main() -> int:
         lines.append(f"- {part}: {reason}: {holders}.")
     lines.append(_LIBRARIES.rstrip("\n"))
     for name in names:
-        mark = " (r)" if name in asked else ""
+        mark = " (r)" if name in registry_licences else ""
         lines.append(f"| {name} | {cpu.get(name, '')} | {cuda.get(name, '')} | {licences[name]}{mark} |")
     TABLE.write_text("\n".join(lines) + "\n")
-    print(f"wrote {TABLE.name}: {len(names)} packages, {len(asked)} of them not installed here")
+    print(f"wrote {TABLE.name}: {len(names)} packages, {len(registry_licences)} of them not installed here")
     return 0
 
 

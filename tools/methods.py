@@ -60,14 +60,14 @@ class Config:
 
 def methods() -> dict[str, dict[str, Any]]:
     """Return the front matter of all pages by name, in the order of the index."""
-    found = {path.stem: front_of(path) for path in FOLDER.glob("*.md") if path.stem != "index"}
-    return dict(sorted(found.items(), key=lambda item: (KINDS.index(item[1]["kind"]), item[1]["title"].lower())))
+    pages = {path.stem: front_of(path) for path in FOLDER.glob("*.md") if path.stem != "index"}
+    return dict(sorted(pages.items(), key=lambda item: (KINDS.index(item[1]["kind"]), item[1]["title"].lower())))
 
 
 def front_of(path: Path) -> dict[str, Any]:
     """Return the front matter of a page; empty if it has none."""
-    found = _FRONT.match(path.read_text())
-    return yaml.safe_load(found[1]) if found else {}
+    match = _FRONT.match(path.read_text())
+    return yaml.safe_load(match[1]) if match else {}
 
 
 def index(page: str) -> str:
@@ -86,7 +86,7 @@ def index(page: str) -> str:
             ]
         cells = [f"[{front['title']}]({name}.md)", front["change"], front.get("source", ""), front.get("flag", "")]
         lines.append(f"| {' | '.join([*cells, '; '.join(_verdicts(front.get('compared', [])))])} |")
-    return _INDEX.sub(lambda found: found[1] + "\n".join([*lines, "", ""]), page)
+    return _INDEX.sub(lambda match: match[1] + "\n".join([*lines, "", ""]), page)
 
 
 def _verdicts(compared: Sequence[str]) -> Iterator[str]:
@@ -106,10 +106,10 @@ def _rows(compared: Sequence[str], peer: str = "") -> list[dict[str, Any]]:
 @functools.cache
 def conformance() -> Mapping[str, Sequence[dict[str, Any]]]:
     """Return the rows of docs/figures/conformance.json by method."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    rows_by_method: dict[str, list[dict[str, Any]]] = {}
     for row in json.loads((ROOT / "docs" / "figures" / "conformance.json").read_text())["rows"]:
-        found.setdefault(row["method"], []).append(row)
-    return found
+        rows_by_method.setdefault(row["method"], []).append(row)
+    return rows_by_method
 
 
 def sections(front: Mapping[str, Any]) -> str:
@@ -121,16 +121,16 @@ def sections(front: Mapping[str, Any]) -> str:
     parts += [_options(text) for text in options if text not in METHODS]
     code = [*front.get("code", []), *(ref for name in losses[:1] for ref in _code_of(name))]
     pictures = dict.fromkeys(front.get("curves", [*losses, *front.get("estimators", [])]))
-    shown = [name for name in pictures if (ROOT / f"docs/pictures/methods/{name}.svg").exists()]
-    found = {
+    existing_pictures = [name for name in pictures if (ROOT / f"docs/pictures/methods/{name}.svg").exists()]
+    texts = {
         "Options": "\n".join(parts),
         "Code": "\n".join(map(source_of, code)),
         "Compared": compared(front.get("compared", [])),
-        "Curve": "\n".join([*(f"![{name}](../pictures/methods/{name}.svg)" for name in shown), "", _CURVES])
-        if shown
+        "Curve": "\n".join([*(f"![{name}](../pictures/methods/{name}.svg)" for name in existing_pictures), "", _CURVES])
+        if existing_pictures
         else "",
     }
-    return "".join(f"\n## {title}\n\n{text}" for title, text in found.items() if text)
+    return "".join(f"\n## {title}\n\n{text}" for title, text in texts.items() if text)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -141,10 +141,18 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _loss_options(names: Sequence[str]) -> str:
     """Return a table of the options that not all policy losses share, with a default for each name."""
-    made = [{flag.dotted: flag for flag in flags_of(type(loss), loss)} for loss in (METHODS[name]() for name in names)]
+    flags_by_loss = [
+        {flag.dotted: flag for flag in flags_of(type(loss), loss)} for loss in (METHODS[name]() for name in names)
+    ]
     common = {flag.dotted: flag.value for flag in flags_of(PolicyLoss)}
-    keys = [key for key in made[0] if any(key not in common or flags[key].value != common[key] for flags in made)]
-    rows = [[f"`{key}`", *(f"`{flags[key].value}`" for flags in made), made[0][key].text] for key in keys]
+    keys = [
+        key
+        for key in flags_by_loss[0]
+        if any(key not in common or flags[key].value != common[key] for flags in flags_by_loss)
+    ]
+    rows = [
+        [f"`{key}`", *(f"`{flags[key].value}`" for flags in flags_by_loss), flags_by_loss[0][key].text] for key in keys
+    ]
     text = _table(["option", *(f"`{name}`" for name in names), "meaning"], rows) if rows else ""
     is_policy = isinstance(METHODS[names[0]](), PolicyLoss)
     return text + ("\nAlso the [options of every policy loss](options.md).\n" if is_policy else "")
@@ -163,18 +171,20 @@ def _presets() -> str:
 def _options(text: str) -> str:
     """Return a table of a config's fields, as flags or options, or of a function's parameters."""
     name, _, prefix = text.partition(" ")
-    found = resolve(name)
-    if dataclasses.is_dataclass(found):
-        assert isinstance(found, type)
+    target = resolve(name)
+    if dataclasses.is_dataclass(target):
+        assert isinstance(target, type)
         rows = [
             [f"`{flag.name if prefix.startswith('--') else prefix + flag.dotted}`", _shown(flag.value), flag.text]
-            for flag in flags_of(found, prefix=prefix or "--")
+            for flag in flags_of(target, prefix=prefix or "--")
         ]
         return _table(["flag" if prefix.startswith("--") else "option", "default", "meaning"], rows)
-    described = _described(inspect.getdoc(found) or "")
-    parameters = [each for each in inspect.signature(found).parameters.values() if each.name in described]
-    rows = [[f"`{each.name}`", _shown(each.default), described[each.name]] for each in parameters]
-    return _table([f"parameter of `{found.__name__}`", "default", "meaning"], rows) if rows else ""
+    described = _described(inspect.getdoc(target) or "")
+    parameters = [
+        parameter for parameter in inspect.signature(target).parameters.values() if parameter.name in described
+    ]
+    rows = [[f"`{parameter.name}`", _shown(parameter.default), described[parameter.name]] for parameter in parameters]
+    return _table([f"parameter of `{target.__name__}`", "default", "meaning"], rows) if rows else ""
 
 
 def _shown(value: object) -> str:
@@ -185,14 +195,14 @@ def _shown(value: object) -> str:
 
 def _described(doc: str) -> dict[str, str]:
     """Return the texts of a docstring's Args by name."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     inside = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, flags=re.DOTALL | re.MULTILINE)
     for names, text in re.findall(
         r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", inside[1] if inside else "", re.DOTALL | re.MULTILINE
     ):
-        said = " ".join(text.split())
-        found |= dict.fromkeys(names.split(", "), said[:1].upper() + said[1:])
-    return found
+        description = " ".join(text.split())
+        descriptions |= dict.fromkeys(names.split(", "), description[:1].upper() + description[1:])
+    return descriptions
 
 
 def resolve(ref: str) -> Any:
@@ -204,7 +214,8 @@ def resolve(ref: str) -> Any:
 def _code_of(name: str) -> Iterator[str]:
     """Yield references to the functions that define a loss, in its class and the classes it inherits from."""
     kind = type(METHODS[name]())
-    for base in reversed([each for each in kind.__mro__ if each.__module__ != PolicyLoss.__mro__[1].__module__]):
+    bases = [ancestor for ancestor in kind.__mro__ if ancestor.__module__ != PolicyLoss.__mro__[1].__module__]
+    for base in reversed(bases):
         for function in ("statistics", "_clipped", "token_losses", "__call__"):
             if base not in (PolicyLoss, object) and function in vars(base):
                 yield f"{base.__module__}:{base.__qualname__}.{function}"
@@ -213,16 +224,16 @@ def _code_of(name: str) -> Iterator[str]:
 def source_of(ref: str) -> str:
     """Return the source of a function or class without docstrings as a block of Markdown, below its file and line."""
     name, _, case = ref.removesuffix("]").partition("[")
-    found: Any = resolve(name)
-    found = getattr(found, "fget", found)  # of a property
-    lines, start = inspect.getsourcelines(found)
+    target: Any = resolve(name)
+    target = getattr(target, "fget", target)  # of a property
+    lines, start = inspect.getsourcelines(target)
     text = textwrap.dedent("".join(lines))
     tree = ast.parse(text)
     dropped = {number for node in ast.walk(tree) for number in _dropped(node, case)}
     assert not case or any(isinstance(node, ast.Match) for node in ast.walk(tree)), ref
-    kept = [line for number, line in enumerate(text.splitlines(), 1) if number not in dropped]
-    path = Path(inspect.getfile(found)).relative_to(ROOT)
-    return f"`{path}`, line {start}:\n\n``` {{ .python }}\n" + "\n".join(kept).strip("\n") + "\n```\n"
+    kept_lines = [line for number, line in enumerate(text.splitlines(), 1) if number not in dropped]
+    path = Path(inspect.getfile(target)).relative_to(ROOT)
+    return f"`{path}`, line {start}:\n\n``` {{ .python }}\n" + "\n".join(kept_lines).strip("\n") + "\n```\n"
 
 
 def _dropped(node: ast.AST, case: str) -> Iterator[int]:
@@ -230,9 +241,9 @@ def _dropped(node: ast.AST, case: str) -> Iterator[int]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
         yield from range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
     if case and isinstance(node, ast.Match):
-        for each in node.cases:
-            if f"'{case}'" not in ast.unparse(each.pattern):
-                yield from range(each.pattern.lineno, (each.body[-1].end_lineno or 0) + 1)
+        for match_case in node.cases:
+            if f"'{case}'" not in ast.unparse(match_case.pattern):
+                yield from range(match_case.pattern.lineno, (match_case.body[-1].end_lineno or 0) + 1)
 
 
 def compared(names: Sequence[str]) -> str:
@@ -252,15 +263,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     """Turn formulas into MathML; called by mkdocs."""
-    return _FORMULA.sub(lambda found: mathml(html.unescape(found[2]), display=found[1] == "div"), content)
+    return _FORMULA.sub(lambda match: mathml(html.unescape(match[2]), display=match[1] == "div"), content)
 
 
 def mathml(formula: str, *, display: bool = False) -> str:
     """Return a LaTeX formula as MathML, in a scrolling box if it stands alone."""
     from latex2mathml.converter import convert
 
-    found: str = convert(formula.strip(), display="block" if display else "inline")
-    return f'<div class="formula">{found}</div>' if display else found
+    markup: str = convert(formula.strip(), display="block" if display else "inline")
+    return f'<div class="formula">{markup}</div>' if display else markup
 
 
 def main(config: Config) -> int:

@@ -41,9 +41,9 @@ class Picture:
     size: tuple[int, int] = WIDE
     """Width and height in pixels."""
     dark: bool = False
-    chosen: Callable[[dict[str, Any]], float] = lambda episode: 0.0
+    score: Callable[[dict[str, Any]], float] = lambda episode: 0.0
     """Which episode is shown: the one of the highest value, and of these the latest."""
-    then: str = ""
+    target: str = ""
     """Selector of an element that is scrolled to, and that the mouse moves to."""
 
 
@@ -67,17 +67,17 @@ _TOKENS = ".stream:last-child .token:nth-child(4)"
 PICTURES = {
     "curves": Picture("sums", "curves/0/"),
     "episodes": Picture("mixed", "episodes/0/?order=worst&kind=trained"),
-    "conversation": Picture("mixed", "episode/0/{name}", chosen=_called, then=".conversation > :last-child"),
-    "tokens": Picture("agent", "episode/0/{name}?view=tokens&colour=logprob", HIGH, chosen=_learned, then=_TOKENS),
+    "conversation": Picture("mixed", "episode/0/{name}", score=_called, target=".conversation > :last-child"),
+    "tokens": Picture("agent", "episode/0/{name}?view=tokens&colour=logprob", HIGH, score=_learned, target=_TOKENS),
     "groups": Picture("mixed", "groups/0/"),
     "timeline": Picture("mixed", "timeline/0/"),
     "data": Picture("mixed", "tasks/0/", dark=True),
     "faults": Picture("failed", "faults/0/"),
     "compare": Picture("sums", "compare/0/"),
     "phone-curves": Picture("sums", "curves/0/", PHONE, dark=True),
-    "phone-conversation": Picture("guess", "episode/0/{name}", PHONE, chosen=_played),
+    "phone-conversation": Picture("guess", "episode/0/{name}", PHONE, score=_played),
     "phone-tokens": Picture(
-        "agent", "episode/0/{name}?view=tokens&colour=advantage", PHONE, chosen=_learned, then=".token:nth-child(4)"
+        "agent", "episode/0/{name}?view=tokens&colour=advantage", PHONE, score=_learned, target=".token:nth-child(4)"
     ),
 }
 
@@ -86,18 +86,18 @@ def main(config: Config, folder: Path = FOLDER) -> None:
     """Write all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as pages, Browser() as browser:
-        for name, each in PICTURES.items():
-            run = config.runs / each.run
+        for name, picture in PICTURES.items():
+            run = config.runs / picture.run
             page = Path(pages, f"{name}.html")
-            other = config.runs / "wrong" if "compare" in each.place else None
+            other = config.runs / "wrong" if "compare" in picture.place else None
             report.write(report.Config(run=run, compare=other, out=page, episodes=2000))
-            place = each.place.format(name=best(run, each.chosen)) if "{name}" in each.place else each.place
-            width, height = each.size
-            tab = browser.open(f"{page.as_uri()}#{place}", width=width, height=height, dark=each.dark)
+            place = picture.place.format(name=best(run, picture.score)) if "{name}" in picture.place else picture.place
+            width, height = picture.size
+            tab = browser.open(f"{page.as_uri()}#{place}", width=width, height=height, dark=picture.dark)
             tab.wait_for("document.documentElement?.dataset.opened")
-            if each.then:
-                tab.value(f"document.querySelector('{each.then}').scrollIntoView({{block: 'nearest'}})")
-                tab.move_to(f"document.querySelector('{each.then}')")
+            if picture.target:
+                tab.value(f"document.querySelector('{picture.target}').scrollIntoView({{block: 'nearest'}})")
+                tab.move_to(f"document.querySelector('{picture.target}')")
             time.sleep(0.5)  # charts are drawn when they come on the screen
             tab.picture(folder / f"{name}.webp", kind="webp")
             assert not tab.problems, tab.problems

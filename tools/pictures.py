@@ -83,9 +83,9 @@ def processes(axes: Axes) -> None:
         axes.text(x + wide / 2, y + high - 3, title, ha="center", va="center", weight="bold", fontsize=10)
         axes.text(x + wide / 2, y + (high - 5) / 2, text, ha="center", va="center", fontsize=8)
 
-    def arrow(start: tuple[float, float], end: tuple[float, float], text: str, at: tuple[float, float]) -> None:
+    def arrow(start: tuple[float, float], end: tuple[float, float], text: str, position: tuple[float, float]) -> None:
         axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#444444"})
-        axes.text(*at, text, ha="center", va="center", fontsize=8, color="#444444")
+        axes.text(*position, text, ha="center", va="center", fontsize=8, color="#444444")
 
     box(
         30, 37, 40, 13, "Controller", "the recipe: roll out, train, publish\nscheduler, mixture, checkpoints", "#fdf2d0"
@@ -116,12 +116,12 @@ class _Watched(StagedGenerator):
         waiting = asyncio.ensure_future(super().decode(completion, engine=engine))
         key, open_at = int(completion.prompt_ids[0]), None
         while not waiting.done():
-            now = loop.time()
+            now_s = loop.time()
             if self._paused and open_at is not None:
-                self.spans.append((open_at, now, key))
+                self.spans.append((open_at, now_s, key))
                 open_at = None
             elif not self._paused and open_at is None:
-                open_at = now
+                open_at = now_s
             await asyncio.wait([waiting], timeout=1.0)
         if open_at is not None:
             self.spans.append((open_at, loop.time(), key))
@@ -179,8 +179,8 @@ def timeline(above: Axes, below: Axes) -> None:
             slot_of[key], free[slot] = slot, end
             batch = batch_of.get(key, _BATCHES)
             axes.broken_barh([(start / 60, (end - start) / 60)], (slot, 0.85), color=_COLOURS[batch % len(_COLOURS)])
-        for at in began:
-            axes.axvspan(at / 60, (at + _TRAIN_S) / 60, color=_TRAINING, zorder=0)
+        for train_start in began:
+            axes.axvspan(train_start / 60, (train_start + _TRAIN_S) / 60, color=_TRAINING, zorder=0)
         axes.set_title(
             f"{kind}: {_BATCHES} batches in {(began[-1] + _TRAIN_S) / 60:.0f} minutes", fontsize=10, loc="left"
         )
@@ -189,9 +189,9 @@ def timeline(above: Axes, below: Axes) -> None:
         ends.append((began[-1] + _TRAIN_S) / 60)
     below.set_xlabel("minutes")
     above.set_xlim(0, max(ends))
-    shown = [Patch(color=_COLOURS[n], label=f"batch {n + 1}") for n in range(_BATCHES)]
-    shown += [Patch(color=_COLOURS[_BATCHES], label="later batches"), Patch(color=_TRAINING, label="training")]
-    above.legend(handles=shown, fontsize=7, ncol=6, loc="lower right", bbox_to_anchor=(1.0, 1.12), frameon=False)
+    patches = [Patch(color=_COLOURS[n], label=f"batch {n + 1}") for n in range(_BATCHES)]
+    patches += [Patch(color=_COLOURS[_BATCHES], label="later batches"), Patch(color=_TRAINING, label="training")]
+    above.legend(handles=patches, fontsize=7, ncol=6, loc="lower right", bbox_to_anchor=(1.0, 1.12), frameon=False)
 
 
 def experts(left: Axes, right: Axes) -> None:

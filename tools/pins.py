@@ -42,10 +42,10 @@ def registry() -> str:
     if not index:
         command = [sys.executable, "-m", "pip", "download", "--help"]
         wide = {**os.environ, "COLUMNS": "1000"}  # so that the URL is not wrapped
-        shown = subprocess.run(command, env=wide, capture_output=True, text=True, check=True).stdout
-        found = _INDEX.search(shown)
-        assert found is not None, "pip's help names its index"
-        index = found[1]
+        help_text = subprocess.run(command, env=wide, capture_output=True, text=True, check=True).stdout
+        match = _INDEX.search(help_text)
+        assert match is not None, "pip's help names its index"
+        index = match[1]
     return index.rstrip("/").removesuffix("/simple") + "/pypi"
 
 
@@ -56,7 +56,7 @@ def release(base: str, name: str, version: str) -> Release | None:
     """
     public = version.partition("+")[0]
     answers = (_ask(f"{base}/{path}") for path in (f"{name}/{public}/json", f"{name}/json"))
-    return next((told for told in answers if told and told["info"]["version"] == public), None)
+    return next((answer for answer in answers if answer and answer["info"]["version"] == public), None)
 
 
 def latest(base: str, name: str) -> Release | None:
@@ -67,7 +67,7 @@ def latest(base: str, name: str) -> Release | None:
 def _ask(url: str) -> Release | None:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            found: Release = json.load(answer)
-            return found
+            release_info: Release = json.load(answer)
+            return release_info
     except (OSError, ValueError):  # not found, no network, or not JSON
         return None

@@ -107,7 +107,7 @@ def record(folder: Path, runs: Collection[str] = (), *, draw: bool = False, step
         (folder / name).write_text(text)
     live: tuple[Line, Command] | None = None
     for place, line in enumerate(lines):
-        name = found[1] if (found := re.search(r"--out runs/(\w+)", line.text)) else ""
+        name = match[1] if (match := re.search(r"--out runs/(\w+)", line.text)) else ""
         if runs and place and (name not in runs or (folder / "runs" / name).exists()):
             continue
         print(line.text, flush=True)
@@ -166,7 +166,7 @@ def _ended(command: Command) -> str:
 def _drawn(line: Line, output: str, *, draw: bool) -> None:
     if draw and line.picture:
         path = FOLDER / f"{line.picture}.svg"
-        path.write_text(picture(line.text, output, columns=100, most=44))
+        path.write_text(picture(line.text, output, columns=100, max_lines=44))
         print(f"  {path.name}: {path.stat().st_size / 1e3:.0f} kB", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Find figures that are older than a change of what they measure.
+"""Find figures whose measured code has changed since.
 
     python -m tools.figures --stale
 
@@ -46,7 +46,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "weights": ("forge_rl/weights", "forge_rl/services/weight_store.py"),
     "weights_model": ("forge_rl/weights", "forge_rl/services/weight_store.py", "forge_rl/engines/vllm/transfer.py"),
 }
-"""Paths whose change may move a figure, beside its benchmark, by the name of its file."""
+"""Paths, besides the benchmark itself, whose changes may move a figure; by the name of the figure's file."""
 
 
 def stale(folder: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Run a command in a terminal of its own, and draw what it prints as an SVG of the documentation.
+"""Run a command in its own terminal, and draw its output as an SVG for the documentation.
 
 python -m tools.terminal_picture data "python -m apps.data data/train.jsonl:question=problem,answer=solution"
 python -m tools.terminal_picture world "python -m apps.data ... --play hand" --keys "5|3"
@@ -55,33 +55,33 @@ def printed(command: str, keys: list[str], columns: int, cwd: Path | None = None
         ["bash", "-c", command], stdin=end, stdout=end, stderr=end, env=environment, cwd=cwd, start_new_session=True
     )
     os.close(end)
-    found, rest = b"", list(keys)
+    output, rest = b"", list(keys)
     while True:
         if select.select([controller], [], [], 0.2)[0]:
             try:
                 piece = os.read(controller, 1 << 16)
             except OSError:  # the last process that had the terminal has ended
                 break
-            found += piece
+            output += piece
         elif process.poll() is not None:  # what it started may still have the terminal
             break
-        elif rest and found.endswith(b"> "):  # and silent since
+        elif rest and output.endswith(b"> "):  # and silent since
             os.write(controller, f"{rest.pop(0)}\n".encode())
     status = process.wait()
     os.close(controller)
-    text = found.decode("utf-8", "replace").replace("\r\n", "\n")
-    while (shown := _ERASED.sub("", text)) != text:
-        text = shown
+    text = output.decode("utf-8", "replace").replace("\r\n", "\n")
+    while (next_text := _ERASED.sub("", text)) != text:
+        text = next_text
     if status:
         raise subprocess.CalledProcessError(status, command, text)
     return text
 
 
-def picture(command: str, text: str, *, columns: int, most: int) -> str:
+def picture(command: str, text: str, *, columns: int, max_lines: int) -> str:
     """Draw a command and its output."""
     lines = text.rstrip("\n").split("\n")
-    if len(lines) > most:
-        lines = [*lines[: most // 2], "...", *lines[-most // 2 :]]
+    if len(lines) > max_lines:
+        lines = [*lines[: max_lines // 2], "...", *lines[-max_lines // 2 :]]
     console = Console(
         file=io.StringIO(), width=columns, record=True, force_terminal=True, color_system="truecolor", highlight=False
     )
@@ -96,7 +96,7 @@ def main(config: Config) -> None:
     text = printed(config.command, [key for key in config.keys.split("|") if key], config.columns)
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{config.name}.svg"
-    path.write_text(picture(config.command, text, columns=config.columns, most=config.most))
+    path.write_text(picture(config.command, text, columns=config.columns, max_lines=config.most))
     print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 

@@ -73,16 +73,16 @@ def deviation(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> float:
     return float((abs(ours - theirs) / np.maximum(sizes, np.median(sizes[sizes > 0]))).max())
 
 
-def compare(comparison: Comparison, seeds: Sequence[int], theirs: Results) -> dict[str, float]:
+def compare(comparison: Comparison, seeds: Sequence[int], peer_results: Results) -> dict[str, float]:
     """Compute our side and return its largest deviation from the peer's, by the name of the result."""
-    found: dict[str, float] = {}
+    deviations: dict[str, float] = {}
     batches = [draw(kind, seed) for kind in comparison.batches for seed in seeds]
-    for batch, expected in zip(batches, theirs, strict=True):
-        own = comparison.ours(batch)
-        assert own.keys() == expected.keys(), f"{own.keys()} are not {expected.keys()}"
-        for name, values in own.items():
-            found[name] = max(found.get(name, 0.0), deviation(values, expected[name]))
-    return found
+    for batch, expected in zip(batches, peer_results, strict=True):
+        results = comparison.ours(batch)
+        assert results.keys() == expected.keys(), f"{results.keys()} are not {expected.keys()}"
+        for name, values in results.items():
+            deviations[name] = max(deviations.get(name, 0.0), deviation(values, expected[name]))
+    return deviations
 
 
 def run_peer(
@@ -99,11 +99,11 @@ def run_peer(
     peer, module = _PEERS[name]
     python = set_up(peer)
     print(f"running {name}", flush=True)
-    kinds = sorted({kind for each in comparisons for kind in each.batches})
+    kinds = sorted({kind for comparison in comparisons for kind in comparison.batches})
     jobs = [
-        Job(function=each.function, settings=each.settings, batch=f"{kind}-{seed}")
-        for each in comparisons
-        for kind in each.batches
+        Job(function=comparison.function, settings=comparison.settings, batch=f"{kind}-{seed}")
+        for comparison in comparisons
+        for kind in comparison.batches
         for seed in seeds
     ]
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
@@ -127,28 +127,36 @@ def run_peer(
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BenchmarkError(f"{name} cannot be run: {error}") from error
         results = iter([read_result(folder, number) for number in range(len(jobs))])
-        return [[next(results) for _ in each.batches for _ in seeds] for each in comparisons], read_versions(folder)
+        by_comparison = [[next(results) for _ in comparison.batches for _ in seeds] for comparison in comparisons]
+        return by_comparison, read_versions(folder)
 
 
 def measure(config: Config, report: Report, comparisons: Sequence[Comparison] = COMPARISONS) -> None:
     """Compare every method, print the table, and check the reasons for differences."""
     seeds = range(1 if config.smoke else config.draws)
-    found: list[tuple[Comparison, dict[str, float]]] = []
+    all_deviations: list[tuple[Comparison, dict[str, float]]] = []
     for name in _PEERS:
-        own = [each for each in comparisons if each.peer == name]
-        theirs, report.versions[name] = run_peer(name, own, seeds)
-        found += [(each, compare(each, seeds, results)) for each, results in zip(own, theirs, strict=True)]
-    for each, deviations in found:
-        row: dict[str, object] = {"method": each.method, "peer": each.peer, "function": each.shown_function}
-        row |= {"batches": each.batches, "settings": each.settings}
+        peer_comparisons = [comparison for comparison in comparisons if comparison.peer == name]
+        peer_results, report.versions[name] = run_peer(name, peer_comparisons, seeds)
+        all_deviations += [
+            (comparison, compare(comparison, seeds, results))
+            for comparison, results in zip(peer_comparisons, peer_results, strict=True)
+        ]
+    for comparison, deviations in all_deviations:
+        row: dict[str, object] = {
+            "method": comparison.method,
+            "peer": comparison.peer,
+            "function": comparison.shown_function,
+        }
+        row |= {"batches": comparison.batches, "settings": comparison.settings}
         row |= {name: value if math.isfinite(value) else None for name, value in deviations.items()}
-        report.rows.append(row | {"differs_on_purpose": each.differs})
-    Console(highlight=False).print(table(found))
-    check(found)
-    equal = [(each, deviations) for each, deviations in found if not each.differs]
-    report.results["methods_compared"] = float(len({each.method for each, _ in equal}))
+        report.rows.append(row | {"differs_on_purpose": comparison.differs})
+    Console(highlight=False).print(table(all_deviations))
+    check(all_deviations)
+    equal = [(comparison, deviations) for comparison, deviations in all_deviations if not comparison.differs]
+    report.results["methods_compared"] = float(len({comparison.method for comparison, _ in equal}))
     report.results["comparisons_equal"] = float(len(equal))
-    report.results["comparisons_different_on_purpose"] = float(len(found) - len(equal))
+    report.results["comparisons_different_on_purpose"] = float(len(all_deviations) - len(equal))
     losses = [(item.ours, item.batches) for item in comparisons if isinstance(item.ours, LossOf)]
     report.results["worst_deviation_of_minibatches"] = max(
         (
@@ -162,33 +170,35 @@ def measure(config: Config, report: Report, comparisons: Sequence[Comparison] = 
     report.results["worst_deviation"] = max(max(deviations.values()) for _, deviations in equal)
 
 
-def check(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> None:
+def check(all_deviations: Sequence[tuple[Comparison, Mapping[str, float]]]) -> None:
     """Refuse results that contradict the table of comparisons.
 
     Raises:
         BenchmarkError: methods that are said to differ are equal, or a result that should be equal is not finite.
     """
-    for each, deviations in found:
+    for comparison, deviations in all_deviations:
         worst = max(deviations.values())
-        if each.differs and worst <= BOUND:
+        if comparison.differs and worst <= BOUND:
             raise BenchmarkError(
-                f"{each.method} is said to differ from {each.peer}'s, and does not ({worst:.1e})",
+                f"{comparison.method} is said to differ from {comparison.peer}'s, and does not ({worst:.1e})",
                 hint="remove its reason from benchmarks/conformance/table.py",
             )
-        if not each.differs and not math.isfinite(worst):
-            raise BenchmarkError(f"{each.method} or {each.peer}'s form of it has a result that is not finite")
+        if not comparison.differs and not math.isfinite(worst):
+            raise BenchmarkError(
+                f"{comparison.method} or {comparison.peer}'s form of it has a result that is not finite"
+            )
 
 
-def table(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> Table:
+def table(all_deviations: Sequence[tuple[Comparison, Mapping[str, float]]]) -> Table:
     """Return the deviations as a table for the terminal; a method that should be equal and differs is red."""
-    made = Table(title="deviation from peers", title_justify="left")
+    table = Table(title="deviation from peers", title_justify="left")
     for column in ("method", "peer", *_RESULTS, "differs on purpose"):
-        made.add_column(column, justify="right" if column in _RESULTS else "left")
-    for each, deviations in found:
+        table.add_column(column, justify="right" if column in _RESULTS else "left")
+    for comparison, deviations in all_deviations:
         values = [f"{deviations[name]:.1e}" if name in deviations else "" for name in _RESULTS]
-        wrong = not each.differs and max(deviations.values()) > BOUND
-        made.add_row(each.method, each.peer, *values, each.differs, style="red" if wrong else None)
-    return made
+        wrong = not comparison.differs and max(deviations.values()) > BOUND
+        table.add_row(comparison.method, comparison.peer, *values, comparison.differs, style="red" if wrong else None)
+    return table
 
 
 if __name__ == "__main__":

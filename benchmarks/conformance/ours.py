@@ -107,10 +107,10 @@ def reverse_kl() -> Ours:
         policy = logits.log_softmax(-1).gather(-1, ids)[..., 0]
         teacher = torch.from_numpy(batch["teacher"]).log_softmax(-1).gather(-1, ids)[..., 0].numpy()
         sampled = policy.detach().numpy()
-        given = [own[mask] for own, mask in zip(teacher, batch["mask"], strict=True)]
-        groups = [given[first : first + GROUP_SIZE] for first in range(0, len(given), GROUP_SIZE)]
-        found = teacher_advantages(_episodes(batch, sampled), groups)
-        advantages = _tokens(batch, [own for group in found for own in group])
+        teacher_logprobs = [row[mask] for row, mask in zip(teacher, batch["mask"], strict=True)]
+        groups = [teacher_logprobs[first : first + GROUP_SIZE] for first in range(0, len(teacher_logprobs), GROUP_SIZE)]
+        advantage_groups = teacher_advantages(_episodes(batch, sampled), groups)
+        advantages = _tokens(batch, [row for group in advantage_groups for row in group])
         result = loss_of(Reinforce())({**batch, "logprobs": sampled, "advantages": advantages})
         (gradient,) = torch.autograd.grad(policy, logits, torch.from_numpy(result["gradient"]))
         return {**result, "gradient": gradient.numpy()}
@@ -125,7 +125,7 @@ def estimate(estimator: Estimator) -> Ours:
 
 def gdpo(weights: tuple[float, float]) -> Ours:
     """Compute GDPO's advantages with these weights of the two parts of a reward."""
-    by_name = {str(at): weight for at, weight in enumerate(weights)}
+    by_name = {str(part): weight for part, weight in enumerate(weights)}
     return _advantages(lambda batch: gdpo_advantages(_episodes(batch), by_name))
 
 
@@ -135,7 +135,7 @@ def discounted_reinforce_pp(gamma: float) -> Ours:
     def compute(batch: Batch) -> Result:
         penalties = [row[mask] for row, mask in zip(batch["penalties"], batch["mask"], strict=True)]
         groups = reinforce_pp_advantages(_episodes(batch), gamma=gamma, penalties=penalties)
-        return {"advantages": _tokens(batch, [own for group in groups for own in group])}
+        return {"advantages": _tokens(batch, [row for group in groups for row in group])}
 
     return compute
 
@@ -182,8 +182,8 @@ def _tokens(batch: Batch, of_episodes: Sequence[npt.NDArray[Any]]) -> npt.NDArra
 
 def _advantages(compute: Callable[[Batch], Any]) -> Ours:
     def spread(batch: Batch) -> Result:
-        found = np.asarray(compute(batch), np.float64).reshape(-1, 1)
-        return {"advantages": found * batch["mask"]}
+        row_advantages = np.asarray(compute(batch), np.float64).reshape(-1, 1)
+        return {"advantages": row_advantages * batch["mask"]}
 
     return spread
 
@@ -192,13 +192,13 @@ def _episodes(batch: Batch, logprobs: npt.NDArray[Any] | None = None) -> Episode
     """Make episodes of one turn with as many tokens as are trained, and these logprobs, [N, T]."""
     task = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
 
-    def episode(at: int) -> Episode:
-        length = int(batch["mask"][at].sum())
+    def episode(index: int) -> Episode:
+        length = int(batch["mask"][index].sum())
         ones = (1,) * length
-        own = np.full(length, -1.0) if logprobs is None else logprobs[at][batch["mask"][at]]
-        turn = Turn(prompt_ids=(1,), token_ids=ones, logprobs=own, versions=ones, text="")
-        parts = {str(part): float(value) for part, value in enumerate(batch["parts"][at]) if np.isfinite(value)}
-        reward = float(batch["rewards"][at])
+        row_logprobs = np.full(length, -1.0) if logprobs is None else logprobs[index][batch["mask"][index]]
+        turn = Turn(prompt_ids=(1,), token_ids=ones, logprobs=row_logprobs, versions=ones, text="")
+        parts = {str(part): float(value) for part, value in enumerate(batch["parts"][index]) if np.isfinite(value)}
+        reward = float(batch["rewards"][index])
         score = None if np.isnan(reward) else Score(total=reward, parts=parts)
         return Episode(task=task, turns=(turn,), score=score)
 

@@ -204,7 +204,7 @@ def _rejecting(*criteria: str) -> ClippedSurrogate:
 
 def _rejection(*criteria: str) -> dict[str, str]:
     """Return verl's arguments for criteria such as token_k3:0.1."""
-    names, bounds = zip(*(each.split(":") for each in criteria), strict=True)
+    names, bounds = zip(*(criterion.split(":") for criterion in criteria), strict=True)
     return {"rollout_rs": ",".join(names), "rollout_rs_threshold": ",".join(bounds)}
 
 

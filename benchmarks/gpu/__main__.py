@@ -29,22 +29,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures; logs go next to it")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
-    given = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
     about, outcomes = describe(), list[Outcome]()
-    folder = given.json.with_suffix(".logs")
+    folder = flags.json.with_suffix(".logs")
     folder.mkdir(exist_ok=True)
-    for old in folder.iterdir():  # so that a failed part does not show old figures
-        old.unlink()
+    for old_file in folder.iterdir():  # so that a failed part does not show old figures
+        old_file.unlink()
     print(json.dumps(about, indent=1), f"logs are in {folder}", sep="\n", flush=True)
 
     def tell(outcome: Outcome) -> None:
         outcomes.append(outcome)
-        write(given.json, {**about, "parts": [dataclasses.asdict(each) for each in outcomes]})
+        write(flags.json, {**about, "parts": [dataclasses.asdict(outcome) for outcome in outcomes]})
         print(table([outcome]).partition("\n")[2], flush=True)
 
-    run_parts([part for part in PARTS if part.name in given.only], has(), folder, tell)
-    print(table(outcomes), f"wrote {given.json}", sep="\n")
-    return int(any(each.status in ("failed", "timed out") for each in outcomes))
+    run_parts([part for part in PARTS if part.name in flags.only], has(), folder, tell)
+    print(table(outcomes), f"wrote {flags.json}", sep="\n")
+    return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
 
 def write(path: Path, content: object) -> None:

@@ -16,27 +16,31 @@ _MIB = 256
 
 def median_s(work: Callable[[], object], repeats: int = 7) -> float:
     """Return the median seconds of work on the device, after two warm-up calls."""
-    found = []
+    seconds = []
     for repeat in range(repeats + 2):
         torch.cuda.synchronize()
         began = time.perf_counter()
         work()
         torch.cuda.synchronize()
         if repeat > 1:
-            found.append(time.perf_counter() - began)
-    return statistics.median(found)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def copies() -> dict[str, float]:
     """Measure copies of 256 MiB between host and device in GB/s, by kind of host memory."""
     size = _MIB << 20
-    there = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    found = {}
+    device_tensor = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    rates = {}
 
-    def both(name: str, here: torch.Tensor, *, writable: bool = True) -> None:
-        found[f"{name}_to_device_gb_s"] = size / 1e9 / median_s(lambda: there.copy_(here, non_blocking=True))
+    def both(name: str, host_tensor: torch.Tensor, *, writable: bool = True) -> None:
+        rates[f"{name}_to_device_gb_s"] = (
+            size / 1e9 / median_s(lambda: device_tensor.copy_(host_tensor, non_blocking=True))
+        )
         if writable:
-            found[f"{name}_to_host_gb_s"] = size / 1e9 / median_s(lambda: here.copy_(there, non_blocking=True))
+            rates[f"{name}_to_host_gb_s"] = (
+                size / 1e9 / median_s(lambda: host_tensor.copy_(device_tensor, non_blocking=True))
+            )
 
     both("pageable", torch.zeros(size, dtype=torch.uint8))
     both("pinned", torch.zeros(size, dtype=torch.uint8).pin_memory())
@@ -50,11 +54,11 @@ def copies() -> dict[str, float]:
             pages = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
             mapped = torch.frombuffer(pages, dtype=torch.uint8)
             status = int(runtime.cudaHostRegister(mapped.data_ptr(), size, flags))
-            found[f"{name}_status"] = status  # 0 if the driver accepted it
+            rates[f"{name}_status"] = status  # 0 if the driver accepted it
             if status == 0:
                 both(name, mapped, writable=not flags)
                 runtime.cudaHostUnregister(mapped.data_ptr())
-    return found
+    return rates
 
 
 def products() -> dict[str, float]:
@@ -79,15 +83,15 @@ def attention() -> dict[str, float]:
     flex, counts, seconds = FlexAttention(FlexAttention.Config()), [], []
     for blocks in (3, 8, 5, 12, 20, 30, 40, 11, 25, 60, 4, 33):
         row = row_of(128 * blocks, 43)
-        there: dict[str, Any] = {name: value.cuda() for name, value in row.tensors().items()}
-        here = Row(**there)
+        columns: dict[str, Any] = {name: value.cuda() for name, value in row.tensors().items()}
+        device_row = Row(**columns)
         q, k, v = (
             torch.randn(1, len(row), heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for heads in (16, 8, 8)
         )
         torch.cuda.synchronize()
         began = time.perf_counter()
-        flex(q, k, v, attention_masks=attention_mask(here), enable_gqa=True).sum().backward()
+        flex(q, k, v, attention_masks=attention_mask(device_row), enable_gqa=True).sum().backward()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         counts.append(counters["stats"].get("unique_graphs", 0))

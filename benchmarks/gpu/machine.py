@@ -49,21 +49,21 @@ def gpus() -> list[dict[str, str]]:
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of the installed ones among the given packages."""
-    found = {}
+    installed = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def has() -> frozenset[str]:
     """Return the available needs of parts: names of modules, "gpu", and "gpus" if there are several."""
-    there = {name for name in _MODULES if importlib.util.find_spec(name) is not None}
+    needs = {name for name in _MODULES if importlib.util.find_spec(name) is not None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(gpus()) if visible is None else min(len(gpus()), len([name for name in visible.split(",") if name]))
-    return frozenset(there | ({"gpu"} if count else set()) | ({"gpus"} if count > 1 else set()))
+    return frozenset(needs | ({"gpu"} if count else set()) | ({"gpus"} if count > 1 else set()))
 
 
 def _output(*command: str) -> str:

@@ -21,7 +21,7 @@ from benchmarks.sigterm import exit_on_sigterm
 _MARK = "FORGE_RL_BENCHMARK_PART"
 """Environment variable that marks a part's processes, to find leftovers."""
 _GRACE_S = 10.0
-"""Seconds for a part to exit by itself beyond its limit."""
+"""Grace period for a part to exit after its limit, in seconds."""
 _TAIL = 30
 """Number of output lines to keep of a failed part."""
 
@@ -48,34 +48,34 @@ class Outcome:
     status: Literal["ok", "failed", "timed out", "skipped"]
     seconds: float = 0.0
     figures: dict[str, object]
-    """Measured figures, including those of a part that failed later."""
+    """Measured figures, also of a part that failed afterwards."""
     said: str = ""
     """Reason why the part was skipped, or the end of its output if it failed."""
 
 
 def run_parts(
-    parts: Sequence[Part], there: Collection[str], folder: Path, tell: Callable[[Outcome], None]
+    parts: Sequence[Part], needs: Collection[str], folder: Path, tell: Callable[[Outcome], None]
 ) -> list[Outcome]:
     """Run all parts whose needs are met, in order; a failure affects only its own part.
 
     On SIGTERM, kills the running part's processes and raises SystemExit(143).
 
     Args:
-        there: needs that the machine meets.
+        needs: needs that the machine meets.
         folder: folder for output and figures.
-        tell: called with each outcome as soon as it is known.
+        tell: called with each outcome when its part has ended.
     """
-    found = []
+    outcomes = []
     for part in parts:
-        lacking = [need for need in part.needs if need not in there]
+        lacking = [need for need in part.needs if need not in needs]
         if lacking:
             outcome = Outcome(part=part.name, status="skipped", figures={}, said=f"needs {', '.join(lacking)}")
         else:
             with exit_on_sigterm():
                 outcome = run_part(part, folder)
-        found.append(outcome)
+        outcomes.append(outcome)
         tell(outcome)
-    return found
+    return outcomes
 
 
 def run_part(part: Part, folder: Path) -> Outcome:
@@ -104,34 +104,34 @@ def run_part(part: Part, folder: Path) -> Outcome:
         finally:
             _kill_marked(mark)
             process.wait()
-    said = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace").splitlines()
     return Outcome(
         part=part.name,
         status=status,
         seconds=round(time.monotonic() - began, 1),
-        figures=_figures(figures, said),
-        said="" if status == "ok" else "\n".join(said[-_TAIL:]),
+        figures=_figures(figures, lines),
+        said="" if status == "ok" else "\n".join(lines[-_TAIL:]),
     )
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Format outcomes as readable lines, with the figures below each."""
     lines = [f"{'part':<18} {'status':<10} {'seconds':>8}"]
-    for each in outcomes:
-        lines.append(f"{each.part:<18} {each.status:<10} {each.seconds:>8.1f}")
-        lines += [f"    {name} {_short(value)}" for name, value in each.figures.items()]
-        if each.said:
-            lines.append(f"    {each.said.splitlines()[-1][:100]}")
+    for outcome in outcomes:
+        lines.append(f"{outcome.part:<18} {outcome.status:<10} {outcome.seconds:>8.1f}")
+        lines += [f"    {name} {_short(value)}" for name, value in outcome.figures.items()]
+        if outcome.said:
+            lines.append(f"    {outcome.said.splitlines()[-1][:100]}")
     return "\n".join(lines)
 
 
-def _figures(path: Path, said: Sequence[str]) -> dict[str, object]:
+def _figures(path: Path, lines: Sequence[str]) -> dict[str, object]:
     """Read a part's figures; for pytest, which writes none, take the counts from its last line."""
     with contextlib.suppress(OSError, ValueError):
         read = json.loads(path.read_text())
-        found = read.get("results", read) if isinstance(read, dict) else {}
-        return dict(found)
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", said[-1] if said else "")
+        figures = read.get("results", read) if isinstance(read, dict) else {}
+        return dict(figures)
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1] if lines else "")
     return {name: int(count) for count, name in counts}
 
 
@@ -141,16 +141,16 @@ def _short(value: object) -> str:
 
 def _kill_marked(mark: str) -> None:
     """Kill all processes of this user with the mark in their environment, until there are none."""
-    wanted = f"{_MARK}={mark}".encode()
+    variable = f"{_MARK}={mark}".encode()
     for _ in range(50):
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if wanted in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        if not found:
+                if variable in path.read_bytes().split(b"\0"):
+                    pids.append(int(path.parent.name))
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)

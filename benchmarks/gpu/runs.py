@@ -91,13 +91,13 @@ def sharded() -> dict[str, float]:
 def split() -> dict[str, float]:
     """Run the demo with context parallelism, and with tensor parallelism of 3 if there are enough GPUs."""
     shared = ("--steps", "5", "--placement", "colocated", *_ROOMY)
-    found = {
+    figures = {
         f"context_{name}": value for name, value in _run(*shared, "--trainer.context-parallel-degree", "2").items()
     }
     if gpus() > 2:  # the bundled model has 9 heads
         tensor = _run(*shared, "--trainer.tensor-parallel-degree", "3")
-        found |= {f"tensor_{name}": value for name, value in tensor.items()}
-    return found
+        figures |= {f"tensor_{name}": value for name, value in tensor.items()}
+    return figures
 
 
 def killed() -> dict[str, float]:
@@ -105,19 +105,19 @@ def killed() -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="forge_rl-run-") as scratch:
         out = Path(scratch) / "run"
         arguments = ("--steps", "30", "--placement", "colocated", "--checkpoint-every", "3", *_ROOMY)
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         with _running(out, *arguments) as process:
             _wait(process, lambda: _steps(out) >= 4)
             for service in ("generator", "trainer"):
                 _wait(process, lambda: _phase(out) == "train")
-                at, step = time.monotonic(), _steps(out)
+                kill_time, step = time.monotonic(), _steps(out)
                 _actor(process, service).kill()
                 _wait(process, lambda step=step: _steps(out) >= step + 2)  # type: ignore[misc]
-                found[f"{service}_killed_to_two_steps_s"] = time.monotonic() - at
+                figures[f"{service}_killed_to_two_steps_s"] = time.monotonic() - kill_time
             process.kill()
         last = _steps(out)
-        again = _run("--steps", str(last + 2), *arguments[2:], out=out)
-        return found | {f"continued_{name}": value for name, value in again.items()}
+        resumed_figures = _run("--steps", str(last + 2), *arguments[2:], out=out)
+        return figures | {f"continued_{name}": value for name, value in resumed_figures.items()}
 
 
 def _run(*arguments: str, out: Path | None = None) -> dict[str, float]:
@@ -130,12 +130,12 @@ def _run(*arguments: str, out: Path | None = None) -> dict[str, float]:
                 raise RuntimeError(f"the run ended with {process.returncode}")
         rows = [row for row in _rows(folder) if "updates" in row][2:]
         names = sorted({name for row in rows for name in row if name.startswith(_KEPT)})
-        found = {
+        medians = {
             name: statistics.median(row[name] for row in rows if isinstance(row.get(name), float | int))
             for name in names
             if any(isinstance(row.get(name), float | int) for row in rows)
         }
-        return {"whole_run_s": time.monotonic() - began} | found
+        return {"whole_run_s": time.monotonic() - began} | medians
 
 
 @contextlib.contextmanager
@@ -178,9 +178,9 @@ def _phase(out: Path) -> str:
 
 def _actor(process: subprocess.Popen[bytes], service: str) -> psutil.Process:
     """Find the first process of a service's first replica, by its log file."""
-    found = []
+    processes = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
             if Path(f"/proc/{child.pid}/fd/1").resolve().name.startswith(f"{service}-0."):
-                found.append((child.create_time(), child.pid))
-    return psutil.Process(min(found)[1])
+                processes.append((child.create_time(), child.pid))
+    return psutil.Process(min(processes)[1])

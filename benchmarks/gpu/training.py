@@ -73,10 +73,10 @@ def _updates(
 
     def update() -> float:
         began = time.perf_counter()
-        (found,) = engine.train_batch(
+        (metrics,) = engine.train_batch(
             [minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=99, version=None
         )
-        assert found is not None, "its gradient is not finite"
+        assert metrics is not None, "its gradient is not finite"
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
@@ -89,7 +89,7 @@ def _updates(
     heads = int(str(shape["num_attention_heads"])) * int(str(shape["head_dim"]))
     # Both passes: 6 FLOP per weight and token, and 6 per causal token pair and hidden unit; none for padding.
     flop = 6 * engine.parameters * tokens + 6 * int(str(shape["num_hidden_layers"])) * heads * len(row) * tokens
-    found = {
+    figures = {
         "first_update_s": first_s,
         "update_s": seconds,
         "tokens_per_s": tokens / seconds,
@@ -100,17 +100,17 @@ def _updates(
     before = [parameter.detach().clone() for parameter in engine.model.parameters()]  # type: ignore[attr-defined]
     for name, move in (("offload", engine.offload), ("onload", engine.onload)) * 2:
         began = time.perf_counter()
-        found[f"{name}_gb_s"] = move() / 1e9 / (time.perf_counter() - began)  # second call, with pinned memory
+        figures[f"{name}_gb_s"] = move() / 1e9 / (time.perf_counter() - began)  # second call, with pinned memory
     after = list(engine.model.parameters())  # type: ignore[attr-defined]
-    found["offload_bit_equal"] = float(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+    figures["offload_bit_equal"] = float(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     for name in ("training", "model"):
         (folder / "saved" / name).mkdir(parents=True)
     began = time.perf_counter()
     saved = engine.save(folder / "saved", folder / "model", version=1)
-    found["save_held_up_s"] = time.perf_counter() - began
+    figures["save_held_up_s"] = time.perf_counter() - began
     saved.result()
-    found["saved_s"] = time.perf_counter() - began
+    figures["saved_s"] = time.perf_counter() - began
     began = time.perf_counter()
     engine.load_training_state(folder / "saved" / "training")
-    found["read_back_s"] = time.perf_counter() - began
-    return found
+    figures["read_back_s"] = time.perf_counter() - began
+    return figures

@@ -112,17 +112,17 @@ class Curve:
 def measure(config: Config, report: Report) -> None:
     """Run each method with each seed, except for finished runs, and report all."""
     methods = catalogue(rl.RoleBaselines())
-    chosen = {name: methods[name] for name in config.only or methods}
+    selected = {name: methods[name] for name in config.only or methods}
     done = Finished(config)
-    left = [(name, seed) for seed in config.seeds for name in chosen if (name, seed) not in done.curves]
+    left = [(name, seed) for seed in config.seeds for name in selected if (name, seed) not in done.curves]
     if left:
         asyncio.run(_run_all(config, left, done))
-    write_results(report, chosen, config, done)
+    write_results(report, selected, config, done)
 
 
-def write_results(report: Report, chosen: Mapping[str, Method], config: Config, done: Finished) -> None:
+def write_results(report: Report, selected: Mapping[str, Method], config: Config, done: Finished) -> None:
     """Write a row for each method, and the results over all."""
-    for name, method in chosen.items():
+    for name, method in selected.items():
         curves = [done.curves[name, seed] for seed in config.seeds]
         gain = statistics.fmean(curve.gain for curve in curves)
         report.rows.append(
@@ -145,7 +145,7 @@ def write_results(report: Report, chosen: Mapping[str, Method], config: Config, 
         )
     gains = [float(str(row["gain"])) for row in report.rows]
     report.results |= {
-        "methods": float(len(chosen)),
+        "methods": float(len(selected)),
         "methods_that_learn": float(sum(gain >= LEAST_GAIN for gain in gains)),
         "gain_worst": min(gains),
         "gain_median": statistics.median(gains),
@@ -165,8 +165,8 @@ class Finished:
         self.curves: dict[tuple[str, int], Curve] = {}
         self.seconds = 0.0
         """Seconds of all runs and starts."""
-        others = ("json", "only", "seeds", "runs")
-        self._settings = {name: value for name, value in asdict(config).items() if name not in others}
+        ignored_fields = ("json", "only", "seeds", "runs")
+        self._settings = {name: value for name, value in asdict(config).items() if name not in ignored_fields}
         if self._path is not None and self._path.exists():
             for number, line in enumerate(self._path.read_text().splitlines(), 1):
                 self._read(number, line)
@@ -240,7 +240,7 @@ async def _run_all(config: Config, left: list[tuple[str, int]], done: Finished) 
                 done.add(curve, start_s if number == 1 else 0.0)
                 scores, rewards = (
                     f"{before:.2f} -> {curve.after:.2f}",
-                    " ".join(f"{each:.2f}" for each in curve.rewards),
+                    " ".join(f"{reward:.2f}" for reward in curve.rewards),
                 )
                 print(
                     f"{number}/{len(left)} {name} seed {seed}: {scores} in {curve.seconds:.0f} s, rewards {rewards}",

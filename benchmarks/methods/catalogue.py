@@ -35,9 +35,9 @@ class Method:
 async def _by_critic(run: rl.Run[Any], batch: rl.Batch) -> Advantages:
     """Value tokens by the critic, and train it on the returns, as `recipes/ppo.py`."""
     values = await run.critic.episode_values(batch)
-    found, returns = rl.gae(values, rl.token_rewards(batch.episodes))
+    episode_advantages, returns = rl.gae(values, rl.token_rewards(batch.episodes))
     columns = {"returns": rl.by_group(batch, returns), "old_values": rl.by_group(batch, values)}
-    advantages = rl.by_group(batch, found)
+    advantages = rl.by_group(batch, episode_advantages)
     layout = run.critic.layout
     packed = await asyncio.to_thread(rl.pack, batch, advantages, layout, drop_uniform=False, columns=columns)
     await run.critic.step(packed, rl.ValueLoss(clip=0.5))

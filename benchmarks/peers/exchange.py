@@ -40,7 +40,7 @@ def write_jobs(folder: Path, jobs: Sequence[Job], batches: Mapping[str, Arrays])
 
 def read_jobs(folder: Path) -> list[Job]:
     """Read the jobs of a folder."""
-    return [Job(**each) for each in json.loads((folder / "jobs.json").read_text())]
+    return [Job(**fields) for fields in json.loads((folder / "jobs.json").read_text())]
 
 
 def read_batch(folder: Path, name: str) -> dict[str, npt.NDArray[Any]]:
@@ -65,8 +65,8 @@ def write_versions(folder: Path, packages: Sequence[str]) -> None:
 
 def read_versions(folder: Path) -> dict[str, str]:
     """Read the versions of a peer's packages."""
-    found: dict[str, str] = json.loads((folder / "versions.json").read_text())
-    return found
+    versions: dict[str, str] = json.loads((folder / "versions.json").read_text())
+    return versions
 
 
 def _write(path: Path, arrays: Arrays) -> None:

@@ -170,8 +170,8 @@ class Scored:
 
 
 def _last_integer(text: str) -> int | None:
-    found = _INTEGER.findall(text)
-    return int(found[-1]) if found else None
+    matches = _INTEGER.findall(text)
+    return int(matches[-1]) if matches else None
 
 
 def _config(settings: Settings) -> GRPOConfig:

@@ -124,10 +124,10 @@ def trainer(name: str, settings: str) -> Any:
         settings: its fields `config` and `attributes`, as JSON.
     """
     base, config_class = CLASSES[name]
-    given = json.loads(settings)
-    functions = [part] * len(given["config"].get("reward_weights", [1.0]))
+    fields = json.loads(settings)
+    functions = [part] * len(fields["config"].get("reward_weights", [1.0]))
     with tempfile.TemporaryDirectory() as output:
-        made = type(name, (FromBatch, base), {})(
+        peer_trainer = type(name, (FromBatch, base), {})(
             model=model_folder().name,
             reward_funcs=functions,
             args=config_class(
@@ -139,16 +139,16 @@ def trainer(name: str, settings: str) -> Any:
                     "num_generations": 6,
                     "max_completion_length": 24,
                 }
-                | given["config"],
+                | fields["config"],
             ),
             train_dataset=Dataset.from_list([{"prompt": "a"}] * 4),
         )
-    for attribute, value in given["attributes"].items():
-        assert hasattr(made, attribute), attribute
-        setattr(made, attribute, value)
-    made.model.train()
-    made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
-    return made
+    for attribute, value in fields["attributes"].items():
+        assert hasattr(peer_trainer, attribute), attribute
+        setattr(peer_trainer, attribute, value)
+    peer_trainer.model.train()
+    peer_trainer.current_gradient_accumulation_steps = peer_trainer.args.gradient_accumulation_steps
+    return peer_trainer
 
 
 @functools.cache
@@ -158,9 +158,9 @@ def offline_trainer(name: str, config: str) -> Any:
     with tempfile.TemporaryDirectory() as output:
         args = {"output_dir": output, "use_cpu": True, "bf16": False, "report_to": "none"} | json.loads(config)
         dataset = Dataset.from_list([row] * 4)
-        made = base(model=model_folder().name, args=config_class(**args), train_dataset=dataset)
-    made.model.train()
-    return made
+        peer_trainer = base(model=model_folder().name, args=config_class(**args), train_dataset=dataset)
+    peer_trainer.model.train()
+    return peer_trainer
 
 
 def part(**_: object) -> list[float]:
@@ -175,63 +175,66 @@ def call(function: str, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
         return offline(name, arrays, settings)
     if method in DIVERGENCES:
         return divergence(DIVERGENCES[method], arrays, settings)
-    kept = {field: settings.get(field, {}) for field in ("config", "attributes")}
-    made = trainer(name, json.dumps(kept))
+    trainer_settings = {field: settings.get(field, {}) for field in ("config", "attributes")}
+    peer_trainer = trainer(name, json.dumps(trainer_settings))
     batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
     rows = torch.arange(len(batch["mask"]))
     if not settings.get("whole"):
-        rows = rows.tensor_split(made.accelerator.num_processes)[made.accelerator.process_index]
-    made.batch = {field: column[rows] for field, column in batch.items()}
-    made.rewards = batch["parts"] if len(made.reward_funcs) > 1 else batch["rewards"][:, None]
-    made.old, made.current = settings.get("old", "behaviour"), None
-    inputs = made._generate_and_score_completions([{"prompt": "a"}] * len(rows))
+        rows = rows.tensor_split(peer_trainer.accelerator.num_processes)[peer_trainer.accelerator.process_index]
+    peer_trainer.batch = {field: column[rows] for field, column in batch.items()}
+    peer_trainer.rewards = batch["parts"] if len(peer_trainer.reward_funcs) > 1 else batch["rewards"][:, None]
+    peer_trainer.old, peer_trainer.current = settings.get("old", "behaviour"), None
+    inputs = peer_trainer._generate_and_score_completions([{"prompt": "a"}] * len(rows))
     if method == "_generate_and_score_completions":
-        own = inputs["advantages"][:, None] * made.batch["mask"]
-        return {"advantages": made.accelerator.gather(own).numpy()}
+        local_advantages = inputs["advantages"][:, None] * peer_trainer.batch["mask"]
+        return {"advantages": peer_trainer.accelerator.gather(local_advantages).numpy()}
     assert method == "_compute_loss", function
     uniform = bool((batch["advantages"] == batch["advantages"][:, :1]).all())
-    inputs["advantages"] = made.batch["advantages"][:, 0] if uniform else made.batch["advantages"]
-    inputs["old_per_token_logps"] = made.batch[made.old]
-    inputs["ref_per_token_logps"] = made.batch["reference"]
-    return _loss(made, inputs, batch, rows)
+    inputs["advantages"] = peer_trainer.batch["advantages"][:, 0] if uniform else peer_trainer.batch["advantages"]
+    inputs["old_per_token_logps"] = peer_trainer.batch[peer_trainer.old]
+    inputs["ref_per_token_logps"] = peer_trainer.batch["reference"]
+    return _loss(peer_trainer, inputs, batch, rows)
 
 
 def _loss(
-    made: Any, inputs: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], rows: torch.Tensor
+    peer_trainer: Any, inputs: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], rows: torch.Tensor
 ) -> Result:
     leaves = [batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
     total = leaves[0].new_zeros(())
-    for micro_batch in torch.arange(len(rows)).tensor_split(made.args.gradient_accumulation_steps):
-        made.current = tuple(leaf[rows[micro_batch]] for leaf in leaves)
+    for micro_batch in torch.arange(len(rows)).tensor_split(peer_trainer.args.gradient_accumulation_steps):
+        peer_trainer.current = tuple(leaf[rows[micro_batch]] for leaf in leaves)
         part = {name: value[micro_batch] if value.ndim else value for name, value in inputs.items()}
-        total = total + made._compute_loss(made.model, part)
+        total = total + peer_trainer._compute_loss(peer_trainer.model, part)
     gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
-    found = [made.accelerator.reduce(each, "mean").numpy() for each in (total.detach(), *gradients)]
-    result = dict(zip(("loss", "gradient", "entropy_gradient"), found, strict=True))
-    return result if getattr(made, "entropy_coef", 0.0) else {name: result[name] for name in ("loss", "gradient")}
+    arrays = [peer_trainer.accelerator.reduce(value, "mean").numpy() for value in (total.detach(), *gradients)]
+    result = dict(zip(("loss", "gradient", "entropy_gradient"), arrays, strict=True))
+    return (
+        result if getattr(peer_trainer, "entropy_coef", 0.0) else {name: result[name] for name in ("loss", "gradient")}
+    )
 
 
 def offline(name: str, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
     """Return the loss of a trainer without rollouts, and its gradient by the logprobs, or by the values of scores."""
-    made = offline_trainer(name, json.dumps(settings["config"]))
+    peer_trainer = offline_trainer(name, json.dumps(settings["config"]))
     batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
     mask, is_reward = batch["mask"], name == "RewardTrainer"
     leaf = batch["values" if is_reward else "logprobs"].clone().requires_grad_()
-    total, accumulated = leaf.new_zeros(()), made.args.gradient_accumulation_steps
-    own = torch.arange(len(mask)).tensor_split(made.accelerator.num_processes)[made.accelerator.process_index]
-    for rows in own.tensor_split(accumulated):
+    total, accumulated = leaf.new_zeros(()), peer_trainer.args.gradient_accumulation_steps
+    accelerator = peer_trainer.accelerator
+    local_rows = torch.arange(len(mask)).tensor_split(accelerator.num_processes)[accelerator.process_index]
+    for rows in local_rows.tensor_split(accumulated):
         if name == "SFTTrainer":
             model = model_of(leaf, mask, rows)
-            loss = made.compute_loss(model, tokens_of(mask[rows]), num_items_in_batch=mask.sum())
+            loss = peer_trainer.compute_loss(model, tokens_of(mask[rows]), num_items_in_batch=mask.sum())
         else:
             rows = torch.cat([rows[::2], rows[1::2]])  # the chosen ones first
-            made.ref_model = model_of(batch["reference"], mask, rows)
-            method = made.compute_loss if is_reward else made._compute_loss
+            peer_trainer.ref_model = model_of(batch["reference"], mask, rows)
+            method = peer_trainer.compute_loss if is_reward else peer_trainer._compute_loss
             loss = method(model_of(leaf, mask, rows), tokens_of(mask[rows]), False) / accumulated
         total = total + loss
     (gradient,) = torch.autograd.grad(total, leaf)
-    found = [made.accelerator.reduce(each, "mean").numpy() for each in (total.detach(), gradient)]
-    return dict(zip(("loss", "gradient"), found, strict=True))
+    results = [accelerator.reduce(value, "mean").numpy() for value in (total.detach(), gradient)]
+    return dict(zip(("loss", "gradient"), results, strict=True))
 
 
 def tokens_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -243,10 +246,12 @@ def tokens_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def model_of(values: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> Callable[..., SimpleNamespace]:
     """Return a model that answers with the logprobs of rows, and with their means as scores."""
-    own = values[rows].where(mask[rows], 0.0)
-    nothing = torch.zeros_like(own)
-    scores = own.sum(dim=1, keepdim=True) / mask[rows].sum(dim=1, keepdim=True).clamp(min=1)
-    outputs = SimpleNamespace(log_probs=own, logits=scores, label_mask=mask[rows], entropy=nothing, mean_logits=nothing)
+    row_values = values[rows].where(mask[rows], 0.0)
+    nothing = torch.zeros_like(row_values)
+    scores = row_values.sum(dim=1, keepdim=True) / mask[rows].sum(dim=1, keepdim=True).clamp(min=1)
+    outputs = SimpleNamespace(
+        log_probs=row_values, logits=scores, label_mask=mask[rows], entropy=nothing, mean_logits=nothing
+    )
     outputs.is_top1 = nothing.bool()
     return lambda **_: outputs
 
@@ -254,29 +259,29 @@ def model_of(values: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> Ca
 def jsd(student: torch.Tensor, batch: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Return GKD's divergence of tokens, summed."""
     labels = torch.zeros_like(batch["tokens"]).masked_fill(~batch["mask"], -100)
-    found: torch.Tensor = GKDTrainer.generalized_jsd_loss(
+    divergence_sum: torch.Tensor = GKDTrainer.generalized_jsd_loss(
         student, batch["teacher"], labels, num_items_in_batch=1, **settings
     )
-    return found
+    return divergence_sum
 
 
 def top_k(student: torch.Tensor, batch: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Return SDPO's divergence over the student's most likely tokens, summed."""
-    given = {name: value for name, value in settings.items() if name != "clip"}
-    losses = loss_utils.compute_topk_self_distillation_loss(student, batch["teacher"], **given)
+    options = {name: value for name, value in settings.items() if name != "clip"}
+    losses = loss_utils.compute_topk_self_distillation_loss(student, batch["teacher"], **options)
     if "clip" in settings:
         policies = batch["logprobs"], batch["behaviour"]
         losses = loss_utils.apply_importance_sampling_clipping(losses, *policies, settings["clip"])
-    found: torch.Tensor = losses.where(batch["mask"], 0.0).sum()
-    return found
+    divergence_sum: torch.Tensor = losses.where(batch["mask"], 0.0).sum()
+    return divergence_sum
 
 
 def sampled(student: torch.Tensor, batch: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
     """Return the reverse KL of sampled tokens, summed."""
     policies = student, batch["teacher"]
     losses = loss_utils.compute_sampled_token_self_distillation_loss(*policies, batch["tokens"], **settings)
-    found: torch.Tensor = losses.where(batch["mask"], 0.0).sum()
-    return found
+    divergence_sum: torch.Tensor = losses.where(batch["mask"], 0.0).sum()
+    return divergence_sum
 
 
 DIVERGENCES: dict[str, Any] = {
@@ -291,14 +296,14 @@ def divergence(function: Any, arrays: Arrays, settings: Mapping[str, Any]) -> Re
     student's logits."""
     batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
     leaf, accelerator = batch["student"].clone().requires_grad_(), Accelerator(cpu=True)
-    own = torch.arange(len(leaf)).tensor_split(accelerator.num_processes)[accelerator.process_index]
+    local_rows = torch.arange(len(leaf)).tensor_split(accelerator.num_processes)[accelerator.process_index]
     total = leaf.new_zeros(())
-    for rows in own.tensor_split(3):
+    for rows in local_rows.tensor_split(3):
         part = {field: column[rows] for field, column in batch.items()}
         total = total + function(leaf[rows], part, settings) / batch["mask"].sum()
     (gradient,) = torch.autograd.grad(total, leaf)
-    found = [accelerator.reduce(each, "sum").numpy() for each in (total.detach(), gradient)]
-    return dict(zip(("loss", "gradient"), found, strict=True))
+    results = [accelerator.reduce(value, "sum").numpy() for value in (total.detach(), gradient)]
+    return dict(zip(("loss", "gradient"), results, strict=True))
 
 
 def main() -> None:

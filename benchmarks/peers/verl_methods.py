@@ -49,17 +49,17 @@ def loss(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, An
     output = "values" if function is losses.value_loss else "log_probs"
     leaves = [batch[name].clone().requires_grad_() for name in (output.replace("log_probs", "logprobs"), "entropy")]
     mask, old = batch["mask"].to(torch.float64), batch["behaviour"]
-    whole = {"dp_size": ranks, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
+    global_sizes = {"dp_size": ranks, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
     columns = {"advantages": batch["advantages"], "ref_log_prob": batch["reference"], "returns": batch["returns"]}
     columns["values"] = batch["old_values"]
     if "rollout_is" in settings or "rollout_rs" in settings:
         old = batch["proximal"]
-    if given := settings.get("rollout_is"):
-        columns["rollout_is_weights"], _ = compute_rollout_correction_weights(old - batch["behaviour"], mask, **given)
-    if given := settings.get("rollout_rs"):
-        mask, _ = compute_rollout_rejection_mask(old - batch["behaviour"], mask, **given)
+    if options := settings.get("rollout_is"):
+        columns["rollout_is_weights"], _ = compute_rollout_correction_weights(old - batch["behaviour"], mask, **options)
+    if options := settings.get("rollout_rs"):
+        mask, _ = compute_rollout_rejection_mask(old - batch["behaviour"], mask, **options)
     if settings.get("kept"):
-        whole["batch_num_tokens"] = int(mask.sum())
+        global_sizes["batch_num_tokens"] = int(mask.sum())
     config: Any = ActorConfig(
         **{"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1} | settings.get("actor", {}),
         policy_loss=PolicyLossConfig(**settings.get("policy_loss", {})),
@@ -75,11 +75,11 @@ def loss(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, An
             | {"attention_mask": torch.cat([prompts, responses], dim=1).long()},
             batch_size=len(rows),
         )
-        assign_non_tensor(data, pad_mode=DatasetPadMode.RIGHT, **whole)
-        given, entropy = (leaf[rows] for leaf in leaves)
+        assign_non_tensor(data, pad_mode=DatasetPadMode.RIGHT, **global_sizes)
+        outputs, entropy = (leaf[rows] for leaf in leaves)
         if function is not losses.sft_loss:  # they shift the outputs, of all tokens, by one
-            given, entropy = (torch.nn.functional.pad(each, (0, 1)).flatten() for each in (given, entropy))
-        part, _ = function(config, {output: given, "entropy": entropy}, data)
+            outputs, entropy = (torch.nn.functional.pad(values, (0, 1)).flatten() for values in (outputs, entropy))
+        part, _ = function(config, {output: outputs, "entropy": entropy}, data)
         total = total + part / ranks
     gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
     result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
@@ -96,7 +96,7 @@ def advantages(function: Callable[..., Any], arrays: Arrays, settings: Mapping[s
     rewards[torch.arange(len(mask)), torch.from_numpy(last)] = torch.from_numpy(arrays["rewards"])
     if settings.get("penalties"):
         rewards = rewards - torch.from_numpy(arrays["penalties"]) * mask
-    given: dict[str, Any] = {
+    available: dict[str, Any] = {
         "token_level_rewards": rewards,
         "response_mask": mask,
         "index": arrays["groups"],
@@ -107,10 +107,12 @@ def advantages(function: Callable[..., Any], arrays: Arrays, settings: Mapping[s
         "batch": {"prompts": mask[:, :1], "attention_mask": torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)},
         **{name: value for name, value in settings.items() if name not in ("config", "penalties")},
     }
-    wanted = function.__code__.co_varnames[: function.__code__.co_argcount]
-    found, returns = function(**{name: value for name, value in given.items() if name in wanted})
-    result = {"advantages": (found * mask).numpy()}
-    return result | ({"returns": (returns * mask).numpy()} if "values" in wanted else {})
+    parameter_names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    token_advantages, returns = function(
+        **{name: value for name, value in available.items() if name in parameter_names}
+    )
+    result = {"advantages": (token_advantages * mask).numpy()}
+    return result | ({"returns": (returns * mask).numpy()} if "values" in parameter_names else {})
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ class Correction:
     LOW_HIGH, bounds of exp(k1), or HIGH alone for 1/HIGH_HIGH; for k2 and k3, it is a maximum."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "correction.", least={"low": 0}, most={"low": self.high}, above={"high": 0})
+        check_flags(self, "correction.", minimum={"low": 0}, maximum={"low": self.high}, above={"high": 0})
         for name, choices in (("proximal", Proximal), ("mode", Mode), ("level", Level)):
             if (value := getattr(self, name)) not in get_args(choices):
                 raise ConfigError(

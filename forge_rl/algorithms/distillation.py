@@ -104,8 +104,8 @@ class Distillation(Loss):
         check_flags(
             self,
             "--loss distill:",
-            least={"k": 1, "beta": 0, "ratio_max": 0},
-            most={"k": MOST_TOP, "beta": 1},
+            minimum={"k": 1, "beta": 0, "ratio_max": 0},
+            maximum={"k": MOST_TOP, "beta": 1},
             above={"clip": 0},
         )
 

@@ -34,8 +34,8 @@ class GaeConfig:
 
     def __post_init__(self) -> None:
         shares = ("gamma", "lambda_policy", "lambda_critic")
-        check_flags(self, "--gae.", least=dict.fromkeys((*shares, "length_adaptive_alpha"), 0))
-        check_flags(self, "--gae.", most=dict.fromkeys(shares, 1))
+        check_flags(self, "--gae.", minimum=dict.fromkeys((*shares, "length_adaptive_alpha"), 0))
+        check_flags(self, "--gae.", maximum=dict.fromkeys(shares, 1))
 
 
 def gae(

@@ -109,7 +109,7 @@ def _loss_of(parsed: FlagText) -> Loss:
                 hint="give a Loss, a subclass of it, or a function that returns one",
             ) from error
     elif parsed.params:
-        raise parsed.wrong("a loss that exists takes no options", "name its class", at=next(iter(parsed.params)))
+        raise parsed.wrong("a loss that exists takes no options", "name its class", key=next(iter(parsed.params)))
     if not isinstance(make, Loss):
         raise parsed.wrong(f"{parsed.name} is a {type(make).__name__}, not a loss", "return a subclass of rl.Loss")
     return make

@@ -54,8 +54,8 @@ class PolicyLoss(Loss):
         check_flags(
             self,
             flag,
-            least={"kl_coef": 0, "entropy_coef": 0},
-            most={"top_entropy_quantile": 1},
+            minimum={"kl_coef": 0, "entropy_coef": 0},
+            maximum={"top_entropy_quantile": 1},
             above={"off_policy_bound": 0, "top_entropy_quantile": 0},
             below={"kl_coef": math.inf, "entropy_coef": math.inf},
         )
@@ -200,8 +200,8 @@ class ClippedSurrogate(PolicyLoss):
         check_flags(
             self,
             self.flag,
-            least={"clip_low": 0, "clip_high": 0},
-            most={"clip_low": 1},
+            minimum={"clip_low": 0, "clip_high": 0},
+            maximum={"clip_low": 1},
             above={"dual_clip": 1},
             below={"clip_high": math.inf},
         )

@@ -91,7 +91,7 @@ class ClipCov(ClippedSurrogate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(self, self.flag, above={"cov_ratio": 0, "cov_high": self.cov_low}, most={"cov_ratio": 1})
+        check_flags(self, self.flag, above={"cov_ratio": 0, "cov_high": self.cov_low}, maximum={"cov_ratio": 1})
 
     @property
     def scope(self) -> Scope:
@@ -147,8 +147,8 @@ class KlCov(PolicyLoss):
             self,
             self.flag,
             above={"cov_ratio": 0},
-            most={"cov_ratio": 1},
-            least={"penalty": 0},
+            maximum={"cov_ratio": 1},
+            minimum={"penalty": 0},
             below={"penalty": math.inf},
         )
 

@@ -143,8 +143,8 @@ class Gspo(PolicyLoss):
         check_flags(
             self,
             self.flag,
-            least={"clip_low": 0, "clip_high": 0},
-            most={"clip_low": 1},
+            minimum={"clip_low": 0, "clip_high": 0},
+            maximum={"clip_low": 1},
             below={"clip_high": math.inf},
         )
 
@@ -263,7 +263,7 @@ class Vespo(PolicyLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
-        check_flags(self, self.flag, least=dict.fromkeys(names, 0), below=dict.fromkeys(names, math.inf))
+        check_flags(self, self.flag, minimum=dict.fromkeys(names, 0), below=dict.fromkeys(names, math.inf))
 
     @property
     def scope(self) -> Scope:

@@ -108,7 +108,7 @@ class Dpo(PreferenceLoss):
     """Probability that a preference is wrong; for kind sigmoid."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--loss.", above={"beta": 0}, least={"label_smoothing": 0}, below={"label_smoothing": 0.5})
+        check_flags(self, "--loss.", above={"beta": 0}, minimum={"label_smoothing": 0}, below={"label_smoothing": 0.5})
         if self.kind not in ("sigmoid", "ipo") or (self.kind == "ipo" and self.label_smoothing):
             raise ConfigError(
                 f"the kind {self.kind!r} has a label smoothing of {self.label_smoothing:g}",
@@ -151,7 +151,7 @@ class BradleyTerry(PreferenceLoss):
     """Weight of the squared sum of a pair's scores; 0.01 in the paper and in TRL's examples."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--loss.", least={"center": 0})
+        check_flags(self, "--loss.", minimum={"center": 0})
 
     @property
     def needs(self) -> Collection[Need]:

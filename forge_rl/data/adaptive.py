@@ -36,9 +36,9 @@ class Adapting:
         check_flags(
             self,
             "--mixture.",
-            least={"least": 0, "momentum": 0},
+            minimum={"least": 0, "momentum": 0},
             above={"target": 0, "most": 0},
-            most={"most": 1},
+            maximum={"most": 1},
             below={"target": 1, "momentum": 1},
         )
         if self.least > self.most:
@@ -81,9 +81,9 @@ class AdaptiveShares:
         self.base = dict(self.base)
         self.rates = dict.fromkeys(self.base, self.config.target) | self.rates
         self.signals = dict.fromkeys(self.base, 1.0) | self.signals
-        excluded = {name: 0.0 for name, weight in self.base.items() if not weight}
-        self.pinned = excluded | self.pinned
-        free = len(self.base) - len(excluded)
+        zero_shares = {name: 0.0 for name, weight in self.base.items() if not weight}
+        self.pinned = zero_shares | self.pinned
+        free = len(self.base) - len(zero_shares)
         if free * self.config.least > 1 or (free > 1 and free * self.config.most < 1):
             raise ConfigError(
                 f"{free} sources cannot each have a share between --mixture.least {self.config.least:g} and "
@@ -105,9 +105,9 @@ class AdaptiveShares:
         for group in groups:
             name, rewards = group.task.source, group.rewards
             mean = min(max(math.fsum(rewards) / len(rewards), 0.0), 1.0)
-            differ = float(max(rewards) > min(rewards))
+            signal = float(max(rewards) > min(rewards))
             self.rates[name] = keep * self.rates[name] + (1 - keep) * mean
-            self.signals[name] = keep * self.signals[name] + (1 - keep) * differ
+            self.signals[name] = keep * self.signals[name] + (1 - keep) * signal
 
     def pin(self, name: str, share: float) -> None:
         """Fix a source's share, even outside the bounds; the others divide the rest.
@@ -115,14 +115,14 @@ class AdaptiveShares:
         Raises:
             TaskError: the share is not in [0, 1], or exceeds what the other fixed shares leave.
         """
-        others = math.fsum(pinned for other, pinned in self.pinned.items() if other != name)
-        if not 0 <= share <= 1 or others + share > 1 + 1e-9:
-            left = f", and other sources have {others:g} of it set by hand" if others else ""
+        other_shares = math.fsum(pinned_share for other, pinned_share in self.pinned.items() if other != name)
+        if not 0 <= share <= 1 or other_shares + share > 1 + 1e-9:
+            rest_text = f", and other sources have {other_shares:g} of it set by hand" if other_shares else ""
             raise TaskError(
-                f"the share of {name!r} is set to {share:g} of 1{left}",
+                f"the share of {name!r} is set to {share:g} of 1{rest_text}",
                 hint="while the mixture adapts, a weight set by hand is a share of each batch, from 0 to 1",
             )
-        if others + share == 0 and len({*self.pinned, name}) == len(self.base):
+        if other_shares + share == 0 and len({*self.pinned, name}) == len(self.base):
             raise TaskError(
                 f"setting {name!r} to 0 leaves all shares at 0", hint="keep at least one source's share above 0"
             )
@@ -131,14 +131,14 @@ class AdaptiveShares:
     def shares(self) -> dict[str, float]:
         """Return the shares of all sources, which sum to 1 while any source adapts."""
         free = [name for name in self.base if name not in self.pinned]
-        found = dict(self.pinned)
+        shares = dict(self.pinned)
         if free:
-            rest = max(0.0, 1 - math.fsum(self.pinned.values()))
-            each = rest / len(free)
+            rest_share = max(0.0, 1 - math.fsum(self.pinned.values()))
+            equal_share = rest_share / len(free)
             scores = {name: self._score(name) for name in free}
-            least, most = min(self.config.least, each), max(self.config.most, each)
-            found |= bounded_shares(scores, least=least, most=most, total=rest)
-        return {name: found[name] for name in self.base}
+            min_share, max_share = min(self.config.least, equal_share), max(self.config.most, equal_share)
+            shares |= bounded_shares(scores, min_share=min_share, max_share=max_share, total=rest_share)
+        return {name: shares[name] for name in self.base}
 
     def describe(self, name: str) -> str:
         """Describe a source's success in a few words."""
@@ -176,32 +176,34 @@ class AdaptiveShares:
         return self.base[name] * self.signals[name] * signal
 
 
-def bounded_shares(scores: Mapping[str, float], *, least: float, most: float, total: float = 1.0) -> dict[str, float]:
-    """Return shares proportional to scores within bounds: min(max(c score, least), most), with c such that they sum to
-    total.
+def bounded_shares(
+    scores: Mapping[str, float], *, min_share: float, max_share: float, total: float = 1.0
+) -> dict[str, float]:
+    """Return shares proportional to scores within bounds: min(max(c score, min_share), max_share), with c such that
+    they sum to total.
 
     This is the Kullback-Leibler projection of the scores onto the bounded simplex. c is exact, because the sum is
     linear in c between the corners at which a share meets a bound.
 
     Args:
         scores: at least 0.
-        least: at most total / len(scores).
-        most: at least total / len(scores).
+        min_share: at most total / len(scores).
+        max_share: at least total / len(scores).
     """
     highest = max(scores.values())
-    floored = {name: max(score / highest, _FLOOR) if highest > 0 else 1.0 for name, score in scores.items()}
+    floored_scores = {name: max(score / highest, _FLOOR) if highest > 0 else 1.0 for name, score in scores.items()}
 
-    def at(factor: float) -> dict[str, float]:
-        return {name: min(max(factor * score, least), most) for name, score in floored.items()}
+    def shares_at(factor: float) -> dict[str, float]:
+        return {name: min(max(factor * score, min_share), max_share) for name, score in floored_scores.items()}
 
-    corners = sorted({0.0, *(bound / score for score in floored.values() for bound in (least, most))})
-    low = max((corner for corner in corners if math.fsum(at(corner).values()) <= total), default=0.0)
+    corners = sorted({0.0, *(bound / score for score in floored_scores.values() for bound in (min_share, max_share))})
+    low = max((corner for corner in corners if math.fsum(shares_at(corner).values()) <= total), default=0.0)
     high = next((corner for corner in corners if corner > low), None)
     if high is None:
-        return at(low)
-    middle = at((low + high) / 2)
-    free = [name for name, share in middle.items() if least < share < most]
-    held = math.fsum(share for name, share in middle.items() if name not in free)
+        return shares_at(low)
+    middle = shares_at((low + high) / 2)
+    free = [name for name, share in middle.items() if min_share < share < max_share]
+    bound_total = math.fsum(share for name, share in middle.items() if name not in free)
     if not free:
-        return at(low)
-    return at((total - held) / math.fsum(floored[name] for name in free))
+        return shares_at(low)
+    return shares_at((total - bound_total) / math.fsum(floored_scores[name] for name in free))

@@ -58,13 +58,13 @@ def benchmark(text: str) -> tuple[Benchmark, str, str]:
     """
     name, _, file = text.partition("=")
     name, _, revision = name.partition("@")
-    found = BENCHMARKS.get(name.strip().lower())
-    if found is None:
+    definition = BENCHMARKS.get(name.strip().lower())
+    if definition is None:
         raise ConfigError(
             f"--benchmark {text!r:.80}: {name!r:.40} is unknown",
             hint=f"{suggest(name, BENCHMARKS, 'benchmarks')}; --benchmark list describes them",
         )
-    return found, revision.strip(), file.strip()
+    return definition, revision.strip(), file.strip()
 
 
 def benchmark_source(text: str) -> IterableSource:
@@ -74,41 +74,43 @@ def benchmark_source(text: str) -> IterableSource:
         ConfigError: the benchmark is unknown.
         TaskError: its data set cannot be fetched, or the file does not have its rows.
     """
-    found, revision, file = benchmark(text)
-    tables = _file_tables(found, file) if file else [_hub_table(found, revision)]
-    columns = Columns(id=found.id)
-    return IterableSource(found.name, lambda: _rows(found, tables), held_out_share=1.0, columns=columns)
+    definition, revision, file = benchmark(text)
+    tables = _file_tables(definition, file) if file else [_hub_table(definition, revision)]
+    columns = Columns(id=definition.id)
+    return IterableSource(definition.name, lambda: _rows(definition, tables), held_out_share=1.0, columns=columns)
 
 
-def _hub_table(found: Benchmark, revision: str) -> Table:
-    hint = f"download its rows elsewhere and give them: --benchmark {found.name}=FILE, with the columns "
-    hint += ", ".join(found.columns)
-    if not found.hub:
-        raise TaskError(f"the benchmark {found.name} is read from a file", hint=f"{hint}; it is from {found.source}")
+def _hub_table(definition: Benchmark, revision: str) -> Table:
+    hint = f"download its rows elsewhere and give them: --benchmark {definition.name}=FILE, with the columns "
+    hint += ", ".join(definition.columns)
+    if not definition.hub:
+        raise TaskError(
+            f"the benchmark {definition.name} is read from a file", hint=f"{hint}; it is from {definition.source}"
+        )
     try:
-        return hub.fetch(found.hub, config=found.config, split=found.split, revision=revision)
+        return hub.fetch(definition.hub, config=definition.config, split=definition.split, revision=revision)
     except TaskError as error:
-        raise TaskError(f"the benchmark {found.name}: {error.message}", hint=f"{error.hint}; or {hint}") from error
+        raise TaskError(f"the benchmark {definition.name}: {error.message}", hint=f"{error.hint}; or {hint}") from error
 
 
-def _file_tables(found: Benchmark, file: str) -> list[Table]:
+def _file_tables(definition: Benchmark, file: str) -> list[Table]:
     tables = open_tables(find_files(file))
-    return [_Answered(table) for table in tables] if "ground_truth" in found.columns else tables
+    return [_Answered(table) for table in tables] if "ground_truth" in definition.columns else tables
 
 
-def _rows(found: Benchmark, tables: Sequence[Table]) -> Iterator[Row]:
+def _rows(definition: Benchmark, tables: Sequence[Table]) -> Iterator[Row]:
     for table in tables:
-        for number, written in table.rows(0, len(table)):
+        for number, raw_row in table.rows(0, len(table)):
             try:
-                values = table.parse(written)
-                if lacking := [name for name in found.columns if values.get(name) is None]:
+                values = table.parse(raw_row)
+                if lacking := [name for name in definition.columns if values.get(name) is None]:
                     has = ", ".join(map(str, values))
                     raise RowError(f"lacks {', '.join(lacking)}; it has {has:.200}")
-                yield found.row(values)
+                yield definition.row(values)
             except (RowError, ValueError, TypeError, KeyError, AttributeError) as error:
                 raise TaskError(
-                    f"the benchmark {found.name}: {table.path}, {table.describe(number)}: {error}",
-                    hint=f"give a file whose rows have the columns {', '.join(found.columns)}",
+                    f"the benchmark {definition.name}: {table.path}, {table.describe(number)}: {error}",
+                    hint=f"give a file whose rows have the columns {', '.join(definition.columns)}",
                 ) from error
 
 
@@ -160,22 +162,24 @@ def _text(row: Row, name: str) -> str:
 def _asked(name: str, answer: str, instruction: str) -> Callable[[Row], Row]:
     """Return what makes a row with a question and an answer."""
 
-    def made(row: Row) -> Row:
-        kept = {key: value for key, value in row.items() if key not in (name, "prompt", "messages")}
-        return kept | {"question": _text(row, name) + instruction, "answer": str(row[answer])}
+    def convert(row: Row) -> Row:
+        other_columns = {key: value for key, value in row.items() if key not in (name, "prompt", "messages")}
+        return other_columns | {"question": _text(row, name) + instruction, "answer": str(row[answer])}
 
-    return made
+    return convert
 
 
 def _mmlu_pro(row: Row) -> Row:
     options = row["options"]
     if not isinstance(options, list | tuple) or not 2 <= len(options) <= 26:
         raise RowError("is not a list of 2 to 26 options", column="options", value=options)
-    listed = "\n".join(f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options, strict=False))
-    last = string.ascii_uppercase[len(options) - 1]
+    option_lines = "\n".join(
+        f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, options, strict=False)
+    )
+    last_letter = string.ascii_uppercase[len(options) - 1]
     question = (
-        f"{_text(row, 'question')}\n\n{listed}\n\nThink step by step, then finish with "
-        f'"The answer is (X)", where X is a letter from A to {last}.'
+        f"{_text(row, 'question')}\n\n{option_lines}\n\nThink step by step, then finish with "
+        f'"The answer is (X)", where X is a letter from A to {last_letter}.'
     )
     return {"question_id": row["question_id"], "question": question, "answer": row["answer"]}
 
@@ -185,20 +189,19 @@ def _humaneval(row: Row) -> Row:
         "Complete this Python function. Answer with the whole function in one block of code, with the imports that it "
         f"needs.\n\n```python\n{_text(row, 'prompt').rstrip()}\n```"
     )
-    given = {"setup": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
-    return {"task_id": row["task_id"], "question": question} | given
+    truth = {"setup": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
+    return {"task_id": row["task_id"], "question": question} | truth
 
 
 def _mbpp(row: Row) -> Row:
     tests = row["test_list"]
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests):
         raise RowError("is not a list of texts", column="test_list", value=tests)
-    asked = row.get("text") or row.get("prompt")
+    description = row.get("text") or row.get("prompt")
     imports = row.get("test_setup_code") or "\n".join(map(str, row.get("test_imports") or []))  # type: ignore[call-overload]
-    shown = "\n".join(tests)
-    question = (
-        f"{asked}\n\nAnswer with Python code in one block. It has to pass these tests:\n\n```python\n{shown}\n```"
-    )
+    tests_text = "\n".join(tests)
+    instruction = "Answer with Python code in one block. It has to pass these tests:"
+    question = f"{description}\n\n{instruction}\n\n```python\n{tests_text}\n```"
     return {"task_id": row["task_id"], "question": question, "tests": list(tests), "setup": str(imports)}
 
 
@@ -216,7 +219,7 @@ def _bfcl(row: Row) -> Row:
     if not isinstance(turns, list) or len(turns) != 1 or not isinstance(turns[0], list):
         raise RowError("is not one turn of messages", column="question", value=turns)
     functions = functions if isinstance(functions, list) else [functions]
-    tools = [{"type": "function", "function": _schema(each)} for each in functions]
+    tools = [{"type": "function", "function": _schema(function)} for function in functions]
     for tool in tools:
         function = tool["function"]
         assert isinstance(function, dict)
@@ -229,19 +232,19 @@ def _schema(value: object, depth: int = 0) -> object:
     if depth > _DEPTH:
         raise RowError("is nested too deeply", column="function")
     if isinstance(value, Mapping):
-        made = {str(key): _schema(inner, depth + 1) for key, inner in value.items()}
-        kind = made.get("type")
+        schema = {str(key): _schema(inner, depth + 1) for key, inner in value.items()}
+        kind = schema.get("type")
         if isinstance(kind, str) and kind in _JSON_TYPES:
-            del made["type"]
-            made |= {"type": _JSON_TYPES[kind]} if _JSON_TYPES[kind] else {}
-        return made
-    return [_schema(each, depth + 1) for each in value] if isinstance(value, list) else value
+            del schema["type"]
+            schema |= {"type": _JSON_TYPES[kind]} if _JSON_TYPES[kind] else {}
+        return schema
+    return [_schema(inner, depth + 1) for inner in value] if isinstance(value, list) else value
 
 
 _CODE = "a sandbox: Linux, and root or bubblewrap"
 BENCHMARKS: Mapping[str, Benchmark] = {
-    each.name: each
-    for each in (
+    definition.name: definition
+    for definition in (
         Benchmark(
             name="gsm8k",
             hub="openai/gsm8k",

@@ -51,8 +51,8 @@ class Curriculum:
         check_flags(
             self,
             "--curriculum.",
-            least={"easy_share": 0, "hard_share": 0, "hard_to": 0, "momentum": 0, "most_tasks": 1},
-            most={"easy_from": 1},
+            minimum={"easy_share": 0, "hard_share": 0, "hard_to": 0, "momentum": 0, "most_tasks": 1},
+            maximum={"easy_from": 1},
             below={"momentum": 1},
         )
         if not self.easy_share + self.hard_share <= 1:
@@ -106,8 +106,8 @@ class DifficultyPools:
         keep = self.config.momentum
         for group in groups:
             rate, key = self._rate_of(group), _key(group.task)
-            before = self._rates.get(key)
-            self._rates[key] = rate if before is None else keep * before + (1 - keep) * rate
+            old_rate = self._rates.get(key)
+            self._rates[key] = rate if old_rate is None else keep * old_rate + (1 - keep) * rate
 
     def pool_of(self, task: Task) -> Pool | None:
         """Return a task's pool; None for a new task."""
@@ -125,24 +125,26 @@ class DifficultyPools:
             draw: returns the next task; tasks passed over do not come back before the source repeats them.
             chosen_before: whether a task was chosen before a restart that rewound the source, and is chosen again.
         """
-        wanted, other = self._wanted(source), None
-        for passed in range(_MOST_PASSED):
+        preferred_pool, alternative = self._wanted(source), None
+        for num_passed in range(_MOST_PASSED):
             task = draw()
             pool = self.pool_of(task)
-            if pool in (wanted, None) or wanted is None or chosen_before(task):
-                return self._count(pool, task, passed)
-            if other is None or (self.config.shares[other[0]] == 0 < self.config.shares[pool]):
-                other = pool, task
-        assert wanted is not None
-        assert other is not None
-        self._resting.setdefault(source, {})[wanted] = _REST
-        return self._count(*other, _MOST_PASSED - 1)
+            if pool in (preferred_pool, None) or preferred_pool is None or chosen_before(task):
+                return self._count(pool, task, num_passed)
+            if alternative is None or (self.config.shares[alternative[0]] == 0 < self.config.shares[pool]):
+                alternative = pool, task
+        assert preferred_pool is not None
+        assert alternative is not None
+        self._resting.setdefault(source, {})[preferred_pool] = _REST
+        return self._count(*alternative, _MOST_PASSED - 1)
 
     def metrics(self) -> dict[str, float]:
         """Return the number of tasks in each pool, and of tasks chosen and passed over since the last call."""
         sizes = dict(zip(("hard", "normal", "easy"), self._sizes(), strict=True))
         values = {f"curriculum/{pool}_tasks": float(size) for pool, size in sizes.items()}
-        values |= {f"curriculum/{what}": float(self._counts[what]) for what in (*get_args(Pool), "new", "passed_over")}
+        values |= {
+            f"curriculum/{counter}": float(self._counts[counter]) for counter in (*get_args(Pool), "new", "passed_over")
+        }
         self._counts.clear()
         return values
 
@@ -163,19 +165,19 @@ class DifficultyPools:
         Raises:
             TaskError: they are malformed.
         """
-        found = DifficultyPools(self.config)
+        pools = DifficultyPools(self.config)
         try:
             if not isinstance(position, Mapping):
                 raise ValueError("the pools are not a mapping")
-            found._owed = _checked(position.get("owed"), float, most=len(get_args(Pool)))
-            found._resting = _checked(position.get("resting"), int, most=_REST)
-            found._rates = SolveRates.restored(rates, self.config.most_tasks)
+            pools._owed = _checked(position.get("owed"), float, max_value=len(get_args(Pool)))
+            pools._resting = _checked(position.get("resting"), int, max_value=_REST)
+            pools._rates = SolveRates.restored(rates, self.config.most_tasks)
         except ValueError as error:
             raise TaskError(
                 f"the saved state of the curriculum is malformed: {error}",
                 hint="resume from an earlier checkpoint, or start a new run",
             ) from error
-        return found
+        return pools
 
     def __repr__(self) -> str:
         hard, normal, easy = self._sizes()
@@ -187,33 +189,33 @@ class DifficultyPools:
     def _wanted(self, source: str) -> Pool | None:
         """Choose the pool of a source's next task; None if all rest."""
         resting = self._resting.get(source, {})
-        self._resting[source] = {pool: left - 1 for pool, left in resting.items() if left > 1}
+        self._resting[source] = {pool: num_left - 1 for pool, num_left in resting.items() if num_left > 1}
         active = {pool: share for pool, share in self.config.shares.items() if share > 0 and pool not in resting}
         if not active:
             return None
         owed, total = self._owed.setdefault(source, {}), math.fsum(active.values())
         for pool, share in active.items():
             owed[pool] = owed.get(pool, 0.0) + share / total
-        wanted = max(active, key=lambda pool: round(owed[pool], 9))
-        owed[wanted] -= 1
-        return wanted
+        next_pool = max(active, key=lambda pool: round(owed[pool], 9))
+        owed[next_pool] -= 1
+        return next_pool
 
     def _rate_of(self, group: Group) -> float:
-        name, scores = self.config.part, [each.score for each in group.episodes if each.score is not None]
+        name, scores = self.config.part, [episode.score for episode in group.episodes if episode.score is not None]
         if not name:
-            found = [score.total for score in scores]
+            values = [score.total for score in scores]
         else:
-            found = [score.parts[name] for score in scores if name in score.parts]
-        if not found:
+            values = [score.parts[name] for score in scores if name in score.parts]
+        if not values:
             raise ConfigError(
                 f"--curriculum.part is {name}, which is not a part of the reward of {group.task.source}",
                 hint=f"its parts: {', '.join(sorted({part for score in scores for part in score.parts})) or 'none'}",
             )
-        return math.fsum(min(max(value, 0.0), 1.0) for value in found) / len(found)
+        return math.fsum(min(max(value, 0.0), 1.0) for value in values) / len(values)
 
-    def _count(self, pool: Pool | None, task: Task, passed: int) -> Task:
+    def _count(self, pool: Pool | None, task: Task, num_passed: int) -> Task:
         self._counts[pool or "new"] += 1
-        self._counts["passed_over"] += passed
+        self._counts["passed_over"] += num_passed
         return task
 
 
@@ -221,15 +223,15 @@ def _key(task: Task) -> int:
     return key_of(task.source, task.id)
 
 
-def _checked(state: object, kind: type[float], *, most: float) -> dict[str, dict[Pool, Any]]:
+def _checked(state: object, kind: type[float], *, max_value: float) -> dict[str, dict[Pool, Any]]:
     """Check a mapping of sources to numbers by pool.
 
     Raises:
-        ValueError: it is another thing, or a number is beyond `most`.
+        ValueError: it has another form, or a number is beyond `max_value`.
     """
-    if not isinstance(state, Mapping) or not all(isinstance(each, Mapping) for each in state.values()):
+    if not isinstance(state, Mapping) or not all(isinstance(by_pool, Mapping) for by_pool in state.values()):
         raise ValueError("the pools are not mappings by source")
-    for pool, number in (item for each in state.values() for item in each.items()):
-        if pool not in get_args(Pool) or type(number) is not kind or not -most <= number <= most:
+    for pool, number in (item for by_pool in state.values() for item in by_pool.items()):
+        if pool not in get_args(Pool) or type(number) is not kind or not -max_value <= number <= max_value:
             raise ValueError(f"a pool is {str(pool)!r:.40} with {number!r:.40}")
-    return {str(source): dict(each) for source, each in state.items()}
+    return {str(source): dict(by_pool) for source, by_pool in state.items()}

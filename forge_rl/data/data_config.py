@@ -75,7 +75,7 @@ class DataConfig:
     """Handling of problems in --eval-tasks that are also training tasks: an error, or leave them out of training."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--data.", least={"max_bad_rows": 0}, below={"max_bad_rows": 1})
+        check_flags(self, "--data.", minimum={"max_bad_rows": 0}, below={"max_bad_rows": 1})
         if self.held_out_share is not None and not 0 < self.held_out_share < 1:
             raise ConfigError(
                 f"--data.held-out-share is {self.held_out_share}", hint="set --data.held-out-share between 0 and 1"
@@ -102,7 +102,7 @@ class DataConfig:
         if not tasks:
             raise ConfigError("no tasks are given", hint="set --tasks to at least one data set or file of tasks")
         specs = _parsed(tasks, "--tasks")
-        sources = self._sources(specs, seed, kind, trained=True, evaluated=bool(eval_tasks))
+        sources = self._sources(specs, seed, kind, is_trained=True, is_evaluated=bool(eval_tasks))
         held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind)
         return Mixture(
             sources,
@@ -118,10 +118,10 @@ class DataConfig:
         Raises:
             TaskError: as for `build`.
         """
-        return self._sources(_parsed(tasks, "--eval-tasks"), seed, kind, trained=False, evaluated=True)
+        return self._sources(_parsed(tasks, "--eval-tasks"), seed, kind, is_trained=False, is_evaluated=True)
 
     def _sources(
-        self, specs: Sequence[FlagText], seed: int, kind: Kind, *, trained: bool, evaluated: bool
+        self, specs: Sequence[FlagText], seed: int, kind: Kind, *, is_trained: bool, is_evaluated: bool
     ) -> dict[str, Source]:
         names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
@@ -131,10 +131,12 @@ class DataConfig:
                 raise TaskError(
                     f"the tasks {name!r} are given twice", hint="give them once, with the sum of the weights"
                 )
-            sources[name] = self._source(name, spec, seed, kind, trained=trained, evaluated=evaluated)
+            sources[name] = self._source(name, spec, seed, kind, is_trained=is_trained, is_evaluated=is_evaluated)
         return sources
 
-    def _source(self, name: str, spec: FlagText, seed: int, kind: Kind, *, trained: bool, evaluated: bool) -> Source:
+    def _source(
+        self, name: str, spec: FlagText, seed: int, kind: Kind, *, is_trained: bool, is_evaluated: bool
+    ) -> Source:
         if _is_generated(spec):
             if kind == "pair":
                 raise spec.wrong(
@@ -143,48 +145,50 @@ class DataConfig:
             share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
             instruction = _NUMBERS if self.instruction is None else self.instruction
             return ReasoningGymSource(spec.name, spec.params, seed, share, name, instruction, self.system)
-        share = (0.0 if evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
+        share = (0.0 if is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
         if spec.is_code:
             items: Any = user_code.load(spec.name, "--tasks")
-            return IterableSource(name, items, seed, share if trained else 1.0, self._columns(spec, kind))
+            return IterableSource(name, items, seed, share if is_trained else 1.0, self._columns(spec, kind))
         return TableSource(
             name,
             _tables(spec),
             self._columns(spec, kind),
             seed=seed,
-            held_out_share=share if trained else 1.0,
+            held_out_share=share if is_trained else 1.0,
             max_bad_rows=self.max_bad_rows,
         )
 
     def _columns(self, spec: FlagText, kind: Kind) -> Columns:
-        others = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
+        extra_keys = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
         columns = (*_COLUMNS, *(_PAIR if kind == "pair" else ()))
-        allowed = (*columns, *others)
-        if unknown := [key for key in spec.params if key not in allowed]:
-            raise spec.wrong(f"the key {unknown[0]!r} is unknown", suggest(unknown[0], allowed, "keys"), at=unknown[0])
-        given = {key: spec.written[key] for key in columns if key in spec.written}
-        if "question" in given and "messages" in given:
-            raise spec.wrong("set both question and messages", "set one: either is the whole prompt", at="messages")
-        template = "" if "question" in given or "messages" in given else self.template
+        known_keys = (*columns, *extra_keys)
+        if unknown := [key for key in spec.params if key not in known_keys]:
+            raise spec.wrong(
+                f"the key {unknown[0]!r} is unknown", suggest(unknown[0], known_keys, "keys"), key=unknown[0]
+            )
+        named_columns = {key: spec.raw_params[key] for key in columns if key in spec.raw_params}
+        if "question" in named_columns and "messages" in named_columns:
+            raise spec.wrong("set both question and messages", "set one: either is the whole prompt", key="messages")
+        template = "" if "question" in named_columns or "messages" in named_columns else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
-        return Columns(**{**common, **given}, kind=kind)
+        return Columns(**{**common, **named_columns}, kind=kind)
 
 
 def _parsed(texts: Sequence[str], flag: str) -> list[FlagText]:
-    found = [parse(text, flag, error=TaskError) for text in texts]
-    for each in found:
-        if each.weight < 0:
-            raise each.wrong(f"the weight {each.weight:g} is below 0", "write a weight such as *0.5", at="weight")
-        for key, value in each.written.items():
+    specs = [parse(text, flag, error=TaskError) for text in texts]
+    for spec in specs:
+        if spec.weight < 0:
+            raise spec.wrong(f"the weight {spec.weight:g} is below 0", "write a weight such as *0.5", key="weight")
+        for key, value in spec.raw_params.items():
             if not value:
-                raise each.wrong(f"{key} has no value", "write KEY=VALUE", at=key)
-    return found
+                raise spec.wrong(f"{key} has no value", "write KEY=VALUE", key=key)
+    return specs
 
 
 def _label(spec: FlagText) -> str:
     """Return name and parameters, to distinguish specs of the same name."""
-    written = ",".join(f"{key}={value}" for key, value in spec.written.items())
-    return f"{spec.name}:{written}" if written else spec.name
+    params_text = ",".join(f"{key}={value}" for key, value in spec.raw_params.items())
+    return f"{spec.name}:{params_text}" if params_text else spec.name
 
 
 def _is_generated(spec: FlagText) -> bool:
@@ -196,8 +200,8 @@ def _is_generated(spec: FlagText) -> bool:
 
 def _tables(spec: FlagText) -> list[Table]:
     if is_path(spec.name) or not is_hub_id(spec.name):
-        return open_tables(find_files(spec.name, split=spec.written.get("split", "")))
-    return [hub.fetch(spec.name, **{key: spec.written.get(key, "") for key in _HUB_KEYS})]
+        return open_tables(find_files(spec.name, split=spec.raw_params.get("split", "")))
+    return [hub.fetch(spec.name, **{key: spec.raw_params.get(key, "") for key in _HUB_KEYS})]
 
 
 def _short_name(spec: FlagText) -> str:

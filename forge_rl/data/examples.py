@@ -45,9 +45,11 @@ def preference_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode, Epis
     Raises:
         TaskError: as for `conversation_episodes`, or both have the same tokens.
     """
-    chosen, rejected = (_episode(task, _answer(task.truth.get(name), name), tokenizer) for name in _PAIR)
-    _check_differ(chosen, rejected)
-    return chosen, rejected
+    chosen_episode, rejected_episode = (
+        _episode(task, _answer(task.truth.get(name), name), tokenizer) for name in _PAIR
+    )
+    _check_differ(chosen_episode, rejected_episode)
+    return chosen_episode, rejected_episode
 
 
 def comparison_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode, Episode]:
@@ -60,15 +62,17 @@ def comparison_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode, Epis
     Raises:
         TaskError: as for `preference_episodes`.
     """
-    chosen, rejected = (_compared(task, _answer(task.truth.get(name), name), tokenizer) for name in _PAIR)
-    _check_differ(chosen, rejected)
-    return chosen, rejected
+    chosen_episode, rejected_episode = (
+        _compared(task, _answer(task.truth.get(name), name), tokenizer) for name in _PAIR
+    )
+    _check_differ(chosen_episode, rejected_episode)
+    return chosen_episode, rejected_episode
 
 
-def _check_differ(chosen: Episode, rejected: Episode) -> None:
-    turns = zip(chosen.turns, rejected.turns, strict=False)
-    same = all(np.array_equal(one.context, other.context) for one, other in turns)
-    if same and len(chosen.turns) == len(rejected.turns):
+def _check_differ(chosen_episode: Episode, rejected_episode: Episode) -> None:
+    turns = zip(chosen_episode.turns, rejected_episode.turns, strict=False)
+    is_same = all(np.array_equal(chosen_turn.context, rejected_turn.context) for chosen_turn, rejected_turn in turns)
+    if is_same and len(chosen_episode.turns) == len(rejected_episode.turns):
         raise TaskError(
             "the chat template writes the same tokens for its chosen and its rejected answer",
             hint="remove the pair, or change the model's chat_template.jinja",
@@ -118,26 +122,26 @@ def _episode(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Epi
 
 def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn:
     """Return the turn of the last of these messages."""
-    whole = _rendered(task, messages, tokenizer)
-    prompt = _rendered(task, messages[:-1], tokenizer, add_generation_prompt=True)
-    begin = _shared(prompt, whole)
+    conversation_ids = _rendered(task, messages, tokenizer)
+    prompt_ids = _rendered(task, messages[:-1], tokenizer, add_generation_prompt=True)
+    begin = _shared(prompt_ids, conversation_ids)
     # Some templates open an assistant's turn with more than all answers have, such as <think>.
-    if begin < len(prompt) and begin < len(_rendered(task, messages[:-1], tokenizer)):
+    if begin < len(prompt_ids) and begin < len(_rendered(task, messages[:-1], tokenizer)):
         # gpt-oss's leaves out the thoughts before an answer once that is there; who writes it still sees them.
-        answer = _after(_last_message(task, messages[:-1], prompt, tokenizer), whole)
-        if answer is None:
+        answer_ids = _after(_last_message(task, messages[:-1], prompt_ids, tokenizer), conversation_ids)
+        if answer_ids is None:
             raise _refused("changes the messages before an answer when it is added")
-        whole, begin = (*prompt, *answer), len(prompt)
-    stops = [place for place in range(begin, len(whole)) if whole[place] in tokenizer.stop_ids]
-    end = stops[-1] + 1 if stops else len(whole)
+        conversation_ids, begin = (*prompt_ids, *answer_ids), len(prompt_ids)
+    stops = [place for place in range(begin, len(conversation_ids)) if conversation_ids[place] in tokenizer.stop_ids]
+    end = stops[-1] + 1 if stops else len(conversation_ids)
     if begin == end:
         raise _refused("does not show an assistant message")
-    token_ids, stop = whole[begin:end], final_stop(tokenizer)
+    token_ids, stop = conversation_ids[begin:end], final_stop(tokenizer)
     text = tokenizer.decode(token_ids)
     if not stops and stop is not None:
         # Some templates end a turn only when another follows: the model would never learn to stop.
         token_ids = (*token_ids, stop)
-    return Turn.given(whole[:begin], token_ids, text)
+    return Turn.given(conversation_ids[:begin], token_ids, text)
 
 
 def _last_message(
@@ -175,13 +179,13 @@ def _rendered(
         raise TaskError(error.message, hint=error.hint) from error
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _shared(first_ids: Sequence[int], second_ids: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first_ids, second_ids, strict=False)))
 
 
-def _refused(what: str) -> TaskError:
+def _refused(problem: str) -> TaskError:
     return TaskError(
-        f"the chat template {what}, so its tokens cannot be told apart",
+        f"the chat template {problem}, so its tokens cannot be told apart",
         hint="change the messages, or the model's chat_template.jinja",
     )

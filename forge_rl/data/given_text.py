@@ -42,15 +42,15 @@ def check_answer(message: Message, number: int, token_ids: TokenIds, tokenizer: 
     """
     rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
     # The longest first, each at a place of its own: a thought "5" is not the 5 of "15".
-    for given in sorted(_of_answer(message, tokenizer), key=lambda given: -len(given.text)):
-        form = _form_in(rendered, given.text, tokenizer)
+    for passage in sorted(_of_answer(message, tokenizer), key=lambda passage: -len(passage.text)):
+        form = _form_in(rendered, passage.text, tokenizer)
         if form is None:
-            raise _left_out(number, given, "trained")
+            raise _left_out(number, passage, "trained")
         rendered = rendered.replace(form, "\0", 1)
 
 
 def check_context(
-    messages: Sequence[Message], token_ids: TokenIds, tokenizer: Tokenizer, *, first: int, shown: str = "shown"
+    messages: Sequence[Message], token_ids: TokenIds, tokenizer: Tokenizer, *, first: int, use: str = "shown"
 ) -> None:
     """Refuse messages whose text the model is not shown. Thoughts and calls of earlier answers may be left out.
 
@@ -63,9 +63,9 @@ def check_context(
     """
     rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
     for number, message in enumerate(messages, first):
-        for given in _of_content(message, tokenizer):
-            if given.part != "thoughts" and _form_in(rendered, given.text, tokenizer) is None:
-                raise _left_out(number, given, shown)
+        for passage in _of_content(message, tokenizer):
+            if passage.part != "thoughts" and _form_in(rendered, passage.text, tokenizer) is None:
+                raise _left_out(number, passage, use)
 
 
 def _of_answer(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
@@ -86,17 +86,17 @@ def _of_content(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
     """Yield the text of a message. An answer's text is split at tags: text before a closing tag is a thought."""
     content = message.get("content") or ""
     assert isinstance(content, str), content
-    rest = "text beside its tool call" if message.get("tool_calls") else "text"
+    default_part = "text beside its tool call" if message.get("tool_calls") else "text"
     if message.get("role") == "assistant":
         tags = {*_TAGS, *tokenizer.thoughts.tags}
         pieces = re.split("(" + "|".join(map(re.escape, sorted(tags))) + ")", content)
         closing = {_TAGS[1], tokenizer.thoughts.tags[1]}
         for place in range(0, len(pieces), 2):
-            closed = place + 1 < len(pieces) and pieces[place + 1] in closing
+            is_thought = place + 1 < len(pieces) and pieces[place + 1] in closing
             if pieces[place].strip():
-                yield GivenText("thoughts" if closed else rest, pieces[place])
+                yield GivenText("thoughts" if is_thought else default_part, pieces[place])
     elif content.strip():
-        yield GivenText(rest, content)
+        yield GivenText(default_part, content)
 
 
 def _values(arguments: object) -> Iterator[str]:
@@ -128,10 +128,10 @@ def _joined(text: str) -> str:
     return "".join(text.split())
 
 
-def _left_out(number: int, given: GivenText, use: str) -> TaskError:
-    text = " ".join(given.text[:200].split())
-    seen = ascii(text if len(text) <= 60 else f"{text[:60]} ...")
+def _left_out(number: int, passage: GivenText, use: str) -> TaskError:
+    text = " ".join(passage.text[:200].split())
+    excerpt = ascii(text if len(text) <= 60 else f"{text[:60]} ...")
     return TaskError(
-        f"message {number}'s {given.part} would not be {use}: the chat template leaves out {seen}",
-        hint=_HINTS.get(given.part, _HINT),
+        f"message {number}'s {passage.part} would not be {use}: the chat template leaves out {excerpt}",
+        hint=_HINTS.get(passage.part, _HINT),
     )

@@ -49,13 +49,13 @@ class Mixture:
         if not sources:
             raise TaskError("the mixture has no sources", hint="give the tasks to train on")
         self._sources = dict(sources)
-        given = dict.fromkeys(self._sources, 1.0) if weights is None else dict(weights)
-        if set(given) != set(self._sources):
+        source_weights = dict.fromkeys(self._sources, 1.0) if weights is None else dict(weights)
+        if set(source_weights) != set(self._sources):
             raise TaskError(
-                f"the weights are for {sorted(given)}, the sources are {sorted(self._sources)}",
+                f"the weights are for {sorted(source_weights)}, the sources are {sorted(self._sources)}",
                 hint="give one weight per source",
             )
-        self._weights = self._checked({name: given[name] for name in self._sources})
+        self._weights = self._checked({name: source_weights[name] for name in self._sources})
         self._owed = dict.fromkeys(self._sources, 0.0)
         self.evaluation = dict(evaluation or {})
         self.holds_out = holds_out
@@ -77,16 +77,16 @@ class Mixture:
     @property
     def epochs(self) -> dict[str, float]:
         """Passes so far over each source that repeats its tasks."""
-        found = {name: getattr(source, "epoch", None) for name, source in self._sources.items()}
-        return {name: epoch for name, epoch in found.items() if isinstance(epoch, int | float)}
+        epochs = {name: getattr(source, "epoch", None) for name, source in self._sources.items()}
+        return {name: epoch for name, epoch in epochs.items() if isinstance(epoch, int | float)}
 
     def metrics(self) -> dict[str, float]:
         """Return each source's share if there are several, its epoch if it has one, and the bad rows it skipped."""
         values = {f"data/{name}/epoch": epoch for name, epoch in self.epochs.items()}
         if len(self._sources) > 1:
             values |= {f"mixture/{name}": share for name, share in self.shares.items()}
-        bad = {name: getattr(source, "bad_rows", 0) for name, source in self._sources.items()}
-        return values | {f"data/{name}/bad_rows": float(rows) for name, rows in bad.items() if rows}
+        bad_rows = {name: getattr(source, "bad_rows", 0) for name, source in self._sources.items()}
+        return values | {f"data/{name}/bad_rows": float(rows) for name, rows in bad_rows.items() if rows}
 
     @property
     def shares(self) -> dict[str, float]:
@@ -110,21 +110,21 @@ class Mixture:
         Raises:
             TaskError: a weight is refused; nothing has then changed.
         """
-        before = {name: self[name] for name in weights}
+        old_weights = {name: self[name] for name in weights}
         if self._adaptive is not None:
-            pinned = dict(self._adaptive.pinned)
+            old_pinned = dict(self._adaptive.pinned)
             try:
                 for name, weight in weights.items():
                     self._adaptive.pin(name, weight)
             except TaskError:
-                self._adaptive.pinned = pinned
+                self._adaptive.pinned = old_pinned
                 raise
             self._weights = self._adaptive.shares()
         else:
             self._weights = self._checked({**self._weights, **weights})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
         for name, weight in weights.items():
-            self._tell(f"mixture {name} {before[name]:g} -> {weight:g}")
+            self._tell(f"mixture {name} {old_weights[name]:g} -> {weight:g}")
 
     def adapt(self, config: Adapting) -> None:
         """Adapt all weights from the next batch on, even those set by hand; with "off", keep the current weights.
@@ -214,17 +214,19 @@ class Mixture:
                 and all(isinstance(number, int | float) for number in (*weights.values(), *owed.values()))
                 and all(isinstance(source, Mapping) for source in sources.values())
             ):
-                found = AdaptiveShares.restored(adaptive, self._sources) if isinstance(adaptive, Mapping) else None
+                adaptive_shares = (
+                    AdaptiveShares.restored(adaptive, self._sources) if isinstance(adaptive, Mapping) else None
+                )
                 for name, source in self._sources.items():
                     source.restore(sources[name])
-                self._adaptive = found
+                self._adaptive = adaptive_shares
                 self._weights = self._checked({name: weights[name] for name in self._sources})
                 self._owed = {name: float(owed[name]) for name in self._sources}
             case _:
-                saved = state.get("sources")
-                saved = sorted(saved) if isinstance(saved, Mapping) else saved
+                saved_sources = state.get("sources")
+                saved_sources = sorted(saved_sources) if isinstance(saved_sources, Mapping) else saved_sources
                 raise TaskError(
-                    f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
+                    f"the saved mixture has the sources {saved_sources}, this one {sorted(self._sources)}",
                     hint="resume with the original tasks, or start a new run",
                 )
 
@@ -240,9 +242,9 @@ class Mixture:
         Raises:
             TaskError: a source cannot resume, for example because its files have changed.
         """
-        saved = state.get("sources")
+        saved_sources = state.get("sources")
         for name, source in self._sources.items():
-            if isinstance(saved, Mapping) and isinstance(position := saved.get(name), Mapping):
+            if isinstance(saved_sources, Mapping) and isinstance(position := saved_sources.get(name), Mapping):
                 source.restore(position)
 
     def _tell(self, line: str) -> None:
@@ -285,10 +287,10 @@ def as_mixture(sources: AnySources, *, seed: int) -> Mixture:
         return Mixture({sources.name: sources})
     if not isinstance(sources, Mapping):
         sources = {"tasks": sources}
-    made: dict[str, Source] = {}
+    named_sources: dict[str, Source] = {}
     for name, source in sources.items():
-        made[name] = source if isinstance(source, Source) else IterableSource(name, source, seed)
-    return Mixture(made)
+        named_sources[name] = source if isinstance(source, Source) else IterableSource(name, source, seed)
+    return Mixture(named_sources)
 
 
 def _largest_remainder(owed: dict[str, float], shares: Mapping[str, float], groups: int) -> list[str]:

@@ -68,12 +68,12 @@ def trained_text(episode: Episode, tokenizer: Tokenizer) -> Text:
     text = Text()
     for segment in episode.segments:
         pairs = zip(segment.trained.tolist(), segment.token_ids.tolist(), strict=True)
-        for trained, part in itertools.groupby(pairs, itemgetter(0)):
+        for is_trained, part in itertools.groupby(pairs, itemgetter(0)):
             token_ids = [token for _, token in part]
             count = f"{len(token_ids):,} token" + "s" * (len(token_ids) != 1)
-            text.append("\n" * bool(text) + f"{'trained' if trained else 'not trained'}, {count}\n", style="dim")
+            text.append("\n" * bool(text) + f"{'trained' if is_trained else 'not trained'}, {count}\n", style="dim")
             part_text = visible(tokenizer.decode(token_ids, skip_special=False))
-            text.append(part_text.rstrip("\n") + "\n", style="bold green" if trained else "")
+            text.append(part_text.rstrip("\n") + "\n", style="bold green" if is_trained else "")
     return text
 
 
@@ -83,19 +83,19 @@ def measure(lengths: Lengths, tasks: Sequence[Task]) -> Measured:
     Raises:
         TaskError: none can be used; it is the first one's error.
     """
-    measured = Measured()
+    measurement = Measured()
     lengths.take_note()  # the scan has told of its own
     for task in tasks:
         try:
             length = lengths.length(task)
         except TaskError as error:
-            if task is tasks[-1] and not measured.tasks:
+            if task is tasks[-1] and not measurement.tasks:
                 raise
-            measured.refused.append(f"{task.id}: {error.message}")
+            measurement.refused.append(f"{task.id}: {error.message}")
             continue
-        measured.tasks.append(task)
-        measured.lengths.append(length)
-    return replace(measured, note=lengths.take_note())
+        measurement.tasks.append(task)
+        measurement.lengths.append(length)
+    return replace(measurement, note=lengths.take_note())
 
 
 def rendered(tokenizer: Tokenizer, task: Task) -> Text:
@@ -104,8 +104,8 @@ def rendered(tokenizer: Tokenizer, task: Task) -> Text:
     text = Text()
     prompt = tokenizer.render(task.messages, tools=task.tools)
     for is_special, ids in itertools.groupby(prompt, special.__contains__):
-        written = tokenizer.decode(tuple(ids), skip_special=False)
-        text.append(visible(written), style="bold magenta" if is_special else "")
+        segment = tokenizer.decode(tuple(ids), skip_special=False)
+        text.append(visible(segment), style="bold magenta" if is_special else "")
     return text
 
 
@@ -113,7 +113,9 @@ def histogram(lengths: Sequence[int], width: int = 40) -> list[str]:
     """Return the lines of a histogram, each a range, a bar and a count."""
     low, high = min(lengths), max(lengths)
     step = max(1, -(-(high - low + 1) // _BINS))
-    counts = [sum(at <= length < at + step for length in lengths) for at in range(low, high + 1, step)]
+    counts = [
+        sum(bin_start <= length < bin_start + step for length in lengths) for bin_start in range(low, high + 1, step)
+    ]
     digits = len(str(high))
     return [
         f"{low + number * step:>{digits}} to {min(high, low + number * step + step - 1):>{digits}}  "
@@ -128,16 +130,18 @@ def example_panel(tokenizer: Tokenizer, task: Task, episodes: Sequence[Episode],
     for name, episode in zip(_PAIR if len(episodes) > 1 else ("",), episodes, strict=True):
         lines += [Text(name, style="bold")] if name else []
         lines.append(trained_text(episode, tokenizer))
-    rest = {key: value for key, value in task.truth.items() if key not in (*_PAIR, "completion")}
-    lines += [Text("other columns, not shown to the model", style="dim"), _table(rest)] if rest else []
+    other_columns = {key: value for key, value in task.truth.items() if key not in (*_PAIR, "completion")}
+    lines += (
+        [Text("other columns, not shown to the model", style="dim"), _table(other_columns)] if other_columns else []
+    )
     return Panel(Group(*lines), title=Text(visible(title)), title_align="left", border_style="dim")
 
 
 def task_panel(tokenizer: Tokenizer, task: Task, title: str) -> Panel:
     """Return a task's prompt as the model sees it, and its truth."""
     truth = _table(task.truth)
-    shown = Group(rendered(tokenizer, task), Text("\ntruth, never shown to the model", style="dim"), truth)
-    return Panel(shown, title=Text(visible(title)), title_align="left", border_style="dim")
+    body = Group(rendered(tokenizer, task), Text("\ntruth, never shown to the model", style="dim"), truth)
+    return Panel(body, title=Text(visible(title)), title_align="left", border_style="dim")
 
 
 def _table(truth: Mapping[str, object]) -> Table:

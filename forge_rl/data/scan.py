@@ -116,11 +116,11 @@ def check_tasks(
     make_lengths: Callable[[], Lengths],
     *,
     cache: Path,
-    progress: Progress = lambda what, fraction: None,
+    progress: Progress = lambda label, fraction: None,
 ) -> dict[str, Scan]:
     """Read all files of a mixture once and leave out unusable rows; return the findings by source.
 
-        found = check_tasks(mixture, lambda: PromptLengths(Tokenizer(model), 1008), cache=default_cache())
+        scans = check_tasks(mixture, lambda: PromptLengths(Tokenizer(model), 1008), cache=default_cache())
 
     From then on, the sources and evaluation sets leave out overlong tasks. Of sources made by code, only the first
     100,000 items are compared with the evaluation sets; later ones are left out as they come. Generated tasks hold out
@@ -138,35 +138,35 @@ def check_tasks(
     has_files = any(isinstance(source, TableSource) for source in all_sources)
     lengths = make_lengths() if has_files else None
     problems: dict[str, set[int]] = {}
-    found: dict[str, Scan] = {}
+    scans: dict[str, Scan] = {}
     for name, source in mixture.evaluation.items():
         if isinstance(source, TableSource) and lengths is not None:
             problems[name] = set()
             scan = _scan(source, lengths, problems=problems[name], progress=progress)
             source.leave_out(scan.too_long)
-            found[f"evaluation {name}"] = dataclasses.replace(scan, held_out=0)
+            scans[f"evaluation {name}"] = dataclasses.replace(scan, held_out=0)
         elif isinstance(source, IterableSource):
             problems[name] = set(source.problems(_MAX_COMPARED, held_out=True))
     for name, source in mixture.sources.items():
         if isinstance(source, IterableSource) and any(problems.values()):
-            trained = set(source.problems(_MAX_COMPARED, held_out=False))
-            for other, evaluated in problems.items():
-                if mixture.overlap == "refuse" and (shared := trained & evaluated):
-                    raise _overlap(len(shared), name, other, "")
+            trained_problems = set(source.problems(_MAX_COMPARED, held_out=False))
+            for set_name, set_problems in problems.items():
+                if mixture.overlap == "refuse" and (shared_problems := trained_problems & set_problems):
+                    raise _overlap(len(shared_problems), name, set_name, "")
             source.leave_out(set().union(*problems.values()))
         elif isinstance(source, TableSource) and lengths is not None:
             scan = _cached(source, lengths, problems, cache, progress)
-            for other, rows in scan.overlap.items():
+            for set_name, rows in scan.overlap.items():
                 if rows and mixture.overlap == "refuse":
-                    raise _overlap(len(rows), name, other, f", the first is {source.describe(rows[0])}")
+                    raise _overlap(len(rows), name, set_name, f", the first is {source.describe(rows[0])}")
             if scan.trained <= 0:
                 raise TaskError(
                     f"no task of {name!r} can be trained on: {scan.describe(lengths.limit, lengths.measured)}",
                     hint=lengths.hint if scan.too_long else "provide more rows, or lower --data.held-out-share",
                 )
             source.leave_out([*scan.too_long, *itertools.chain(*scan.overlap.values())])
-            found[name] = scan
-    return found
+            scans[name] = scan
+    return scans
 
 
 def _overlap(count: int, source: str, evaluation: str, first: str) -> TaskError:
@@ -197,8 +197,8 @@ class PromptLengths:
         Raises:
             ModelError: the chat template refuses the task.
         """
-        most = self._frame + _MESSAGE_TOKENS * len(task.messages) + _text_bytes(task)
-        return most > self.limit and self.length(task) > self.limit
+        upper_bound = self._frame + _MESSAGE_TOKENS * len(task.messages) + _text_bytes(task)
+        return upper_bound > self.limit and self.length(task) > self.limit
 
     def length(self, task: Task) -> int:
         """Return the number of tokens of a task's prompt."""
@@ -216,11 +216,11 @@ class PromptLengths:
 def template_digest(tokenizer: Tokenizer) -> str:
     """Return a digest of everything that rendered messages depend on."""
     files = (tokenizer.folder / name for name in ("tokenizer.json", "chat_template.jinja"))
-    seen = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
-    seen.update(str(tokenizer.hf.chat_template).encode())
+    hasher = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
+    hasher.update(str(tokenizer.hf.chat_template).encode())
     if tokenizer.template_args:
-        seen.update(repr(sorted(tokenizer.template_args.items())).encode())
-    return seen.hexdigest()
+        hasher.update(repr(sorted(tokenizer.template_args.items())).encode())
+    return hasher.hexdigest()
 
 
 def _text_bytes(task: Task) -> int:
@@ -234,10 +234,10 @@ def _text_bytes(task: Task) -> int:
     return total
 
 
-def _check_bad(source: TableSource, bad: int, rows: int, example: str) -> None:
-    if bad > source.max_bad_rows * rows:
+def _check_bad(source: TableSource, num_bad: int, num_rows: int, example: str) -> None:
+    if num_bad > source.max_bad_rows * num_rows:
         raise TaskError(
-            f"{bad:,} of {rows:,} rows of {source.name!r} are bad, more than --data.max-bad-rows "
+            f"{num_bad:,} of {num_rows:,} rows of {source.name!r} are bad, more than --data.max-bad-rows "
             f"{source.max_bad_rows:g}; the first: {example}",
             hint="fix them, or raise --data.max-bad-rows",
         )
@@ -248,93 +248,93 @@ def _scan(
     lengths: Lengths,
     *,
     problems: set[int] | None = None,
-    others: Mapping[str, set[int]] | None = None,
+    evaluation_problems: Mapping[str, set[int]] | None = None,
     progress: Progress,
 ) -> Scan:
     """Read all rows of a source and return the findings.
 
     Args:
         problems: set to which the keys of the source's problems are added.
-        others: keys of evaluation problems by set name.
+        evaluation_problems: keys of evaluation problems by set name.
     """
-    rows = held_out = bad = 0
+    num_rows = num_held_out = num_bad = 0
     example = ""
     keys = array("Q")
     too_long: list[int] = []
-    overlap: dict[str, list[int]] = {name: [] for name in others or {}}
+    overlap: dict[str, list[int]] = {name: [] for name in evaluation_problems or {}}
     reading = _read(source, progress)
-    for read in reading:
-        rows += 1
-        if read.task is None:
+    for read_row in reading:
+        num_rows += 1
+        if read_row.task is None:
             if source.max_bad_rows == 0:
-                raise source.failure(read, *itertools.islice(reading, _LOOKED_AT))
-            bad += 1
-            example = example or f"{source.describe(read.row)}: {read.error}"
+                raise source.failure(read_row, *itertools.islice(reading, _LOOKED_AT))
+            num_bad += 1
+            example = example or f"{source.describe(read_row.row)}: {read_row.error}"
             continue
         try:
             if len(keys) < _MEASURED:  # the template may refuse these messages, and too_long rarely renders
-                is_long = lengths.length(read.task) > lengths.limit
+                is_long = lengths.length(read_row.task) > lengths.limit
             else:
-                is_long = lengths.too_long(read.task)
+                is_long = lengths.too_long(read_row.task)
         except (ModelError, TaskError) as error:
-            found = f"{source.describe(read.row)}: {error.message}"
+            message = f"{source.describe(read_row.row)}: {error.message}"
             if isinstance(error, ModelError) or source.max_bad_rows == 0:
-                raise TaskError(found, hint=error.hint) from error
-            bad += 1
-            example = example or found
+                raise TaskError(message, hint=error.hint) from error
+            num_bad += 1
+            example = example or message
             continue
-        keys.append(read.problem)
+        keys.append(read_row.problem)
         if problems is not None:
-            problems.add(read.problem)
+            problems.add(read_row.problem)
         if is_long:
-            too_long.append(read.row)
-        elif source.is_held_out(read.problem):
-            held_out += 1
+            too_long.append(read_row.row)
+        elif source.is_held_out(read_row.problem):
+            num_held_out += 1
         else:
-            for name, same in overlap.items():
-                if read.problem in (others or {})[name]:
-                    same.append(read.row)
-    _check_bad(source, bad, rows, example)
+            for name, shared_rows in overlap.items():
+                if read_row.problem in (evaluation_problems or {})[name]:
+                    shared_rows.append(read_row.row)
+    _check_bad(source, num_bad, num_rows, example)
     return Scan(
-        rows=rows,
-        held_out=held_out,
-        bad=bad,
+        rows=num_rows,
+        held_out=num_held_out,
+        bad=num_bad,
         example=example,
         duplicates=len(keys) - len(np.unique(np.array(keys, np.uint64))),
         too_long=tuple(too_long),
-        overlap={name: tuple(found) for name, found in overlap.items()},
+        overlap={name: tuple(rows) for name, rows in overlap.items()},
         note=lengths.take_note(),
     )
 
 
 def _read(source: TableSource, progress: Progress) -> Iterator[ReadRow]:
-    big = sum(each.size for each in source.files) >= _BIG_BYTES
+    is_big = sum(file.size for file in source.files) >= _BIG_BYTES
     for first in range(0, len(source), _ROWS_AT_ONCE):
-        if big:
+        if is_big:
             progress(f"reading {source.name}", first / len(source))
         yield from source.read(first, min(first + _ROWS_AT_ONCE, len(source)))
-    if big:
+    if is_big:
         progress(f"reading {source.name}", 1.0)
 
 
 def _cached(
-    source: TableSource, lengths: Lengths, others: Mapping[str, set[int]], cache: Path, progress: Progress
+    source: TableSource, lengths: Lengths, evaluation_problems: Mapping[str, set[int]], cache: Path, progress: Progress
 ) -> Scan:
     """Scan a source, or return an earlier run's findings for the same files and settings."""
-    if sum(each.size for each in source.files) < _CACHED_BYTES:
-        return _scan(source, lengths, others=others, progress=progress)
-    of = [
+    if sum(file.size for file in source.files) < _CACHED_BYTES:
+        return _scan(source, lengths, evaluation_problems=evaluation_problems, progress=progress)
+    cache_key = [
         *(_VERSION, [(str(table.path.resolve()), table.path.stat().st_mtime_ns) for table in source.tables]),
         *(source.files, source.columns, _template_text(source), source.held_out_share, source.max_bad_rows),
-        *(lengths.limit, lengths.digest(), {name: sorted(keys) for name, keys in others.items()}),
+        *(lengths.limit, lengths.digest(), {name: sorted(keys) for name, keys in evaluation_problems.items()}),
     ]
-    path = cache / "scans" / f"{hashlib.sha256(repr(of).encode()).hexdigest()[:32]}.json"
+    path = cache / "scans" / f"{hashlib.sha256(repr(cache_key).encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(
         OSError, ValueError, TypeError, KeyError, AttributeError, ForgeError
     ):  # on a cache miss, scan the files
         make_private(path.parent, TaskError)
         return _from_json(json.loads(path.read_bytes()))
-    scan = _scan(source, lengths, others=others, progress=progress)
+    scan = _scan(source, lengths, evaluation_problems=evaluation_problems, progress=progress)
     with contextlib.suppress(OSError, ForgeError):
         make_private(path.parent, TaskError)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -351,6 +351,6 @@ def _template_text(source: TableSource) -> str:
     return ""
 
 
-def _from_json(found: dict[str, Any]) -> Scan:
-    overlap = {name: tuple(map(int, rows)) for name, rows in found["overlap"].items()}
-    return Scan(**{**found, "too_long": tuple(map(int, found["too_long"])), "overlap": overlap})
+def _from_json(fields: dict[str, Any]) -> Scan:
+    overlap = {name: tuple(map(int, rows)) for name, rows in fields["overlap"].items()}
+    return Scan(**{**fields, "too_long": tuple(map(int, fields["too_long"])), "overlap": overlap})

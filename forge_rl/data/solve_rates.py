@@ -11,23 +11,23 @@ import numpy as np
 
 
 class SolveRates:
-    """Rates from 0 to 1 by the 64-bit key of a task. Of more than `most` tasks, the first ones added are forgotten.
+    """Rates from 0 to 1 by the 64-bit key of a task. Of more than `max_tasks` tasks, the oldest are forgotten.
 
-        rates = SolveRates(most=1_000_000)
+        rates = SolveRates(max_tasks=1_000_000)
         rates[17] = 0.25
         rates.get(17)  # 0.25, rounded to float32
 
     Args:
-        most: maximum number of tasks; memory grows with the tasks seen, about 150 bytes for each.
+        max_tasks: maximum number of tasks; memory grows with the tasks seen, about 150 bytes for each.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_tasks: int) -> None:
+        self._max_tasks = max_tasks
         self._places: dict[int, int] = {}
         """Index of each key in the arrays."""
         self._keys, self._rates = array("Q"), array("f")
         self._oldest = 0
-        """Index of the next key to be forgotten, once there are `most`."""
+        """Index of the next key to be forgotten, once there are `max_tasks`."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -39,12 +39,12 @@ class SolveRates:
 
     def __setitem__(self, key: int, rate: float) -> None:
         place = self._places.get(key)
-        if place is None and len(self._keys) < self._most:
+        if place is None and len(self._keys) < self._max_tasks:
             place = len(self._keys)
             self._keys.append(key)
             self._rates.append(rate)
         elif place is None:
-            place, self._oldest = self._oldest, (self._oldest + 1) % self._most
+            place, self._oldest = self._oldest, (self._oldest + 1) % self._max_tasks
             del self._places[self._keys[place]]
             self._keys[place] = key
         self._places[key] = place
@@ -58,12 +58,12 @@ class SolveRates:
 
     def state(self) -> dict[str, object]:
         """Return all keys and rates as JSON, from the oldest to the newest."""
-        keys, rates = (np.roll(np.array(each), -self._oldest) for each in (self._keys, self._rates))
+        keys, rates = (np.roll(np.array(values), -self._oldest) for values in (self._keys, self._rates))
         return {"keys": _text(keys.astype("<u8")), "rates": _text(rates.astype("<f4"))}
 
     @classmethod
-    def restored(cls, state: object, most: int) -> SolveRates:
-        """Return the rates of a saved state; if it has more than `most` tasks, the newest ones.
+    def restored(cls, state: object, max_tasks: int) -> SolveRates:
+        """Return the rates of a saved state; if it has more than `max_tasks` tasks, the newest ones.
 
         Raises:
             ValueError: the state is malformed.
@@ -77,11 +77,11 @@ class SolveRates:
             raise ValueError("a solve rate is not from 0 to 1")
         if len(np.unique(keys)) != len(keys):
             raise ValueError("a task has several solve rates")
-        found = cls(most)
-        found._keys = array("Q", keys[-most:].tolist())
-        found._rates = array("f", rates[-most:].tolist())
-        found._places = {key: place for place, key in enumerate(found._keys)}
-        return found
+        solve_rates = cls(max_tasks)
+        solve_rates._keys = array("Q", keys[-max_tasks:].tolist())
+        solve_rates._rates = array("f", rates[-max_tasks:].tolist())
+        solve_rates._places = {key: place for place, key in enumerate(solve_rates._keys)}
+        return solve_rates
 
 
 def _text(numbers: np.ndarray) -> str:

@@ -19,8 +19,8 @@ class ResumableTaskStream:
     """Draws a mixture's tasks for batches that are planned ahead, and resumes without repeating or losing a task.
 
     A saved state is a checkpoint of the mixture before the oldest undelivered batch, and the already consumed tasks
-    that were drawn after it. A resumed stream draws from the checkpoint on and skips those, each as often as it was
-    consumed. Weights and solve rates are always the current ones.
+    that were drawn after it. A resumed stream draws from the checkpoint and skips each consumed task as many times as
+    it was consumed. Weights and solve rates are always the current ones.
 
     Args:
         pools: choose among the tasks of each source; without them, tasks are taken as they come.
@@ -90,26 +90,26 @@ class ResumableTaskStream:
 
     def _position(self) -> dict[str, object]:
         """Return the state of mixture and pools, without the solve rates, which are large."""
-        found = self._mixture.state()
-        return found if self._pools is None else {**found, "pools": self._pools.position()}
+        state = self._mixture.state()
+        return state if self._pools is None else {**state, "pools": self._pools.position()}
 
     def _oldest(self, pending: Iterable[Task]) -> int:
         """Return the index in `_drawn` of the oldest pending task, or len(_drawn) if none is pending."""
-        left = Counter((task.source, task.id) for task in pending)
+        pending_counts = Counter((task.source, task.id) for task in pending)
         oldest = len(self._drawn)
         for place in range(len(self._drawn) - 1, -1, -1):  # of a task drawn twice, the latest draw is the pending one
-            if not left.total():
+            if not pending_counts.total():
                 break
-            if left[self._drawn[place]] > 0:
-                left[self._drawn[place]] -= 1
+            if pending_counts[self._drawn[place]] > 0:
+                pending_counts[self._drawn[place]] -= 1
                 oldest = place
         return oldest
 
     def state(self) -> dict[str, object]:
         """Return the state before the oldest undelivered batch, with the current weights and solve rates."""
-        now = self._position()
-        found = self._checkpoints[0][0] | {name: now[name] for name in _OF_NOW} if self._checkpoints else now
-        return found if self._pools is None else {**found, "solve_rates": self._pools.rates()}
+        position = self._position()
+        state = self._checkpoints[0][0] | {name: position[name] for name in _OF_NOW} if self._checkpoints else position
+        return state if self._pools is None else {**state, "solve_rates": self._pools.rates()}
 
     def consumed(self, pending: Sequence[Task]) -> list[list[str]]:
         """Return source and id of each task drawn after `state()` that must not be drawn again: all except pending."""

@@ -53,7 +53,7 @@ class OptimizerConfig:
         check_flags(
             self,
             flags,
-            least={"weight_decay": 0, "beta1": 0, "beta2": 0, "warmup_updates": 0},
+            minimum={"weight_decay": 0, "beta1": 0, "beta2": 0, "warmup_updates": 0},
             above={"lr": 0, "max_grad_norm": 0},
             below={"beta1": 1, "beta2": 1},
         )

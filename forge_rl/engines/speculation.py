@@ -71,7 +71,7 @@ def read_speculation(text: str) -> Speculation | None:
     model = parsed.argument.strip("\"'")
     if parsed.name == "draft" and not model:
         raise parsed.wrong("draft names no model", "write draft:MODEL, a smaller model with the policy's tokenizer")
-    if (model and parsed.name != "draft") or (parsed.name == OFF and parsed.written):
+    if (model and parsed.name != "draft") or (parsed.name == OFF and parsed.raw_params):
         raise parsed.wrong(f"{parsed.name} does not take this", "write off, or KIND:max_tokens=8")
     if parsed.name == OFF:
         return None
@@ -79,7 +79,7 @@ def read_speculation(text: str) -> Speculation | None:
     bounds = {"max_tokens": (1, 64), "max_running": (1, 1 << 16), "min_accepted": (0, 1)}
     for name, (min_value, max_value) in bounds.items():
         if not min_value <= (value := getattr(options, name)) <= max_value:
-            raise parsed.wrong(f"{name} is {value}", f"choose {min_value} to {max_value}", at=name)
+            raise parsed.wrong(f"{name} is {value}", f"choose {min_value} to {max_value}", key=name)
     kind = cast(Literal["ngram", "suffix", "draft"], parsed.name)
     return Speculation(kind=kind, model=model, **vars(options))
 

@@ -41,7 +41,7 @@ def block_settings(name: str, options: BlockOptions, instruction: str) -> ToolSe
         ConfigError: an option is out of range.
     """
     prefix = f"--env {name}:"
-    check_flags(options, prefix, least={"max_turns": 1, "max_output_chars": 100}, above={"timeout_s": 0})
+    check_flags(options, prefix, minimum={"max_turns": 1, "max_output_chars": 100}, above={"timeout_s": 0})
     if options.timeout_s > QUEUE_S:
         raise ConfigError(f"{prefix}timeout_s is {options.timeout_s:g}", hint=f"set it to {QUEUE_S:g} or less")
     return ToolSettings(

@@ -32,7 +32,7 @@ class DropOldOutputs:
     """Text that replaces an output."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "DropOldOutputs: ", least={"above_chars": 1, "keep": 0})
+        check_flags(self, "DropOldOutputs: ", minimum={"above_chars": 1, "keep": 0})
 
     def __call__(self, messages: Sequence[Message]) -> Sequence[Message] | None:
         """Return the shorter conversation, or None if it is short enough or there is nothing left to drop."""

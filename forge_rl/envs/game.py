@@ -32,7 +32,7 @@ class GuessNumber:
     """Reward of a wrong guess that is consistent with the replies so far; credited to the tokens of its turn."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--env game: ", least={"highest": 2, "max_turns": 1})
+        check_flags(self, "--env game: ", minimum={"highest": 2, "max_turns": 1})
 
     def __call__(self, task: Task) -> Guessing:
         return Guessing(self, task)

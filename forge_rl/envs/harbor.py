@@ -121,7 +121,7 @@ class HarborEnv:
         self.folder = Path(folder).expanduser()
         self.timeout_s, self.memory_mib, self.held_out_share = timeout_s, memory_mib, held_out_share
         minimums = {"memory_mib": 64, "held_out_share": 0}
-        check_flags(self, "--env harbor:", least=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
+        check_flags(self, "--env harbor:", minimum=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
         self.tasks = read_tasks(self.folder)
         self._skip = skip
         blocks = ToolSettings(

@@ -75,7 +75,7 @@ class OpenEnvFactory:
         scheme, _, rest = self.url.partition("://")
         if scheme not in ("ws", "wss", "http", "https") or not rest:
             raise ConfigError(f"the address {self.url!r} is not a URL", hint=_HINT)
-        check_flags(self, "--env openenv: ", least={"tasks": 1, "held_out": 0, "max_turns": 1})
+        check_flags(self, "--env openenv: ", minimum={"tasks": 1, "held_out": 0, "max_turns": 1})
         api_key("--env openenv", self.api_key_env)
 
     def __call__(self, task: Task) -> OpenEnvSession:

@@ -61,7 +61,7 @@ class PythonEnv:
 
     def __post_init__(self) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""
-        check_flags(self, "--env python:", least={"cache_mib": 1})
+        check_flags(self, "--env python:", minimum={"cache_mib": 1})
         check_shared_pool()
         instruction = ("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction
         object.__setattr__(self, "settings", block_settings("python", self, instruction))

@@ -49,7 +49,7 @@ class ToolSettings:
 
     def __post_init__(self) -> None:
         minimums = {"max_turns": 1, "max_output_chars": 100}
-        check_flags(self, f"{type(self).__name__}'s ", least=minimums, above={"timeout_s": 0})
+        check_flags(self, f"{type(self).__name__}'s ", minimum=minimums, above={"timeout_s": 0})
 
 
 class CallableTool(Protocol):
@@ -117,7 +117,7 @@ class ToolEnv(ToolSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(self, "ToolEnv's ", least={"cache_mib": 1})
+        check_flags(self, "ToolEnv's ", minimum={"cache_mib": 1})
         is_class = isinstance(self.tools, type)
         functions = _methods(self.tools) if isinstance(self.tools, type) else self.tools
         tools_by_name = _by_name([Tool(function, is_method=is_class) for function in functions])

@@ -60,7 +60,9 @@ class SimulatedUser:
 
     def __post_init__(self) -> None:
         check_installed("--env user", "openai", "openai")
-        check_flags(self, "--env user: ", least={"max_turns": 1, "max_tokens": 1, "retries": 0}, above={"timeout_s": 0})
+        check_flags(
+            self, "--env user: ", minimum={"max_turns": 1, "max_tokens": 1, "retries": 0}, above={"timeout_s": 0}
+        )
         api_key("--env user", self.api_key_env)
 
     def __call__(self, task: Task) -> UserConversation:

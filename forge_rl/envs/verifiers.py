@@ -63,7 +63,7 @@ class VerifiersSettings:
 
     def __post_init__(self) -> None:
         minimums = {"workers": 1, "max_turns": 1, "held_out_share": 0, "most_tasks": 1}
-        check_flags(self, "--env verifiers:", least=minimums, above={"hang_s": 0}, below={"held_out_share": 1})
+        check_flags(self, "--env verifiers:", minimum=minimums, above={"hang_s": 0}, below={"held_out_share": 1})
 
 
 class VerifiersEnv:

@@ -59,14 +59,14 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
     return config
 
 
-def print_help(kind: type, prog: str, asked: str, *, shows_all: bool = False) -> NoReturn:
+def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = False) -> NoReturn:
     """Print the flags used most, a group's flags (trainer.optimizer), or all, and exit.
 
     Raises:
-        ConfigError: there is no such group.
+        ConfigError: no group has this name.
     """
-    shared = next((base for base in reversed(kind.__mro__) if "USED" in vars(base)), None)
-    run = {field.name for field in dataclasses.fields(shared)} if shared is not None else set()
+    shared_kind = next((base for base in reversed(kind.__mro__) if "USED" in vars(base)), None)
+    run = {field.name for field in dataclasses.fields(shared_kind)} if shared_kind is not None else set()
     used: Collection[str] = getattr(kind, "USED", ())
     flags = usable_flags(kind)
 
@@ -76,28 +76,28 @@ def print_help(kind: type, prog: str, asked: str, *, shows_all: bool = False) ->
     groups: dict[str, list[Flag]] = {"flags": [], "run": []}
     for flag in flags:
         groups.setdefault(group_of(flag), []).append(flag)
-    asked = "" if asked.startswith("-") else asked
-    if asked in groups:
-        groups = {asked: groups[asked]}
-    elif asked:
-        groups = {asked: [flag for flag in flags if f"{flag.dotted}.".startswith(f"{asked}.")]}
+    group_name = "" if group_name.startswith("-") else group_name
+    if group_name in groups:
+        groups = {group_name: groups[group_name]}
+    elif group_name:
+        groups = {group_name: [flag for flag in flags if f"{flag.dotted}.".startswith(f"{group_name}.")]}
         names = dict.fromkeys(name for flag in flags for name in (group_of(flag), ".".join(flag.path[:-1])) if name)
-        if not groups[asked]:
-            raise ConfigError(f"there is no group of flags {asked!r}", hint=suggest(asked, names, "groups"))
-    is_short = not asked and not shows_all
+        if not groups[group_name]:
+            raise ConfigError(f"there is no group of flags {group_name!r}", hint=suggest(group_name, names, "groups"))
+    is_short = not group_name and not shows_all
     usage = " ".join([prog, *(_argument(flag) for flag in flags if not flag.name.startswith("-")), "[FLAGS]"])
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
-        description=None if asked else kind.__doc__,
+        description=None if group_name else kind.__doc__,
         epilog=_more(groups, used) if is_short else None,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
     for title, inside in groups.items():
-        shown = [flag for flag in inside if not is_short or flag.dotted in used or title == "flags"]
-        section = parser.add_argument_group(title if shown else None)
-        for flag in shown:
+        visible_flags = [flag for flag in inside if not is_short or flag.dotted in used or title == "flags"]
+        section = parser.add_argument_group(title if visible_flags else None)
+        for flag in visible_flags:
             text = _described(flag, is_short).replace("%", "%%")
             if flag.hint is bool:
                 section.add_argument(_switch(flag), action="store_true", help=text)
@@ -125,16 +125,16 @@ def _described(flag: Flag, is_short: bool) -> str:
         text = text.partition(". ")[0].removesuffix(".") + "."
     if flag.value is tyro.MISSING:
         return f"{text} (required)"
-    shown = " ".join(map(str, flag.value)) if isinstance(flag.value, tuple) else str(flag.value)
-    if flag.hint is bool or shown in ("", "None"):
+    default = " ".join(map(str, flag.value)) if isinstance(flag.value, tuple) else str(flag.value)
+    if flag.hint is bool or default in ("", "None"):
         return text
-    return f"{text} (default: {shown if len(shown) <= 60 else f'{shown[:57]}...'})"
+    return f"{text} (default: {default if len(default) <= 60 else f'{default[:57]}...'})"
 
 
 def _switch(flag: Flag) -> str:
     """Return the flag that changes a bool from its default."""
-    head, dot, last = flag.name.removeprefix("--").rpartition(".")
-    return f"--{head}{dot}no-{last}" if flag.value is True else flag.name
+    head, dot, leaf = flag.name.removeprefix("--").rpartition(".")
+    return f"--{head}{dot}no-{leaf}" if flag.value is True else flag.name
 
 
 def _argument(flag: Flag) -> str:
@@ -150,7 +150,7 @@ def _names(hint: Any) -> Iterator[str]:
     if origin is Literal:
         yield from map(str, inner)
     elif origin in (types.UnionType, typing.Union):
-        yield from (name for each in inner if each is not type(None) for name in _names(each))
+        yield from (name for member in inner if member is not type(None) for name in _names(member))
     elif origin is tuple:
         yield f"[{_metavar(inner[0])} ...]"
     else:

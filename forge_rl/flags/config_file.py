@@ -62,38 +62,40 @@ class _ConfigFile:
         for key in table:
             if key not in fields:
                 homes = [flag.dotted for flag in self.flags if flag.path[-1] == key]
-                meant = f"did you mean {' or '.join(homes[:3])}?"
-                hint = meant if homes else suggest(key, fields, "keys here")
+                suggestion = f"did you mean {' or '.join(homes[:3])}?"
+                hint = suggestion if homes else suggest(key, fields, "keys here")
                 raise self.wrong((*place, key), "is unknown", hint)
-        filled = object.__new__(kind)
+        config = object.__new__(kind)
         hints = {flag.path: flag.hint for flag in self.flags}
         for name, field in fields.items():
-            here = (*place, name)
+            field_path = (*place, name)
             value = default_of(field) if default is None else getattr(default, name)
-            if name in table and here in hints:
-                value = self.value(here, hints[here], _as_text(hints[here], table[name]))
+            if name in table and field_path in hints:
+                value = self.value(field_path, hints[field_path], _as_text(hints[field_path], table[name]))
             elif name in table:
                 if not isinstance(table[name], dict):
-                    raise self.wrong(here, f"is {table[name]!r:.80}", f"write it as a table, [{'.'.join(here)}]")
-                value = self.filled(type(value), value, table[name], here)
-            object.__setattr__(filled, name, value)
-        return filled
+                    raise self.wrong(
+                        field_path, f"is {table[name]!r:.80}", f"write it as a table, [{'.'.join(field_path)}]"
+                    )
+                value = self.filled(type(value), value, table[name], field_path)
+            object.__setattr__(config, name, value)
+        return config
 
-    def value(self, place: tuple[str, ...], hint: Any, given: object) -> object:
+    def value(self, place: tuple[str, ...], hint: Any, raw_value: object) -> object:
         import pydantic
 
         adapter = pydantic.TypeAdapter[object](hint, config=pydantic.ConfigDict(strict=True))
         try:
-            if given == "None":
+            if raw_value == "None":
                 return adapter.validate_python(None)
-            return adapter.validate_json(json.dumps(given, default=str))
+            return adapter.validate_json(json.dumps(raw_value, default=str))
         except pydantic.ValidationError as error:
-            raise self.wrong(place, f"is {given!r:.80}", error.errors()[0]["msg"].lower()) from None
+            raise self.wrong(place, f"is {raw_value!r:.80}", error.errors()[0]["msg"].lower()) from None
 
     def wrong(self, place: tuple[str, ...], problem: str, hint: str) -> ConfigError:
         line = self.line(place)
-        where = f"{self.path}:{line}" if line else str(self.path)
-        return ConfigError(f"--config {where}: {'.'.join(place)} {problem}", hint=hint)
+        location = f"{self.path}:{line}" if line else str(self.path)
+        return ConfigError(f"--config {location}: {'.'.join(place)} {problem}", hint=hint)
 
     def line(self, place: tuple[str, ...]) -> int:
         """Return the line that sets a key; 0 if it is not found."""
@@ -111,11 +113,11 @@ class _ConfigFile:
         return 0
 
 
-def _as_text(hint: Any, given: object) -> object:
+def _as_text(hint: Any, raw_value: object) -> object:
     """Return a table with a `kind`, given for a flag that is one text, as KIND:KEY=VALUE,...; other values as given."""
-    if hint is str and isinstance(given, dict) and isinstance(given.get("kind"), str):
-        return written(given["kind"], {key: value for key, value in given.items() if key != "kind"})
-    return given
+    if hint is str and isinstance(raw_value, dict) and isinstance(raw_value.get("kind"), str):
+        return written(raw_value["kind"], {key: value for key, value in raw_value.items() if key != "kind"})
+    return raw_value
 
 
 def _toml(value: object) -> str:

@@ -55,15 +55,15 @@ def flags_of(kind: type, config: object = None, path: tuple[str, ...] = (), pref
         hint, marks = _hint(kind, field.name)
         value = default_of(field) if config is None else getattr(config, field.name)
         inner = type(value) if dataclasses.is_dataclass(value) else hint
-        here = (*path, field.name)
+        field_path = (*path, field.name)
         name = (_argument(kind, field.name).name or field.name).replace("_", "-")
         if dataclasses.is_dataclass(inner):
-            given = None if value is tyro.MISSING else value
+            nested_config = None if value is tyro.MISSING else value
             inside = prefix if tyro.conf.OmitArgPrefixes in marks else f"{prefix}{name}."
-            yield from flags_of(typing.cast(type, inner), given, here, inside)
+            yield from flags_of(typing.cast(type, inner), nested_config, field_path, inside)
         else:
-            shown = field.name if tyro.conf.Positional in marks else f"{prefix}{name}"
-            yield Flag(path=here, name=shown, hint=hint, value=value, owner=kind)
+            flag_name = field.name if tyro.conf.Positional in marks else f"{prefix}{name}"
+            yield Flag(path=field_path, name=flag_name, hint=hint, value=value, owner=kind)
 
 
 def usable_flags(kind: type, config: object = None) -> list[Flag]:
@@ -97,7 +97,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 @functools.cache
 def docs_of(kind: type) -> dict[str, str]:
     """Return the docstrings under a dataclass's fields, inherited ones included, each on one line."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
@@ -109,8 +109,8 @@ def docs_of(kind: type) -> dict[str, str]:
         for field, text in itertools.pairwise(tree.body):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    found[name] = " ".join(doc.split())
-    return found
+                    docs[name] = " ".join(doc.split())
+    return docs
 
 
 @functools.cache

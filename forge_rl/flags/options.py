@@ -16,7 +16,7 @@ def read_options(
     parsed: FlagText,
     kind: type[Any],
     *,
-    given: Collection[str] = (),
+    filled_fields: Collection[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the values of a dataclass's fields, in their types, as named by the options of `parsed`.
@@ -27,38 +27,41 @@ def read_options(
     default. If this dataclass has `presets` by name, FIELD=PRESET sets all of its fields.
 
     Args:
-        given: required fields that have a value already.
+        filled_fields: required fields that have a value already.
         defaults: defaults that replace the dataclass's own.
 
     Raises:
-        ForgeError: there is no such field, its value is invalid, or one without a default is missing.
+        ForgeError: a field is unknown, its value is invalid, or one without a default is missing.
     """
-    found: dict[str, Any] = {}
+    field_values: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
-    for key in parsed.written:
+    for key in parsed.raw_params:
         outer, _, inner = key.partition(".")
-        of = _kinds(kind).get(outer) if inner else kind
-        if not (isinstance(of, type) and dataclasses.is_dataclass(of)) or (inner or outer) not in _kinds(of):
-            known = [field.name for field in dataclasses.fields(kind) if field.init]
-            raise parsed.wrong(f"{parsed.name} has no option {key!r}", suggest(key, known, "it has"), at=key)
-        value = read_option(parsed, key, _kinds(of)[inner or outer])
+        owner = _kinds(kind).get(outer) if inner else kind
+        if not (isinstance(owner, type) and dataclasses.is_dataclass(owner)) or (inner or outer) not in _kinds(owner):
+            field_names = [field.name for field in dataclasses.fields(kind) if field.init]
+            raise parsed.wrong(f"{parsed.name} has no option {key!r}", suggest(key, field_names, "it has"), key=key)
+        value = read_option(parsed, key, _kinds(owner)[inner or outer])
         if inner:
             nested.setdefault(outer, {})[inner] = value
         else:
-            found[key] = value
-    own = {field.name: default_of(field) for field in dataclasses.fields(kind) if field.name in nested} | dict(defaults)
+            field_values[key] = value
+    nested_fields = (field for field in dataclasses.fields(kind) if field.name in nested)
+    base_values = {field.name: default_of(field) for field in nested_fields} | dict(defaults)
     for name, values in nested.items():
-        found[name] = dataclasses.replace(found.get(name, own[name]), **values)
+        field_values[name] = dataclasses.replace(field_values.get(name, base_values[name]), **values)
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [
         field.name
         for field in dataclasses.fields(kind)
-        if field.init and (field.default, field.default_factory) == unset and field.name not in {*found, *given}
+        if field.init
+        and (field.default, field.default_factory) == unset
+        and field.name not in {*field_values, *filled_fields}
     ]
     if missing:
-        wanted = ",".join(f"{key}=..." for key in missing)
-        raise parsed.wrong(f"{parsed.name} needs {' and '.join(missing)}", f"write {parsed.name}:{wanted}")
-    return found
+        example = ",".join(f"{key}=..." for key in missing)
+        raise parsed.wrong(f"{parsed.name} needs {' and '.join(missing)}", f"write {parsed.name}:{example}")
+    return field_values
 
 
 def _kinds(kind: type[Any]) -> dict[str, Any]:
@@ -78,13 +81,13 @@ def read_option(parsed: FlagText, key: str, kind: Any) -> Any:
     """
     import pydantic
 
-    text = parsed.written[key]
+    text = parsed.raw_params[key]
     value = parsed.params.get(key, text)
     presets = getattr(kind, "presets", None)
     if presets is not None and text in presets:
         return presets[text]
     if presets is not None:
-        raise parsed.wrong(f"{key} is {text!r}", suggest(text, presets, "presets"), at=key)
+        raise parsed.wrong(f"{key} is {text!r}", suggest(text, presets, "presets"), key=key)
     try:
         adapter = pydantic.TypeAdapter(kind)
     except pydantic.PydanticUserError as error:
@@ -96,4 +99,4 @@ def read_option(parsed: FlagText, key: str, kind: Any) -> Any:
         return adapter.validate_python(value) if isinstance(value, list) else adapter.validate_strings(text)
     except pydantic.ValidationError as error:
         hint = f"pass a value of type {kind.__name__}" if isinstance(kind, type) else "set a valid value"
-        raise parsed.wrong(f"{key} is {text!r:.80}: {error.errors()[0]['msg']}", hint, at=key) from None
+        raise parsed.wrong(f"{key} is {text!r:.80}: {error.errors()[0]['msg']}", hint, key=key) from None

@@ -40,7 +40,7 @@ class FlagText:
     """The first option if it has no key, or ""."""
     is_code: bool = False
     """True if the name refers to a Python object of the user's."""
-    written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    raw_params: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """The options' values as written, without the quotes around them."""
     flag: str = field(default="", compare=False, repr=False)
     text: str = field(default="", compare=False, repr=False)
@@ -48,9 +48,9 @@ class FlagText:
     """First column and length of the name, the weight and the options, by "name", "weight" and key."""
     error: type[ForgeError] = field(default=ConfigError, compare=False, repr=False)
 
-    def wrong(self, problem: str, hint: str, at: str = "name") -> ForgeError:
+    def wrong(self, problem: str, hint: str, key: str = "name") -> ForgeError:
         """Return an error that marks a place in the text: the name, the weight, or the option of a key."""
-        column, length = self.places.get(at, (0, 1))
+        column, length = self.places.get(key, (0, 1))
         mark = f"{' ' * column}{'^' * max(1, length)}"
         return self.error(f"{self.flag}: {problem}\n  {self.text}\n  {mark}", hint=hint)
 
@@ -84,12 +84,12 @@ def parse(
         ForgeError: the text does not have this form; marks the place.
     """
     blank = FlagText(name="", flag=flag, text=text, error=error)
-    found = _TITLE.match(text)
-    title = found if found and not _is_number(text[found.end() :]) else None
+    match = _TITLE.match(text)
+    title = match if match and not _is_number(text[match.end() :]) else None
     start, end, weight = title.end() if title else 0, len(text), 1.0
     places: dict[str, tuple[int, int]] = {}
-    if takes_weight and (at := _weight_at(text[start:], bundled)) is not None:
-        end = start + at
+    if takes_weight and (weight_column := _weight_at(text[start:], bundled)) is not None:
+        end = start + weight_column
         written_weight = text[end + 1 :]
         places["weight"] = end + 1, len(written_weight)
         weight = float(written_weight) if _is_number(written_weight) else math.nan
@@ -101,16 +101,16 @@ def parse(
     places["name"] = start, length
     if not name:
         raise replace(blank, places=places).wrong("there is no name", _FORM)
-    argument, written, at_keys = _options(blank, start + options_at, end, takes_argument and not is_code)
+    argument, raw_values, at_keys = _options(blank, start + options_at, end, takes_argument and not is_code)
     return replace(
         blank,
         name=name,
-        params={key: _value(value) for key, value in written.items()},
+        params={key: _value(value) for key, value in raw_values.items()},
         weight=weight,
         title=title[1] if title else "",
         argument=argument,
         is_code=is_code,
-        written={key: _unquoted(value) for key, value in written.items()},
+        raw_params={key: _unquoted(value) for key, value in raw_values.items()},
         places=places | at_keys,
     )
 
@@ -123,20 +123,20 @@ def _options(
     Returns:
         The first option if it has no key, or ""; the others' values as written, and their places, by key.
     """
-    argument, written, places = "", dict[str, str](), dict[str, tuple[int, int]]()
+    argument, raw_values, places = "", dict[str, str](), dict[str, tuple[int, int]]()
     for number, (column, part) in enumerate(_split_commas(blank.text[start:end])):
-        at = replace(blank, places={"name": (start + column, len(part))})
+        spec_at_option = replace(blank, places={"name": (start + column, len(part))})
         option = _OPTION.fullmatch(part)
         if option is None and number == 0 and takes_argument:
             argument = part.strip()
         elif option is None:
-            raise at.wrong(f"{part.strip()!r} is not KEY=VALUE", _FORM)
-        elif option[1] in written:
-            raise at.wrong(f"{option[1]!r} is given twice", _FORM)
+            raise spec_at_option.wrong(f"{part.strip()!r} is not KEY=VALUE", _FORM)
+        elif option[1] in raw_values:
+            raise spec_at_option.wrong(f"{option[1]!r} is given twice", _FORM)
         else:
-            written[option[1]] = option[2].strip()
+            raw_values[option[1]] = option[2].strip()
             places[option[1]] = start + column, len(part)
-    return argument, written, places
+    return argument, raw_values, places
 
 
 def _unquoted(value: str) -> str:
@@ -166,15 +166,15 @@ def _quoted(key: str, value: object) -> str:
 
 def names_code(text: str) -> bool:
     """Return True if a text has the form MODULE:NAME or FILE.py:NAME, as opposed to the name of something bundled."""
-    found = _CODE.match(text)
-    return found is not None and found.end() == len(text)
+    match = _CODE.match(text)
+    return match is not None and match.end() == len(text)
 
 
-def suggest(wrong: str, names: Collection[str], what: str) -> str:
+def suggest(wrong: str, names: Collection[str], label: str) -> str:
     """Return a hint for an unknown name: similar names, and all valid ones."""
     close = difflib.get_close_matches(wrong, names, n=2)
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{meant}{what}: {', '.join(sorted(names)) or 'none'}"
+    suggestion = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{suggestion}{label}: {', '.join(sorted(names)) or 'none'}"
 
 
 def _weight_at(text: str, bundled: Collection[str] | None) -> int | None:
@@ -235,9 +235,9 @@ def _is_number(text: str) -> bool:
 def _value(text: str) -> object:
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    for read in (json.loads, ast.literal_eval):
+    for reader in (json.loads, ast.literal_eval):
         try:
-            return read(text)
+            return reader(text)
         except (ValueError, SyntaxError, TypeError):
             continue
     if text.startswith("[") and text.endswith("]"):

@@ -38,9 +38,13 @@ def load(text: str, flag: str) -> object:
     try:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError:
-        defined = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        defined_names = [
+            attribute
+            for attribute, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
+        ]
         raise ConfigError(
-            f"{flag} {text}: {place} has no {name}", hint=f"it defines {', '.join(defined) or 'nothing'}"
+            f"{flag} {text}: {place} has no {name}", hint=f"it defines {', '.join(defined_names) or 'nothing'}"
         ) from None
 
 
@@ -51,15 +55,15 @@ def send_modules() -> None:
     """
     import cloudpickle  # type: ignore[import-untyped]
 
-    others = _not_users()
+    library_prefixes = _not_users()
 
     def installed(file: str) -> bool:
-        return file.startswith(others) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+        return file.startswith(library_prefixes) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
     for name, module in list(sys.modules.items()):
         # A package's modules may have files elsewhere, as those that torch writes.
         file, top = (
-            getattr(each, "__file__", None) or "" for each in (module, sys.modules.get(name.partition(".")[0]))
+            getattr(owner, "__file__", None) or "" for owner in (module, sys.modules.get(name.partition(".")[0]))
         )
         if (
             file.startswith("/")
@@ -137,10 +141,10 @@ def line_of(error: BaseException) -> str:
     Code of Python itself, of installed packages and of this package is not the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    others = (*_not_users(), "<")
-    theirs = [frame for frame in frames if not frame.filename.startswith(others)]
-    last = next(reversed(theirs or frames), None)
-    return f"{last.filename}:{last.lineno}" if last else ""
+    library_prefixes = (*_not_users(), "<")
+    user_frames = [frame for frame in frames if not frame.filename.startswith(library_prefixes)]
+    last_frame = next(reversed(user_frames or frames), None)
+    return f"{last_frame.filename}:{last_frame.lineno}" if last_frame else ""
 
 
 def _not_users() -> tuple[str, ...]:
@@ -150,11 +154,13 @@ def _not_users() -> tuple[str, ...]:
 
 
 def _failed(place: str, flag: str, error: Exception) -> ConfigError:
-    where = f" ({line_of(error)})"
+    location = f" ({line_of(error)})"
     if isinstance(error, SyntaxError):
-        where = f" ({error.filename}:{error.lineno})"
+        location = f" ({error.filename}:{error.lineno})"
         error.msg = error.msg or ""
-        return ConfigError(f"{flag} {place} cannot be imported: SyntaxError: {error.msg}{where}", hint="fix the file")
+        return ConfigError(
+            f"{flag} {place} cannot be imported: SyntaxError: {error.msg}{location}", hint="fix the file"
+        )
     return ConfigError(
-        f"{flag} {place} cannot be imported: {type(error).__name__}: {error}{where}", hint="fix it, or its imports"
+        f"{flag} {place} cannot be imported: {type(error).__name__}: {error}{location}", hint="fix it, or its imports"
     )

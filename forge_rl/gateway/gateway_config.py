@@ -65,7 +65,7 @@ class GatewayConfig:
         check_flags(
             self,
             "the gateway's ",
-            least={"port": 0, "max_body_bytes": 1024, "max_concurrent": 1, "session_turns": 1, "session_tokens": 1},
+            minimum={"port": 0, "max_body_bytes": 1024, "max_concurrent": 1, "session_turns": 1, "session_tokens": 1},
             above={"client_deadline_s": 0, "agent_deadline_s": 0},
             below={"port": 65536},
         )

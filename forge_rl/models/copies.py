@@ -28,11 +28,11 @@ def contents_of(folder: Path) -> Contents:
     """Read all of a model's files, for `copy_of`."""
 
     def digest(path: Path) -> tuple[int, str]:
-        found = xxhash.xxh3_128()
+        hasher = xxhash.xxh3_128()
         with path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
-                found.update(piece)
-        return path.stat().st_size, found.hexdigest()
+                hasher.update(piece)
+        return path.stat().st_size, hasher.hexdigest()
 
     paths = model_files(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -59,22 +59,22 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
     target = folder / name
     if target.is_dir() and contents_of(target) == contents:
         return target
-    needed, free = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
-    if free < needed:
+    needed_bytes, free_bytes = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
         raise ModelError(
-            f"a copy of the model needs {needed / 1e9:.2f} GB but {folder} has {free / 1e9:.2f} GB free",
+            f"a copy of the model needs {needed_bytes / 1e9:.2f} GB but {folder} has {free_bytes / 1e9:.2f} GB free",
             hint="free space there, or choose another --cache",
         )
     with tempfile.TemporaryDirectory(prefix=".copy-", dir=folder) as place:
-        made = Path(place, name)
-        made.mkdir()
+        new_folder = Path(place, name)
+        new_folder.mkdir()
         for file in contents:
-            (made / file).parent.mkdir(exist_ok=True)
-            with open_file(file) as source, (made / file).open("xb") as written:
-                shutil.copyfileobj(source, written, _PIECE_BYTES)
-        if contents_of(made) != contents:
+            (new_folder / file).parent.mkdir(exist_ok=True)
+            with open_file(file) as source, (new_folder / file).open("xb") as destination:
+                shutil.copyfileobj(source, destination, _PIECE_BYTES)
+        if contents_of(new_folder) != contents:
             raise ModelError(f"the model changed while it was copied to {folder}", hint="start again")
         if target.exists():
             target.rename(Path(place, "replaced"))
-        made.rename(target)
+        new_folder.rename(target)
     return target

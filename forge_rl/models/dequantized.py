@@ -44,7 +44,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
     target = cache / f"dequantized-{key}"
-    report = progress or (lambda what, fraction: None)
+    report = progress or (lambda label, fraction: None)
     try:
         build_once(target, lambda work: _write(files, work, report), ModelError)
         check_own(target, ModelError)
@@ -63,27 +63,27 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
 
     target.mkdir()
     config = json.loads((files[0].parent / "config.json").read_text())["quantization_config"]
-    stored = [path for path in files if path.suffix == ".safetensors"]
-    placed: dict[str, str] = {}
+    weight_files = [path for path in files if path.suffix == ".safetensors"]
+    weight_map: dict[str, str] = {}
     total = 0
     with ExitStack() as stack:
         try:
-            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in stored}
-            held: dict[str, Any] = {}
-            for file in opened.values():
-                held |= dict.fromkeys(file.keys(), file)
-            reader = _Reader(config, held)
+            open_files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in weight_files}
+            files_by_tensor: dict[str, Any] = {}
+            for file in open_files.values():
+                files_by_tensor |= dict.fromkeys(file.keys(), file)
+            reader = _Reader(config, files_by_tensor)
             reader.check_space(target)
-            for done, (path, file) in enumerate(opened.items()):
-                report("dequantising", done / len(opened))
+            for num_done, (path, file) in enumerate(open_files.items()):
+                report("dequantising", num_done / len(open_files))
                 tensors = dict(reader.tensors(file.keys()))
                 if tensors:
                     save_file(tensors, target / path.name, metadata={"format": "pt"})
-                placed |= dict.fromkeys(tensors, path.name)
+                weight_map |= dict.fromkeys(tensors, path.name)
                 total += sum(values.nbytes for values in tensors.values())
         except SafetensorError as error:
             raise ModelError(f"{path} cannot be read: {error}", hint="download the model again") from error
-    complete_folder(files[0].parent, target, dtype="bfloat16", placed=placed, total_bytes=total)
+    complete_folder(files[0].parent, target, dtype="bfloat16", weight_map=weight_map, total_bytes=total)
 
 
 class _Reader:
@@ -97,23 +97,28 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         self._config, self._files = config, files
         self._whole = {  # format and stem of each quantised weight, by the name of its main tensor
-            name: (each, stem)
+            name: (weight_format, stem)
             for name in files
-            for each in formats(config)
-            if (stem := each.stem(name, files)) is not None
+            for weight_format in formats(config)
+            if (stem := weight_format.stem(name, files)) is not None
         }
-        self._parts = {stem + suffix for each, stem in self._whole.values() for suffix in each.others}
+        self._parts = {
+            stem + suffix for weight_format, stem in self._whole.values() for suffix in weight_format.other_suffixes
+        }
 
     def check_space(self, folder: Path) -> None:
         """Raise ModelError unless the weights in bfloat16 fit on the folder's disk."""
-        wanted = 0
+        needed_bytes = 0
         for name, file in self._files.items():
             if name not in self._parts:
                 values = file.get_tensor(name)  # maps, reads nothing
-                wanted += 2 * (values.nbytes * self._whole[name][0].packed if name in self._whole else values.numel())
-        if (free := shutil.disk_usage(folder).free) < wanted:
+                needed_bytes += 2 * (
+                    values.nbytes * self._whole[name][0].packed if name in self._whole else values.numel()
+                )
+        if (free := shutil.disk_usage(folder).free) < needed_bytes:
             raise ModelError(
-                f"the model takes {wanted / 1e9:.1f} GB in bfloat16, and {folder.parent} has {free / 1e9:.1f} GB free",
+                f"the model takes {needed_bytes / 1e9:.1f} GB in bfloat16, "
+                f"and {folder.parent} has {free / 1e9:.1f} GB free",
                 hint="free space there, or choose another folder with --cache",
             )
 
@@ -128,13 +133,16 @@ class _Reader:
                 values = self._files[name].get_tensor(name)
                 yield name, values if name.endswith(_FLOAT32) else values.to(torch.bfloat16)
                 continue
-            each, stem = self._whole[name]
-            suffixes = (each.main, *(suffix for suffix in each.others if stem + suffix in self._files))
+            weight_format, stem = self._whole[name]
+            suffixes = (
+                weight_format.main,
+                *(suffix for suffix in weight_format.other_suffixes if stem + suffix in self._files),
+            )
             try:
                 parts = {suffix: self._files[stem + suffix].get_tensor(stem + suffix) for suffix in suffixes}
-                values = each.read(parts, self._config)
+                values = weight_format.read(parts, self._config)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise ModelError(
-                    f"{stem + each.weight!r} cannot be dequantised: {error}", hint="download the model again"
+                    f"{stem + weight_format.weight!r} cannot be dequantised: {error}", hint="download the model again"
                 ) from error
-            yield stem + each.weight, values.to(torch.bfloat16).contiguous()
+            yield stem + weight_format.weight, values.to(torch.bfloat16).contiguous()

@@ -37,15 +37,15 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.match(OTHER_FORMATS):
             continue
         with open_weights(path) as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
+            files |= dict.fromkeys(file.keys(), path)
+    if not files:
         raise ModelError(f"{folder} holds no safetensors file", hint="give a Hugging Face model folder")
-    return found
+    return files
 
 
 def open_weights(path: Path) -> safe_open:
@@ -62,7 +62,7 @@ def has_own_head(folder: Path) -> bool:
     """Return True if a model's files hold an output projection that differs from the input embedding.
 
     Transformers and vLLM use such a head even if config.json has tie_word_embeddings, and ignore one that is a copy of
-    the embedding. The files of tied models often hold a copy, such as those of Qwen3.
+    the embedding. Files of tied models, such as Qwen3's, often hold a copy.
 
     Raises:
         ModelError: the folder holds no weights, or they cannot be read.
@@ -92,7 +92,7 @@ def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
         if pair[1].get_shape() != shape or not shape:
             return True
         for first in range(0, shape[0], _COMPARED_ROWS):
-            left, right = (stored[first : first + _COMPARED_ROWS] for stored in pair)
+            left, right = (tensor[first : first + _COMPARED_ROWS] for tensor in pair)
             wide = torch.promote_types(left.dtype, right.dtype)
             if not torch.equal(left.to(wide), right.to(wide)):
                 return True
@@ -104,7 +104,7 @@ def complete_folder(
     target: Path,
     *,
     dtype: str,
-    placed: Mapping[str, str],
+    weight_map: Mapping[str, str],
     total_bytes: int,
     valued: bool = False,
     untied: bool = False,
@@ -113,7 +113,7 @@ def complete_folder(
 
     Args:
         dtype: dtype of the weights, such as "bfloat16", unquantised.
-        placed: name of the file that holds each weight.
+        weight_map: name of the file that holds each weight.
         total_bytes: bytes of all weights.
         valued: the weights are a value model's, which transformers reads with AutoModelForSequenceClassification.
         untied: the weights have an output projection of their own, even if the other folder's config.json ties it.
@@ -133,6 +133,6 @@ def complete_folder(
     if untied:
         config["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-    if len(set(placed.values())) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": placed}
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -22,7 +22,7 @@ class Format:
     """Suffix of the tensor with the quantised values, such as ".qweight"."""
     needed: str
     """Suffix of a tensor that tells a quantised weight from others."""
-    others: tuple[str, ...]
+    other_suffixes: tuple[str, ...]
     """Suffixes of all other tensors of a weight."""
     weight: str
     """Suffix of the weight's name."""
@@ -52,7 +52,7 @@ def refusal(config: object, model_type: str) -> str:
         and str(config.get("version", "gemm")).lower() != "gemm",
         "fp8 without weight_block_size": method == "fp8" and not _blocks(config),
     }
-    return ", ".join(name for name, found in wrong.items() if found)
+    return ", ".join(name for name, applies in wrong.items() if applies)
 
 
 def formats(config: Mapping[str, Any]) -> tuple[Format, ...]:
@@ -120,8 +120,8 @@ def _awq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     scales = parts[".scales"].float()
     if zeros.shape != scales.shape or q.shape[1:] != scales.shape[1:] or len(q) % len(scales):
         raise ValueError(f"scales of shape {tuple(scales.shape)} do not match {tuple(q.shape)}")
-    each = len(q) // len(scales)
-    values: torch.Tensor = (q - zeros.repeat_interleave(each, 0)) * scales.repeat_interleave(each, 0)
+    group_size = len(q) // len(scales)
+    values: torch.Tensor = (q - zeros.repeat_interleave(group_size, 0)) * scales.repeat_interleave(group_size, 0)
     return values.t()
 
 
@@ -145,15 +145,15 @@ def _bits4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     import torch
 
     (state,) = (values for suffix, values in parts.items() if ".quant_state." in suffix)
-    kept = json.loads(bytes(state.tolist()).decode())
-    shape = torch.Size(kept["shape"])
+    meta = json.loads(bytes(state.tolist()).decode())
+    shape = torch.Size(meta["shape"])
     codes = parts[".weight"].flatten()
     codes = torch.stack([codes >> 4, codes & 15], 1).flatten().long()[: shape.numel()]
     largest = parts[".weight.absmax"]
     if ".weight.nested_absmax" in parts:
-        scale = _expanded(parts[".weight.nested_absmax"], int(kept["nested_blocksize"]), largest.numel())
-        largest = parts[".weight.nested_quant_map"][largest.long()] * scale + float(kept["nested_offset"])
-    return (parts[".weight.quant_map"][codes] * _expanded(largest, int(kept["blocksize"]), len(codes))).view(shape)
+        scale = _expanded(parts[".weight.nested_absmax"], int(meta["nested_blocksize"]), largest.numel())
+        largest = parts[".weight.nested_quant_map"][largest.long()] * scale + float(meta["nested_offset"])
+    return (parts[".weight.quant_map"][codes] * _expanded(largest, int(meta["blocksize"]), len(codes))).view(shape)
 
 
 def _expanded(scales: torch.Tensor, size: int, count: int) -> torch.Tensor:
@@ -173,20 +173,26 @@ def _bits8(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     return values * (largest / 127)[:, None]
 
 
-_MXFP4 = Format(main="_blocks", needed="_scales", others=("_scales",), weight="", read=_mxfp4, packed=2)
-_FP8 = Format(main=".weight", needed=".weight_scale_inv", others=(".weight_scale_inv",), weight=".weight", read=_fp8)
-_GPTQ = Format(main=".qweight", needed=".qzeros", others=(".qzeros", ".scales", ".g_idx"), weight=".weight", read=_gptq)
-_AWQ = Format(main=".qweight", needed=".qzeros", others=(".qzeros", ".scales"), weight=".weight", read=_awq, packed=2)
+_MXFP4 = Format(main="_blocks", needed="_scales", other_suffixes=("_scales",), weight="", read=_mxfp4, packed=2)
+_FP8 = Format(
+    main=".weight", needed=".weight_scale_inv", other_suffixes=(".weight_scale_inv",), weight=".weight", read=_fp8
+)
+_GPTQ = Format(
+    main=".qweight", needed=".qzeros", other_suffixes=(".qzeros", ".scales", ".g_idx"), weight=".weight", read=_gptq
+)
+_AWQ = Format(
+    main=".qweight", needed=".qzeros", other_suffixes=(".qzeros", ".scales"), weight=".weight", read=_awq, packed=2
+)
 _NESTED = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
 _BITS4 = Format(
     main=".weight",
     needed=".weight.absmax",
-    others=(*_NESTED, ".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
+    other_suffixes=(*_NESTED, ".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
     weight=".weight",
     read=_bits4,
     packed=2,
 )
-_BITS8 = Format(main=".weight", needed=".SCB", others=(".SCB", ".weight_format"), weight=".weight", read=_bits8)
+_BITS8 = Format(main=".weight", needed=".SCB", other_suffixes=(".SCB", ".weight_format"), weight=".weight", read=_bits8)
 _METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
     "mxfp4": lambda config: (_MXFP4,),
     "fp8": lambda config: (_FP8,),

@@ -61,10 +61,10 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     if "/" in name:
         raise ModelError(f"no such folder: {name}", hint='give an existing folder, or a hub id "org/name"')
     close = difflib.get_close_matches(name.lower(), BUNDLED, n=1, cutoff=0.4)
-    meant = f"did you mean {close[0]!r}? " if close else ""
+    suggestion = f"did you mean {close[0]!r}? " if close else ""
     raise ModelError(
         f"no model named {name!r}",
-        hint=f'{meant}give a bundled model ({", ".join(BUNDLED)}), a folder, or a hub id "org/name"',
+        hint=f'{suggestion}give a bundled model ({", ".join(BUNDLED)}), a folder, or a hub id "org/name"',
     )
 
 
@@ -147,8 +147,8 @@ def _checked(folder: Path) -> Path:
 
 def _completion(folder: Path) -> str:
     """Say how a folder becomes a complete model."""
-    if pickled := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
-        return f"{pickled[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
+    if pickle_names := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
+        return f"{pickle_names[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
     if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
         return f"{ranks[0].name} needs Python code of the model, which is never run: convert it to tokenizer.json"
     if (folder / "adapter_config.json").is_file():
@@ -189,12 +189,12 @@ def _check_owners(folder: Path, files: Sequence[Path]) -> None:
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
             raise ValueError("it does not hold a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
-    return found
+    return value
 
 
 def _parts(path: Path, index: Mapping[str, object]) -> list[str]:

@@ -65,7 +65,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         counts = ("context_parallel_degree", "tensor_parallel_degree", "minibatches", "epochs")
-        check_flags(self, "--trainer.", least=dict.fromkeys(("seq_len", "pad_multiple", *counts), 1))
+        check_flags(self, "--trainer.", minimum=dict.fromkeys(("seq_len", "pad_multiple", *counts), 1))
         if self.shares < 1:
             raise ConfigError(f"shares is {self.shares}", hint="set --trainer.ranks to 1 or more")
         if self.seq_len % self.pad_multiple:

@@ -108,7 +108,7 @@ class Number(TextReward):
     numbers must be equal."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward number:", least={"tolerance": 0})
+        check_flags(self, "--reward number:", minimum={"tolerance": 0})
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task whose true answer has no number."""

@@ -44,7 +44,7 @@ class Choice(TextReward):
     """Index of the first option, in data sets that give indices."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward choice:", least={"first": 0}, most={"first": 1})
+        check_flags(self, "--reward choice:", minimum={"first": 0}, maximum={"first": 1})
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task whose true answer is not a letter or an index."""

@@ -116,7 +116,7 @@ class Judge:
         check_flags(
             self,
             "--reward judge:",
-            least={"retries": 0, "concurrent": 1, "max_tokens": 1, "max_calls": 0, "max_spent_tokens": 0},
+            minimum={"retries": 0, "concurrent": 1, "max_tokens": 1, "max_calls": 0, "max_spent_tokens": 0},
             above={"timeout_s": 0},
         )
         if not self.low < self.high or not math.isfinite(self.high - self.low):

@@ -22,7 +22,7 @@ class Overlong:
     """Length of the interval below max_tokens over which the penalty grows; L_cache in the paper."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward overlong:", least={"max_tokens": 1, "cache_tokens": 1})
+        check_flags(self, "--reward overlong:", minimum={"max_tokens": 1, "cache_tokens": 1})
         if self.cache_tokens > self.max_tokens:
             raise ConfigError(
                 f"--reward overlong: cache_tokens is {self.cache_tokens}, more than max_tokens {self.max_tokens}",
@@ -46,7 +46,7 @@ class Length:
     """Token budget; episodes at or above it score 1.0."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward length:", least={"tokens": 1})
+        check_flags(self, "--reward length:", minimum={"tokens": 1})
 
     def __call__(self, task: Task, episode: Episode) -> float:
         """Return a number from 0 to 1."""

@@ -51,7 +51,7 @@ class Maths(TextReward):
     """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward math:", least={"processes": 1}, above={"timeout_s": 0})
+        check_flags(self, "--reward math:", minimum={"processes": 1}, above={"timeout_s": 0})
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("--reward math: math-verify is not installed", hint="pip install math-verify")
 

@@ -59,7 +59,7 @@ class Programs(TextReward):
     """The answer is a block of code."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward programs:", least={"tolerance": 0}, above={"timeout_s": 0})
+        check_flags(self, "--reward programs:", minimum={"tolerance": 0}, above={"timeout_s": 0})
 
     def load(self, folder: Path | None) -> None:
         """Raises SandboxError if this machine cannot isolate code."""

@@ -99,7 +99,7 @@ def _read(text: str) -> tuple[str, RewardFunction, float]:
     name = parsed.name
     if parsed.is_code:
         for key in parsed.params:
-            raise parsed.wrong("your own reward takes no options", "leave them out", at=key)
+            raise parsed.wrong("your own reward takes no options", "leave them out", key=key)
         name = name.rpartition(":")[2].replace(".", "_")
         return parsed.title or name, _users(parsed.name), parsed.weight
     if name in REWARDS:

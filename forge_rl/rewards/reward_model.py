@@ -54,7 +54,7 @@ class RewardModel:
 
     def __post_init__(self) -> None:
         minima = {"replicas": 1, "threads": 1, "batch": 1, "max_tokens": 1}
-        check_flags(self, "--reward model:", least=minima)
+        check_flags(self, "--reward model:", minimum=minima)
         object.__setattr__(self, "path", model_in(self.path.resolve()))
         try:
             config = json.loads((self.path / "config.json").read_text())

@@ -31,7 +31,7 @@ class StopProperly:
     """Name of the part to scale; by default the weighted sum of all parts that depend on no other."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward stop_properly:", least={"factor": 0}, most={"factor": 1})
+        check_flags(self, "--reward stop_properly:", minimum={"factor": 0}, maximum={"factor": 1})
 
     def __call__(self, task: Task, episode: Episode) -> float:
         """Return 1.0 if the answer was cut, else 0.0."""
@@ -83,7 +83,7 @@ class CosineLength:
 
     def __post_init__(self) -> None:
         minima = {"max_tokens": 1, "ngram": 1, "repetition": 0}
-        check_flags(self, "--reward cosine:", least=minima, most={"ngram": 1000})
+        check_flags(self, "--reward cosine:", minimum=minima, maximum={"ngram": 1000})
         for name in ("right", "right_short", "right_long", "wrong_short", "wrong_long", "exceeded", "repetition"):
             if not math.isfinite(value := getattr(self, name)):
                 raise ConfigError(f"--reward cosine: {name} is {value}", hint=f"set {name} to a finite number")
@@ -130,7 +130,7 @@ class AdaptiveLength:
     """Minimum value of that part for a right answer."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward adaptive_length:", least={"tokens": 1})
+        check_flags(self, "--reward adaptive_length:", minimum={"tokens": 1})
         if not math.isfinite(self.right):
             raise ConfigError(f"--reward adaptive_length: right is {self.right}", hint="set right to a finite number")
 

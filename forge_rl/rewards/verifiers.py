@@ -44,7 +44,7 @@ class ReasoningGymReward(TextReward):
     """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--reward reasoning_gym:", least={"processes": 1}, above={"timeout_s": 0})
+        check_flags(self, "--reward reasoning_gym:", minimum={"processes": 1}, above={"timeout_s": 0})
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Return a score from 0 to 1, and the answer.

@@ -20,7 +20,7 @@ class EvalTasks:
     """Maximum tasks per set: held-out tasks, never drawn for training, and tasks of --eval-tasks."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--evaluation.", least={"tasks": 0})
+        check_flags(self, "--evaluation.", minimum={"tasks": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class EvalConfig(EvalTasks):
         super().__post_init__()
         minimums = {"every": 0, "episodes": 1, "temperature": 0}
         minimums |= {"max_tokens": 1} if self.max_tokens is not None else {}
-        check_flags(self, "--evaluation.", least=minimums, below={"temperature": 10})
+        check_flags(self, "--evaluation.", minimum=minimums, below={"temperature": 10})
         if self.episodes > 1 and self.temperature == 0:
             raise ConfigError(
                 f"{self.episodes} greedy episodes of a task are equal",

@@ -45,10 +45,10 @@ class ScheduleConfig:
         check_flags(
             self,
             "--schedule.",
-            least={"max_lag": 0, "over_sampling": 1, "max_replaced": 1, "retries": 0, "max_episodes": 1}
+            minimum={"max_lag": 0, "over_sampling": 1, "max_replaced": 1, "retries": 0, "max_episodes": 1}
             | {"least_advantage": 0},
             above={"max_infrastructure_failures": 0},
-            most={"over_sampling": 8, "max_infrastructure_failures": 1},
+            maximum={"over_sampling": 8, "max_infrastructure_failures": 1},
         )
         if self.least_advantage > 0 and not self.dynamic_sampling:
             raise ConfigError(

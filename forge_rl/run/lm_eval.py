@@ -60,7 +60,7 @@ class LmEvalConfig:
         minimums = {
             name: bound for name, bound in (("limit", 1), ("num_fewshot", 0)) if getattr(self, name) is not None
         }
-        check_flags(self, "--", least=minimums)
+        check_flags(self, "--", minimum=minimums)
         if self.include_path is not None and not self.include_path.is_dir():
             raise ConfigError(
                 f"--include-path: {self.include_path} is not a folder", hint="give a folder with YAML files"

@@ -158,7 +158,7 @@ class RunConfig:
         if self.target.on and not self.plan:
             raise ConfigError(f"--on {self.target.on} is of a plan", hint="add --plan, or leave out --on")
         counts = {"steps": 1, "groups_per_batch": 1, "group_size": 1}
-        check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
+        check_flags(self, "--", minimum=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.group_size == 1 and self.schedule.dynamic_sampling:
             raise ConfigError(
                 "--schedule.dynamic-sampling replaces groups of equal rewards, which all are with --group-size 1",

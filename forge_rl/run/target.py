@@ -37,7 +37,9 @@ class TargetConfig:
     def __post_init__(self) -> None:
         if self.model_config is not None:
             object.__setattr__(self, "model_config", Path(self.model_config))
-        check_flags(self, "--", least={"hosts": 1, "prompt_tokens": 0, "answer_tokens": 0}, most={"hosts": _MOST_HOSTS})
+        check_flags(
+            self, "--", minimum={"hosts": 1, "prompt_tokens": 0, "answer_tokens": 0}, maximum={"hosts": _MOST_HOSTS}
+        )
         if not self.on and vars(self) != _NOTHING:
             raise ConfigError(
                 "--hosts, --model-config, --prompt-tokens and --answer-tokens belong to a plan for other machines",

@@ -28,7 +28,7 @@ class Restart:
     """Seconds of service after which a replica counts as recovered: its next death counts as the first."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "restart.", least=dict.fromkeys(vars(self), 0))
+        check_flags(self, "restart.", minimum=dict.fromkeys(vars(self), 0))
 
     def delay_s(self, deaths: int) -> float:
         """Return the delay before a restart after this many consecutive deaths."""

@@ -38,7 +38,7 @@ class Limits:
         check_flags(
             self,
             "Limits:",
-            least={
+            minimum={
                 "cpus": 0.01,
                 "memory_bytes": 16 << 20,
                 "processes": 1,

@@ -62,7 +62,7 @@ class Environment:
 
         def __post_init__(self) -> None:
             minimums = {"replicas": 1, "least_replicas": 0, "most_replicas": 0}
-            check_flags(self, "--environment.", least=minimums, above={"deadline_s": 0})
+            check_flags(self, "--environment.", minimum=minimums, above={"deadline_s": 0})
             check_bounds(self, "--environment.")
 
     def __init__(

@@ -71,7 +71,7 @@ class GeneratorConfig(DecodeSettings):
         check_flags(
             self,
             "--generator.",
-            least=dict.fromkeys(("gpu_memory_utilization", "guests", "spares", "least_replicas", "most_replicas"), 0)
+            minimum=dict.fromkeys(("gpu_memory_utilization", "guests", "spares", "least_replicas", "most_replicas"), 0)
             | dict.fromkeys(
                 ("max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size", "hosts_per_replica"), 1
             )
@@ -83,7 +83,7 @@ class GeneratorConfig(DecodeSettings):
                 "stall_s": 0,
                 "max_model_len": self.max_tokens,
             },
-            most={"temperature": 2},  # vLLM's limit
+            maximum={"temperature": 2},  # vLLM's limit
             below={"gpu_memory_utilization": 1},
         )
         check_bounds(self, "--generator.")

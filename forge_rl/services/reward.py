@@ -57,7 +57,7 @@ class Reward:
 
         def __post_init__(self) -> None:
             minimums = {"replicas": 1, "wait_for_another_s": 0}
-            check_flags(self, "--reward.", least=minimums, above={"deadline_s": 0})
+            check_flags(self, "--reward.", minimum=minimums, above={"deadline_s": 0})
 
     def __init__(self, setting: _Setting, function: RewardFunction) -> None:
         self.form: Form = form_of(function)

@@ -55,7 +55,7 @@ class TeachersConfig(DecodeSettings):
         check_flags(
             self,
             "--teachers.",
-            least=dict.fromkeys(counts, 1) | {"max_model_len": 0},
+            minimum=dict.fromkeys(counts, 1) | {"max_model_len": 0},
             above={"gpu_memory_utilization": 0, "kv_cache_gib": 0, "request_deadline_s": 0, "stall_s": 0},
             below={"gpu_memory_utilization": 1},
         )
@@ -72,7 +72,7 @@ class TeachersConfig(DecodeSettings):
         for text in self.models:
             parsed = parse(text, "--teachers.models", takes_weight=False)
             if parsed.params:
-                raise parsed.wrong("a teacher takes no options", "write [SOURCE=]MODEL", at=next(iter(parsed.params)))
+                raise parsed.wrong("a teacher takes no options", "write [SOURCE=]MODEL", key=next(iter(parsed.params)))
             if parsed.title in models:
                 raise parsed.wrong("this source already has a teacher", "name each source once, as SOURCE=MODEL")
             models[parsed.title] = parsed.name

@@ -51,7 +51,7 @@ class TrainerConfig(TrainSettings):
         check_flags(
             self,
             "--trainer.",
-            least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
+            minimum={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
             | dict.fromkeys(self.degrees, 1)
             | {"port": 0, "max_restarts": 0, "seq_len": int(device_type() == "cpu"), "wait_for_host_s": 0},
             above={"deadline_s": 0},

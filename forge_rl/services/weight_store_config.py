@@ -35,4 +35,4 @@ class WeightStoreConfig:
 
     def __post_init__(self) -> None:
         minimums = {"keep_versions": 1, "bucket_mib": 1, "mirror_full_every": 1}
-        check_flags(self, "--weights.", least=minimums, above={"keep_gib": 0})
+        check_flags(self, "--weights.", minimum=minimums, above={"keep_gib": 0})

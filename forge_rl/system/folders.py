@@ -60,8 +60,8 @@ def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) ->
 def check_own(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:
     """Check that a folder and its contents belong to this user or root, and that nobody else could have put them there.
 
-    Groups are trusted: whoever shares a folder with a group, as umask 002 does, means to. If a file system maps owners,
-    as NFS does with root's files, the owner that it gives to new files counts as this user. Links may point to other
+    Group permissions are accepted, as sharing with a group is deliberate (umask 002). If a file system maps owners, as
+    NFS does with root's files, the owner that it gives to new files counts as this user. Links may point to other
     places inside the folder.
 
     Args:
@@ -73,10 +73,10 @@ def check_own(folder: Path, error: type[ForgeError], *, deep: bool = True) -> No
             neither a file, a folder nor a socket.
         OSError: the folder cannot be read.
     """
-    found = next(_problems(folder, deep=deep), "")
-    if found:
+    problem = next(_problems(folder, deep=deep), "")
+    if problem:
         raise error(
-            f"{folder} cannot be trusted: {found}",
+            f"{folder} cannot be trusted: {problem}",
             hint="if you trust its contents, fix it with chown -R and chmod -R go-w, or copy it with cp -rL; otherwise "
             "choose another folder",
         )

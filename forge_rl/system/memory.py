@@ -23,16 +23,18 @@ def host_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the bytes of memory still available; beyond them the kernel kills processes."""
-    return min([int(psutil.virtual_memory().available), *(max(0, limit - used) for limit, used in _containers())])
+    return min([int(psutil.virtual_memory().available), *(max(0, limit - usage) for limit, usage in _containers())])
 
 
 def _containers() -> list[tuple[int, int]]:
     """Return limit and use of the container's memory, in bytes, for each cgroup version that sets a limit."""
-    found = []
-    for version, limit, used in _VERSIONS:
+    containers = []
+    for version, limit_file, usage_file in _VERSIONS:
         folder = _CGROUP / version
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            cached = sum(int(stat.get(name, 0)) for name in _CACHES)
-            found.append((int((folder / limit).read_text()), int((folder / used).read_text()) - cached))
-    return found
+            cached_bytes = sum(int(stat.get(name, 0)) for name in _CACHES)
+            containers.append(
+                (int((folder / limit_file).read_text()), int((folder / usage_file).read_text()) - cached_bytes)
+            )
+    return containers

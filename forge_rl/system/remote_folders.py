@@ -75,12 +75,12 @@ class RemoteFolder:
             self._files.invalidate_cache()  # a listing may be older than the file
             return int(self._files.info(self._path(name))["size"] or 0)
 
-    def read(self, name: str, most: int) -> bytes:
-        """Read a file; if it is larger than `most` bytes, only one byte more than these."""
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Read a file; if it has more than `max_bytes` bytes, only the first `max_bytes` + 1."""
         size = self.size(name)
         with _as_os_error():
             # Object stores refuse a range of an empty file.
-            data: bytes = self._files.cat_file(self._path(name), start=0, end=min(size, most + 1)) if size else b""
+            data: bytes = self._files.cat_file(self._path(name), start=0, end=min(size, max_bytes + 1)) if size else b""
         return data
 
     def write(self, name: str, data: bytes) -> None:
@@ -90,9 +90,9 @@ class RemoteFolder:
             if self._in_buckets:
                 self._files.pipe_file(path, data)
                 return
-            folder, _, last = path.rpartition("/")
+            folder, _, file_name = path.rpartition("/")
             self._files.makedirs(folder, exist_ok=True)
-            self._files.pipe_file(draft := f"{folder}/.{last}.part", data)
+            self._files.pipe_file(draft := f"{folder}/.{file_name}.part", data)
             self._files.mv(draft, path)
 
     def put(self, source: Path, name: str) -> None:
@@ -130,5 +130,5 @@ def _as_os_error() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:  # of any library
-        said = clipped(_PASSWORD.sub("", str(error)), lines=1, width=300)
-        raise OSError(f"{type(error).__name__}: {said}") from error
+        message = clipped(_PASSWORD.sub("", str(error)), lines=1, width=300)
+        raise OSError(f"{type(error).__name__}: {message}") from error

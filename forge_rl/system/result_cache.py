@@ -163,8 +163,8 @@ class ResultCache:
         self._memory[key] = value
         self._memory_bytes += len(value) + _ROW_BYTES
         while self._memory_bytes > self._most_memory:
-            _, dropped = self._memory.popitem(last=False)
-            self._memory_bytes -= len(dropped) + _ROW_BYTES
+            _, old_value = self._memory.popitem(last=False)
+            self._memory_bytes -= len(old_value) + _ROW_BYTES
 
 
 class _CancelledFlight(Exception):
@@ -174,8 +174,8 @@ class _CancelledFlight(Exception):
 class _KeyLock:
     """A lock of one key among processes; the kernel releases it if the process dies."""
 
-    def __init__(self, fd: int, at: int) -> None:
-        self._fd, self._at = fd, at
+    def __init__(self, fd: int, offset: int) -> None:
+        self._fd, self._offset = fd, offset
         self.held = False
 
     def acquire(self, *, wait: bool) -> bool:
@@ -183,7 +183,7 @@ class _KeyLock:
             return True
         command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
         try:
-            fcntl.fcntl(self._fd, command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._at, 1, 0))
+            fcntl.fcntl(self._fd, command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._offset, 1, 0))
         except OSError:
             return False
         return True
@@ -192,7 +192,7 @@ class _KeyLock:
         if not hasattr(fcntl, "F_OFD_SETLK"):
             return
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._at, 1, 0))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._offset, 1, 0))
 
 
 class _ResultFile:
@@ -233,15 +233,15 @@ class _ResultFile:
         if not self._opened() or (database := self._reader) is None or key in self._forgotten:
             return None
         try:
-            found = database.execute("select value, mark from results where key = ?", (key,)).fetchone()
+            row = database.execute("select value, mark from results where key = ?", (key,)).fetchone()
         except sqlite3.OperationalError:  # busy, or a disk that fails
             return None
         except sqlite3.DatabaseError as error:
             self._replace(database, error)
             return None
-        if found is None:
+        if row is None:
             return None
-        value, mark = found
+        value, mark = row
         if not isinstance(value, bytes) or mark != _mark(key, value):
             self.forget_later(key)
             return None
@@ -255,8 +255,8 @@ class _ResultFile:
 
     def write_later(self, key: bytes, value: bytes, lock: _KeyLock) -> None:
         """Keep a result, then release its lock."""
-        held, lock.held = lock.held, False
-        self._later(key, value, lock if held else None)
+        was_held, lock.held = lock.held, False
+        self._later(key, value, lock if was_held else None)
 
     def forget_later(self, key: bytes) -> None:
         """Delete a result, and stop reading it at once."""
@@ -307,7 +307,7 @@ class _ResultFile:
                         lock.release()
 
     def _write(self, database: sqlite3.Connection, batch: list[tuple[bytes, bytes | None, _KeyLock | None]]) -> None:
-        touched, self._touched = self._touched, set()
+        touched_keys, self._touched = self._touched, set()
         latest = {key: value for key, value, _ in batch}
         rows = [
             (key, value, _mark(key, value), len(value) + _ROW_BYTES)
@@ -318,7 +318,7 @@ class _ResultFile:
             database.execute("begin immediate")
             database.executemany("delete from results where key = ?", [(key,) for key in latest])
             database.executemany(f"insert into results values (?, ?, ?, ?, {_NEXT})", rows)
-            database.executemany(f"update results set used = {_NEXT} where key = ?", [(key,) for key in touched])
+            database.executemany(f"update results set used = {_NEXT} where key = ?", [(key,) for key in touched_keys])
             self._evict(database)
         with self._lock:
             self._forgotten -= latest.keys() - {key for key, _, _ in self._waiting}
@@ -328,13 +328,13 @@ class _ResultFile:
         if total <= self._most_bytes:
             return
         excess = total - int(self._most_bytes * _KEPT_SHARE)
-        dropped = []
+        dropped_keys = []
         for key, size in database.execute("select key, bytes from results order by used"):
-            dropped.append((key,))
+            dropped_keys.append((key,))
             excess -= size
             if excess <= 0:
                 break
-        database.executemany("delete from results where key = ?", dropped)
+        database.executemany("delete from results where key = ?", dropped_keys)
 
     def _opened(self) -> bool:
         """Open the file on first use; return whether it can be used."""
@@ -374,10 +374,10 @@ class _ResultFile:
             raise
         self._writer, self._inode = writer, os.stat(self._path).st_ino
 
-    def _replace(self, failed: sqlite3.Connection | None, error: sqlite3.DatabaseError) -> None:
+    def _replace(self, failed_database: sqlite3.Connection | None, error: sqlite3.DatabaseError) -> None:
         """Drop a damaged file, unless another thread or process has replaced it already, and open the new one."""
         with self._replacing:
-            if failed not in (self._reader, self._writer):
+            if failed_database not in (self._reader, self._writer):
                 return
             warnings.warn(f"the cache {self._path} is damaged ({error}) and starts anew", stacklevel=2)
             try:
@@ -419,16 +419,16 @@ async def _acquired_in_thread(lock: _KeyLock, wait_s: float | None) -> bool:
     loop = asyncio.get_running_loop()
     acquired = asyncio.Event()
     deciding = threading.Lock()
-    held = given_up = False
+    is_held = given_up = False
 
     def wait() -> None:
-        nonlocal held
+        nonlocal is_held
         lock.acquire(wait=True)
         with deciding:
             if given_up:
                 lock.release()
                 return
-            held = True
+            is_held = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(acquired.set)
 
@@ -441,6 +441,6 @@ async def _acquired_in_thread(lock: _KeyLock, wait_s: float | None) -> bool:
     finally:
         with deciding:
             given_up = not acquired.is_set()
-            if given_up and held:
+            if given_up and is_held:
                 lock.release()
     return not given_up

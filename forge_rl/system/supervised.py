@@ -38,8 +38,8 @@ def supervised(command: Sequence[str], limits: Mapping[str, int] | None = None) 
 
 def _supervise(parent: int, limits: Mapping[str, int], command: Sequence[str]) -> NoReturn:
     prctl = ctypes.CDLL(None).prctl
-    told = {signal.SIGCHLD, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    signals = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     me = os.getpid()
@@ -48,7 +48,7 @@ def _supervise(parent: int, limits: Mapping[str, int], command: Sequence[str]) -
     child = os.fork()
     if child == 0:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, told)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         if os.getppid() == me:
             _become(limits, command)
         os._exit(1)
@@ -57,21 +57,21 @@ def _supervise(parent: int, limits: Mapping[str, int], command: Sequence[str]) -
         os.dup2(null, fd)
     status = None
     while status is None:
-        told_to = signal.sigwait(told)
+        received_signal = signal.sigwait(signals)
         status = _reaped().get(child)
-        if told_to == signal.SIGTERM:
+        if received_signal == signal.SIGTERM:
             break
-    left = _end_all()
-    _end_as(left.get(child, -signal.SIGKILL) if status is None else status)
+    statuses = _end_all()
+    _end_as(statuses.get(child, -signal.SIGKILL) if status is None else status)
 
 
 def _become(limits: Mapping[str, int], command: Sequence[str]) -> None:
     for name, value in limits.items():
         limit = getattr(resource, name)
-        most = resource.getrlimit(limit)[1]
+        max_limit = resource.getrlimit(limit)[1]
         # Beyond the soft CPU time limit a process gets SIGXCPU, beyond the hard limit SIGKILL.
         hard = value + 5 * (name == "RLIMIT_CPU")
-        hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
+        hard = hard if max_limit == resource.RLIM_INFINITY else min(hard, max_limit)
         resource.setrlimit(limit, (min(value, hard), hard))
     try:
         os.execvp(command[0], list(command))
@@ -101,19 +101,19 @@ def _reaped() -> dict[int, int]:
     """Reap exited children and return their statuses by PID."""
     statuses = {}
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        while (child_status := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[child_status[0]] = os.waitstatus_to_exitcode(child_status[1])
     return statuses
 
 
 def _descendants() -> list[int]:
-    found = [os.getpid()]
-    for pid in found:
+    pids = [os.getpid()]
+    for pid in pids:
         with contextlib.suppress(OSError):  # it exited
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children") as file:
-                    found += map(int, file.read().split())
-    return found[1:]
+                    pids += map(int, file.read().split())
+    return pids[1:]
 
 
 def _end_as(status: int) -> NoReturn:

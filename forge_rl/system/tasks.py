@@ -57,8 +57,8 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:
-    chosen = errors.subgroup(ForgeError) or errors
-    first = chosen.exceptions[0]
+    subgroup = errors.subgroup(ForgeError) or errors
+    first = subgroup.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 

@@ -14,24 +14,24 @@ _ACTS = re.compile(
 
 def clipped(text: str, *, lines: int, width: int) -> str:
     """Return at most so many lines and columns of an untrusted text, made visible; `…` marks a cut."""
-    shown = text[: lines * width * 4].split("\n")
-    kept = [line if len(line) <= width else f"{line[: width - 1]}…" for line in map(visible, shown[:lines])]
-    if len(shown) > lines or len(text) > lines * width * 4:
-        kept[-1] = f"{kept[-1][: width - 1].removesuffix('…')}…"
-    return "\n".join(kept)
+    raw_lines = text[: lines * width * 4].split("\n")
+    cut_lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in map(visible, raw_lines[:lines])]
+    if len(raw_lines) > lines or len(text) > lines * width * 4:
+        cut_lines[-1] = f"{cut_lines[-1][: width - 1].removesuffix('…')}…"
+    return "\n".join(cut_lines)
 
 
-def shortened(text: str, most: int = 10_000) -> str:
+def shortened(text: str, max_chars: int = 10_000) -> str:
     """Return a text of at most about so many characters: its start, and its end, in which an error says most.
 
     Texts of exceptions may quote a page or an array; cut them before they are searched, shown or written.
     """
-    if len(text) <= most:
+    if len(text) <= max_chars:
         return text
-    end = most // 4
-    return f"{text[: most - end]} … {len(text) - most} characters … {text[-end:]}"
+    end = max_chars // 4
+    return f"{text[: max_chars - end]} … {len(text) - max_chars} characters … {text[-end:]}"
 
 
 def visible(text: str) -> str:
     r"""Escape characters that a terminal would act on or hide, as Python does: ESC becomes `\x1b`; keeps \n and \t."""
-    return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _ACTS.sub(lambda match: ascii(match[0])[1:-1], text)

@@ -36,8 +36,8 @@ def is_handed_on(name: str, value: str) -> bool:
     """Return True if child processes get this variable: listed and not a secret, or named by the user."""
     if name in os.environ.get(_PASSED, "").split(","):
         return True
-    listed = _LISTED.fullmatch(name) is not None and name != _OWN
-    return listed and not is_secret(name) and value == without_credentials(value)
+    is_listed = _LISTED.fullmatch(name) is not None and name != _OWN
+    return is_listed and not is_secret(name) and value == without_credentials(value)
 
 
 def handed_on(more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -72,9 +72,9 @@ def hand_on_too(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"--pass-env names {name}, which is not set", hint="export it, or remove it from --pass-env"
             )
-    wanted = ",".join(dict.fromkeys([*filter(None, os.environ.get(_PASSED, "").split(",")), *names]))
-    if wanted != os.environ.get(_PASSED, ""):
-        os.environ[_PASSED] = wanted
+    passed_names = ",".join(dict.fromkeys([*filter(None, os.environ.get(_PASSED, "").split(",")), *names]))
+    if passed_names != os.environ.get(_PASSED, ""):
+        os.environ[_PASSED] = passed_names
 
 
 def api_key(flag: str, variable: str) -> str:
@@ -104,14 +104,14 @@ def hide() -> None:
     with contextlib.suppress(OSError):
         # Fields 50 and 51: addresses of the initial environment, which /proc/PID/environ shows.
         start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-        at = start
+        address = start
         for entry in ctypes.string_at(start, end - start).split(b"\0") if start else ():
             name, _, value = entry.partition(b"=")
             if value.strip(b"*") and not is_handed_on(os.fsdecode(name), os.fsdecode(value)):
                 if os.environb.get(name) == value:
                     os.environb[name] = value  # makes libc copy it elsewhere
-                ctypes.memset(at + len(name) + 1, ord("*"), len(value))
-            at += len(entry) + 1
+                ctypes.memset(address + len(name) + 1, ord("*"), len(value))
+            address += len(entry) + 1
     _close_memory()
 
 

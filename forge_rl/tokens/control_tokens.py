@@ -63,7 +63,7 @@ class ControlTokens:
         self._all = _Forms(self._contents.values())
         self._special = _Forms(special)
         heads = {_head(content) for content in self._contents.values()}
-        ends = {content[at] for content in self._contents.values() for at in (0, -1)}
+        ends = {content[index] for content in self._contents.values() for index in (0, -1)}
         self._heads = "".join(sorted(heads))
         self._telling = sorted(heads | ends)
         self._normalizes = tokenizer.normalizer is not None
@@ -80,8 +80,8 @@ class ControlTokens:
         if self._changes_letters or (self._normalizes and not rendered.isascii()):
             return True  # normalisation may turn other characters into those of control tokens
         texts, names = _strings(parts)
-        joined = "\n".join(itertools.chain(texts, names))
-        return any(letter in joined for letter in self._telling) or any(map(self._all.completes, texts))
+        joined_texts = "\n".join(itertools.chain(texts, names))
+        return any(letter in joined_texts for letter in self._telling) or any(map(self._all.completes, texts))
 
     def hide(self, parts: tuple[Sequence[object], ...], rendered: str) -> Hidden:
         """Replace characters that can be part of a control token with private-use ones.
@@ -94,8 +94,8 @@ class ControlTokens:
             ModelError: the parts leave too few private-use characters unused, or are nested too deeply.
         """
         texts = "".join(itertools.chain([rendered], *_strings(parts)))
-        used = set() if texts.isascii() else set(_PRIVATE.findall(texts))
-        free = (chr(code) for code in itertools.chain(*_PRIVATE_CODES) if chr(code) not in used)
+        used_letters = set() if texts.isascii() else set(_PRIVATE.findall(texts))
+        free = (chr(code) for code in itertools.chain(*_PRIVATE_CODES) if chr(code) not in used_letters)
         table = dict(zip(self._alphabet, free, strict=False))
         if len(table) < len(self._alphabet):
             raise ModelError(
@@ -116,23 +116,23 @@ class ControlTokens:
         """Return True if the control tokens among the ids are exactly those in the rendered text, in order."""
         if self._all.overlap:
             return False
-        written = [self._id_of[form] for form in self._all.pattern.findall(rendered)]
-        return [id for id in ids if id in self._contents] == written
+        rendered_ids = [self._id_of[form] for form in self._all.pattern.findall(rendered)]
+        return [id for id in ids if id in self._contents] == rendered_ids
 
     def encode(self, rendered: str, hidden: Hidden) -> tuple[int, ...]:
         """Return the token ids of rendered hidden messages; text that was hidden yields no control tokens."""
         twin, names, ids = self._twin
-        text = hidden.uncover(self._all.pattern.sub(lambda found: names[found.group()], rendered))
+        text = hidden.uncover(self._all.pattern.sub(lambda match: names[match.group()], rendered))
         encoding = twin.encode(text, add_special_tokens=False)
-        found: list[int] = []
+        token_ids: list[int] = []
         for token, id in zip(encoding.tokens, encoding.ids, strict=True):
             if id in ids:
-                found.append(ids[id])
+                token_ids.append(ids[id])
             elif self._is_vocabulary_of_its_own(token, id):
-                found += self._spelled(token)
+                token_ids += self._spelled(token)
             else:
-                found.append(id)
-        return tuple(found)
+                token_ids.append(id)
+        return tuple(token_ids)
 
     @cached_property
     def _twin(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int | None, int]]:
@@ -159,11 +159,11 @@ class ControlTokens:
         while any(model.id_to_token(id) is not None for id in range(free, free + len(names))):
             free += 1
         flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        renamed = [
+        renamed_tokens = [
             tokenizers.AddedToken(names[token.content], **{flag: getattr(token, flag) for flag in flags})
             for _, token in sorted(self._added.items())
         ]
-        twin.add_tokens([*(f"{secret}{number}" for number in range(free - first)), *renamed])
+        twin.add_tokens([*(f"{secret}{number}" for number in range(free - first)), *renamed_tokens])
         ids = {twin.token_to_id(names[token.content]): id for id, token in self._added.items()}
         return twin, names, ids
 
@@ -173,24 +173,24 @@ class ControlTokens:
 
     def _spelled(self, piece: str) -> list[int]:
         """Return the token ids of a vocabulary piece when spelled with other pieces."""
-        found: list[int] = []
+        token_ids: list[int] = []
         for part in (piece[:1], piece[1:]) if len(piece) > 1 else ():
             for token in self._tokenizer.model.tokenize(part):
-                whole = self._is_vocabulary_of_its_own(token.value, token.id)
-                found += self._spelled(token.value) if whole else [token.id]
-        return found
+                is_whole = self._is_vocabulary_of_its_own(token.value, token.id)
+                token_ids += self._spelled(token.value) if is_whole else [token.id]
+        return token_ids
 
 
 class _Forms:
     """Texts of control tokens and their fragments."""
 
     def __init__(self, contents: Iterable[str]) -> None:
-        known = sorted(contents)
-        self.pattern = re.compile(_longest_of(known) if known else r"(?!)")
-        self._words = {words for form in known for words in _words_of(form)}
-        self._longest = max(map(len, known), default=0)
-        self._beginnings = {form[:length] for form in known for length in range(1, len(form))}
-        self._ends = {form[length:] for form in known for length in range(1, len(form))}
+        forms = sorted(contents)
+        self.pattern = re.compile(_longest_of(forms) if forms else r"(?!)")
+        self._words = {words for form in forms for words in _words_of(form)}
+        self._longest = max(map(len, forms), default=0)
+        self._beginnings = {form[:length] for form in forms for length in range(1, len(form))}
+        self._ends = {form[length:] for form in forms for length in range(1, len(form))}
         self.overlap = not self._beginnings.isdisjoint(self._ends)
         """True if one token's suffix can be another's prefix."""
 
@@ -243,7 +243,7 @@ class _Hiding:
         if forms.completes(text):
             return text.translate(self._table)
         if by_model:
-            return self._ends(forms.pattern.sub(lambda found: found.group().translate(self._table), text), forms)
+            return self._ends(forms.pattern.sub(lambda match: match.group().translate(self._table), text), forms)
         return self._mark(self._ends(text, forms))
 
     def _mark(self, text: str) -> str:
@@ -288,7 +288,7 @@ def _longest_of(forms: Iterable[str]) -> str:
         is_end = is_end or not form
         if form:
             by_first.setdefault(form[0], []).append(form[1:])
-    branches = [re.escape(first) + _longest_of(rest) for first, rest in by_first.items()]
+    branches = [re.escape(first) + _longest_of(endings) for first, endings in by_first.items()]
     if not branches:
         return ""
     return branches[0] if len(branches) == 1 and not is_end else f"(?:{'|'.join(branches)})" + "?" * is_end

@@ -17,8 +17,8 @@ _ASKED: Message = {"role": "user", "content": "?"}
 
 
 def decoded_arguments(text: str) -> object:
-    """Return what a call's arguments are as JSON; the text itself if it is no JSON, or cannot be rendered decoded, as
-    half of a surrogate pair cannot."""
+    """Return a call's arguments decoded from JSON. Return the text unchanged if it is not valid JSON, or if the decoded
+    value cannot be encoded as UTF-8, such as half of a surrogate pair."""
     try:
         value: object = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()
@@ -102,8 +102,8 @@ class MessageForm:
             arguments = decoded_arguments(arguments)
         elif isinstance(arguments, Mapping):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        converted = {**function, "arguments": arguments}
-        return converted if function is call else {**call, "function": converted}
+        new_function = {**function, "arguments": arguments}
+        return new_function if function is call else {**call, "function": new_function}
 
     @cached_property
     def _takes_text(self) -> bool:

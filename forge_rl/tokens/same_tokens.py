@@ -21,10 +21,10 @@ def check_same_tokens(who: str, folder: Path, policy: Path) -> None:
     if folder.samefile(policy):
         return
     model_ids, policy_ids = (Tokenizer(path).hf.get_vocab() for path in (folder, policy))
-    if differ := sorted({token for token, _ in model_ids.items() ^ policy_ids.items()}):
-        token = differ[0]
+    if different_tokens := sorted({token for token, _ in model_ids.items() ^ policy_ids.items()}):
+        token = different_tokens[0]
         raise ConfigError(
-            f"{who} has another tokenizer than the policy: {len(differ)} tokens differ, such as "
+            f"{who} has another tokenizer than the policy: {len(different_tokens)} tokens differ, such as "
             f"{token!r}, which is {model_ids.get(token, 'none')} there and {policy_ids.get(token, 'none')} in the "
             "policy",
             hint="choose a model of the policy's own family, with the same tokenizer",

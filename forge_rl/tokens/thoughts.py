@@ -32,7 +32,7 @@ _FINAL = re.compile(
 """A message for the user in gpt-oss's format; those on other channels are thoughts and calls."""
 
 
-def without_thoughts(text: str, tags: tuple[str, str] = _TAGS[0], *, opened: bool = False) -> str:
+def without_thoughts(text: str, tags: tuple[str, str] = _TAGS[0], *, is_open: bool = False) -> str:
     """Return a text without its thoughts, finished or not, and without blanks after them.
 
         without_thoughts("<think>2 and 3</think> 5")  # "5"
@@ -42,22 +42,22 @@ def without_thoughts(text: str, tags: tuple[str, str] = _TAGS[0], *, opened: boo
 
     Args:
         tags: opening and closing tag.
-        opened: the text begins within a thought.
+        is_open: whether the text begins within a thought.
     """
     opening, closing = tags
-    if not opened and opening not in text and closing not in text:
+    if not is_open and opening not in text and closing not in text:
         return text
     parts: list[str] = []
     begin = 0
     for tag in re.finditer(f"{re.escape(opening)}|{re.escape(closing)}", text):
         if tag.group() == closing:
-            if not opened:
+            if not is_open:
                 parts.clear()
-            opened, begin = False, tag.end()
-        elif not opened:
+            is_open, begin = False, tag.end()
+        elif not is_open:
             parts.append(text[begin : tag.start()])
-            opened = True
-    if not opened:
+            is_open = True
+    if not is_open:
         parts.append(text[begin:])
     return "".join(parts).lstrip()
 
@@ -76,16 +76,16 @@ class Thoughts:
     def __init__(self, hf: PreTrainedTokenizerFast, stop_ids: Sequence[int] = ()) -> None:
         self._hf = hf
         self._stop_ids = np.asarray(stop_ids, np.int32)
-        added, template = hf.get_added_vocab(), str(hf.chat_template)
-        self.is_harmony = _CHANNEL in added and _MESSAGE in added
+        added_vocab, template = hf.get_added_vocab(), str(hf.chat_template)
+        self.is_harmony = _CHANNEL in added_vocab and _MESSAGE in added_vocab
         """Whether thoughts are messages on a channel of their own, as gpt-oss writes them."""
         in_template = [tags for tags in _TAGS if any(tag in template for tag in tags)]
-        in_vocabulary = [tags for tags in _TAGS if tags[1] in added]
+        in_vocabulary = [tags for tags in _TAGS if tags[1] in added_vocab]
         self.tags = (*in_template, *in_vocabulary, *_TAGS)[0]
         """Opening and closing tag."""
         self.expected = bool(self.is_harmony or in_template)
         """Whether the chat template knows of thoughts."""
-        self._ids = tuple(added.get(tag, -1) for tag in self.tags)
+        self._ids = tuple(added_vocab.get(tag, -1) for tag in self.tags)
         special = set(hf.all_special_tokens)
         self._is_special = any(tag in special for tag in self.tags)
 
@@ -97,8 +97,8 @@ class Thoughts:
             tail = self._hf.decode(ids[-16:].tolist(), skip_special_tokens=False)
             return bool(tail.rstrip().endswith(self.tags[0]))
         # Text of users never becomes these tokens, so only the template and the model have written them.
-        last = _last(ids, [opening])
-        return last > _last(ids, [closing]) and last > _last(ids, self._stop_ids)
+        last_opening = _last(ids, [opening])
+        return last_opening > _last(ids, [closing]) and last_opening > _last(ids, self._stop_ids)
 
     def answer(self, prompt_ids: TokenIds, token_ids: TokenIds, text: str) -> str | None:
         """Return a completion's text without its thoughts; None if it has none.
@@ -110,27 +110,27 @@ class Thoughts:
         if self.is_harmony:
             return self._final(ids)
         if not self._is_special:
-            answer = without_thoughts(text, self.tags, opened=self.opened(prompt_ids))
+            answer = without_thoughts(text, self.tags, is_open=self.opened(prompt_ids))
             return None if answer == text else answer
         spoken = self._spoken(ids, self.opened(prompt_ids))
         if spoken is None:
             return None
         return str(self._hf.decode(ids[spoken].tolist(), skip_special_tokens=True)).lstrip()
 
-    def _spoken(self, ids: npt.NDArray[np.int32], opened: bool) -> npt.NDArray[np.bool_] | None:
+    def _spoken(self, ids: npt.NDArray[np.int32], is_open: bool) -> npt.NDArray[np.bool_] | None:
         """Return which tokens are outside of thoughts, as `without_thoughts` does for text; None if all are."""
         spoken, begin = np.zeros(len(ids), np.bool_), 0
         places = np.flatnonzero(np.isin(ids, self._ids))
-        if not opened and not len(places):
+        if not is_open and not len(places):
             return None
         for place in places.tolist():
             if ids[place] == self._ids[1]:
-                if not opened:
+                if not is_open:
                     spoken[:] = False
-                opened, begin = False, place + 1
-            elif not opened:
-                spoken[begin:place], opened = True, True
-        if not opened:
+                is_open, begin = False, place + 1
+            elif not is_open:
+                spoken[begin:place], is_open = True, True
+        if not is_open:
             spoken[begin:] = True
         return spoken
 

@@ -89,12 +89,12 @@ class Tokenizer:
         decoder = getattr(getattr(self.hf, "backend_tokenizer", None), "decoder", None)
         is_bytes = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if is_bytes else {}
-        added = self.hf.added_tokens_decoder
+        added_tokens = self.hf.added_tokens_decoder
 
         def piece(token: int, text: str) -> bytes:
-            if token not in added and letters and all(letter in letters for letter in text):
+            if token not in added_tokens and letters and all(letter in letters for letter in text):
                 return bytes(letters[letter] for letter in text)
-            if token not in added and (byte := _BYTE_PIECE.fullmatch(text)):
+            if token not in added_tokens and (byte := _BYTE_PIECE.fullmatch(text)):
                 return bytes([int(byte[1], 16)])
             return (text if letters else text.replace("\u2581", " ")).encode("utf-8", "replace")
 
@@ -160,10 +160,10 @@ class Tokenizer:
         tools = tools or ()
         if (calls or has_tools(messages, tools)) and not self.shows_tools:
             messages, tools, calls = as_text(messages, ()), (), ()
-        after = partial(self._after_completion, settings=settings)
-        delta = self._encode_rendered(after, messages, tools, calls) if calls else None
+        render = partial(self._after_completion, settings=settings)
+        delta = self._encode_rendered(render, messages, tools, calls) if calls else None
         if delta is None:
-            delta = self._encode_rendered(after, messages, tools, ())
+            delta = self._encode_rendered(render, messages, tools, ())
         if delta is None:
             raise ModelError(
                 f"the chat template of {self.folder} drops earlier completions, so a conversation cannot continue",
@@ -172,11 +172,11 @@ class Tokenizer:
         end = next((index for index, token in enumerate(delta) if token in self._closing_ids), None)
         if end is not None:
             # `delta` up to and including `end` closes the completion; one that stopped with that token contains it.
-            stopped = len(ids) > 0 and ids[-1] in self.stop_ids
-            if stopped and ids[-1] == delta[end]:
+            has_stopped = len(ids) > 0 and ids[-1] in self.stop_ids
+            if has_stopped and ids[-1] == delta[end]:
                 delta = delta[end + 1 :]
             else:
-                ids, delta = ids[:-1] if stopped else ids, delta[end:]
+                ids, delta = ids[:-1] if has_stopped else ids, delta[end:]
         return np.concatenate([np.asarray(ids, np.int32), np.asarray(delta, np.int32)])
 
     def encode(self, text: str, *, add_special: bool = False) -> tuple[int, ...]:
@@ -232,16 +232,16 @@ class Tokenizer:
         user = {"role": "user", "content": "?"}
         try:
             tools_shown = probe in self.text([user], add_generation_prompt=True, tools=[tool])
-            called: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return tools_shown and probe in self.text(called, add_generation_prompt=False, tools=None)
+            messages: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            return tools_shown and probe in self.text(messages, add_generation_prompt=False, tools=None)
         except ModelError:
             return False
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion, by the model's settings or its chat template."""
-        added = self.added_stop
-        return tuple(sorted({*self.configured_stop_ids, *(() if added is None else (added,))}))
+        stop_id = self.added_stop
+        return tuple(sorted({*self.configured_stop_ids, *(() if stop_id is None else (stop_id,))}))
 
     @cached_property
     def configured_stop_ids(self) -> tuple[int, ...]:
@@ -275,8 +275,8 @@ class Tokenizer:
     @cached_property
     def pad_id(self) -> int | None:
         """Token id that the model's config declares as padding."""
-        found = self._setting("config.json", "pad_token_id")
-        return found if isinstance(found, int) else None
+        value = self._setting("config.json", "pad_token_id")
+        return value if isinstance(value, int) else None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -289,10 +289,10 @@ class Tokenizer:
         """Model family as named in config.json; "" if there is none."""
         return str(self._setting("config.json", "model_type") or "")
 
-    def _encode_rendered(self, render: Callable[..., str | None], *given: _Messages) -> tuple[int, ...] | None:
+    def _encode_rendered(self, render: Callable[..., str | None], *inputs: _Messages) -> tuple[int, ...] | None:
         """Return the token ids of rendered messages and tools, with control tokens only from the template; None if
         `render` returns None."""
-        parts = tuple(map(list, given))
+        parts = tuple(map(list, inputs))
         text = render(*parts)
         if text is None:
             return None
@@ -316,8 +316,8 @@ class Tokenizer:
             # the end of turn, so there must be one.
             function = calls[-1]["function"]
             assert isinstance(function, Mapping)
-            marked = {**calls[-1], "function": {**function, "arguments": {"at": self._completion}}}
-            completion |= {"content": "", "tool_calls": [*calls[:-1], marked]}
+            marked_call = {**calls[-1], "function": {**function, "arguments": {"at": self._completion}}}
+            completion |= {"content": "", "tool_calls": [*calls[:-1], marked_call]}
         conversation: _Messages = [{"role": "user", "content": "?"}, completion, *messages]
         try:
             text = self.text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
@@ -325,12 +325,12 @@ class Tokenizer:
             if calls:
                 return None
             raise
-        _, found, after = text.partition(self._completion)
+        _, marker, rest_text = text.partition(self._completion)
         if not calls:
-            return after if found else None
+            return rest_text if marker else None
         names = map(self.hf.convert_ids_to_tokens, self._closing_ids)
-        ends = [place for name in names if (place := after.find(name or "\0")) >= 0]
-        return after[min(ends) :] if ends else None
+        ends = [place for name in names if (place := rest_text.find(name or "\0")) >= 0]
+        return rest_text[min(ends) :] if ends else None
 
     def text(
         self,

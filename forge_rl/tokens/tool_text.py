@@ -26,7 +26,7 @@ _Messages = Sequence[Mapping[str, object]]
 
 def has_tools(messages: _Messages, tools: _Messages) -> bool:
     """Return True if a conversation has anything that a template without tools would not show."""
-    return bool(tools) or any(each.get("role") == "tool" or each.get("tool_calls") for each in messages)
+    return bool(tools) or any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
 
 def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
@@ -64,5 +64,5 @@ def _call(call: Mapping[str, Mapping[str, object]]) -> str:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         arguments = decoded_arguments(arguments)
-    written = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{written}\n</tool_call>"
+    call_json = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call_json}\n</tool_call>"

@@ -36,9 +36,9 @@ def find_turn_ends(
         controls: ids of the control tokens.
     """
     answer, question = (f"{name}-{secrets.token_hex(8)}" for name in ("ANSWER", "QUESTION"))
-    first: Message = {"role": "user", "content": "?"}
-    answered: Message = {"role": "assistant", "content": answer}
-    second: Message = {"role": "user", "content": question}
+    first_message: Message = {"role": "user", "content": "?"}
+    answer_message: Message = {"role": "assistant", "content": answer}
+    second_message: Message = {"role": "user", "content": question}
 
     def token_after(*messages: Message) -> int | None:
         try:
@@ -48,4 +48,7 @@ def find_turn_ends(
         after = text.partition(answer)[2].partition(question)[0]
         return next((token for token in encode(after) if token in controls), None)
 
-    return TurnEnds(last=token_after(first, answered), inner=token_after(first, answered, second))
+    return TurnEnds(
+        last=token_after(first_message, answer_message),
+        inner=token_after(first_message, answer_message, second_message),
+    )

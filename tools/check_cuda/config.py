@@ -38,19 +38,19 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "WARNING"}
     load_libcuda()
     mock_h200()
-    found = Counter[str]()
+    counts = Counter[str]()
     failures = []
     with tempfile.TemporaryDirectory() as folder:
         layouts.make_models(Path(folder), list(FAMILIES))
         for family, settings in CASES:
             name = " ".join([family, *settings])
             try:
-                chosen = resolve(Path(folder) / family, DecodeSettings(max_model_len=64, **settings))
-                print(f"{name}: {chosen}", flush=True)
-                found[chosen] += 1
+                configuration = resolve(Path(folder) / family, DecodeSettings(max_model_len=64, **settings))
+                print(f"{name}: {configuration}", flush=True)
+                counts[configuration] += 1
             except Exception as error:  # vLLM may raise anything, and the other cases are still worth checking
                 failures.append(f"{name}: {type(error).__name__}: {error}")
-    return report({"configurations": found.total(), **found}, failures)
+    return report({"configurations": counts.total(), **counts}, failures)
 
 
 def mock_h200() -> None:

@@ -5,7 +5,7 @@ python -m tools.check_cuda.forward
 Fake tensors have shapes, dtypes and devices, but no values. A pass shows that every operation finds its tensors on the
 GPU, with the right dtype and shape, through torchtitan's and FSDP's CUDA code, up to the logprobs. The process group
 has no peers, tokens are spread evenly over the ranks that share experts, and FlexAttention is traced by Dynamo but not
-compiled. There is no backward pass, as torch needs the driver for it.
+compiled. The backward pass is left out, as torch needs the driver for it.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def main() -> int:
 def cases() -> Iterator[tuple[layouts.Case, TrainSettings]]:
     """Yield every family in every layout that it supports, and on one rank with other settings."""
     for family in FAMILIES:
-        like = family if family in layouts.FAMILIES else "llama"
+        layout_family = family if family in layouts.FAMILIES else "llama"
         for settings in SETTINGS:
             if "dtype" in settings and layouts.is_mixture(family):
                 continue
             name = ", ".join(["one rank", *map(str, settings.values())])
             yield layouts.Case(family=family, name=name, ranks=1), TrainSettings(seq_len=1024, **settings)
-        for case in layouts.cases([like]):
+        for case in layouts.cases([layout_family]):
             degrees: dict[str, Any] = dict(case.degrees)
             yield replace(case, family=family), TrainSettings(seq_len=1024, **degrees)
 
@@ -88,10 +88,10 @@ def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
             assert not len(score(row)[0]), "this rank has no head"
     with fake_engine(folder, settings, case.ranks, rank=head) as score:
         scored = score(row)
-    for found in scored:
-        assert found.device.type == "cuda", found.device
-        assert found.shape == (len(row),), found.shape
-        assert found.dtype == torch.float32, found.dtype
+    for values in scored:
+        assert values.device.type == "cuda", values.device
+        assert values.shape == (len(row),), values.shape
+        assert values.dtype == torch.float32, values.dtype
     assert scored[0].requires_grad, "nothing would be trained"
 
 
@@ -117,16 +117,18 @@ def fake_engine(
 
             def score(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
                 with unset_fake_temporarily():
-                    split, own = engine._parallelism.split(row)
-                    given = on_device(row, own, torch.device("cpu"), split=split)
-                    parts = {name: getattr(given, name) for name in ("local_indices", "scored_indices", "order")}
+                    split, local_columns = engine._parallelism.split(row)
+                    device_row = on_device(row, local_columns, torch.device("cpu"), split=split)
+                    parts = {name: getattr(device_row, name) for name in ("local_indices", "scored_indices", "order")}
                     tensors = {
                         name: value.clone() for name, value in (parts | row.tensors()).items() if value is not None
                     }
-                moved: dict[str, Any] = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
-                there: dict[str, Any] = {name: moved.pop(name, None) for name in parts}
-                given = replace(given, row=replace(row, **moved), **there)
-                scores = engine.scorer.score(engine.model, given, Scoring(temperature=0.7))
+                device_tensors: dict[str, Any] = {
+                    name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()
+                }
+                device_parts: dict[str, Any] = {name: device_tensors.pop(name, None) for name in parts}
+                device_row = replace(device_row, row=replace(row, **device_tensors), **device_parts)
+                scores = engine.scorer.score(engine.model, device_row, Scoring(temperature=0.7))
                 return scores.logprobs, scores.entropy
 
             yield score
@@ -181,9 +183,9 @@ def fake_cuda(ranks: int, backend: Any) -> Iterator[None]:
         put(memory, "gpu_bytes", lambda: 141 << 30)
         put(train, "load_weights", lambda *_, **__: None)  # there are no values
         put(train, "compile_attention", lambda: None)  # compiled below
-        experts, sent = least_loaded.LeastLoadedExperts, list[int]()
-        put(experts, "forward", _noting_tokens(experts, sent))
-        put(least_loaded, "_gathered", lambda counts, group: _even_counts(len(counts), group.size(), sent[-1]))
+        experts, sent_counts = least_loaded.LeastLoadedExperts, list[int]()
+        put(experts, "forward", _noting_tokens(experts, sent_counts))
+        put(least_loaded, "_gathered", lambda counts, group: _even_counts(len(counts), group.size(), sent_counts[-1]))
         put(FlexAttention, "_compiled_flex_attn", torch.compile(flex_attention, backend=backend))
         put(attention, "_compiled_create_block_mask", torch.compile(create_block_mask, backend=backend))
         flex = importlib.import_module("torch._higher_order_ops.flex_attention")
@@ -218,26 +220,26 @@ def _even_splits(dispatcher: Any) -> Callable[..., torch.Tensor]:
         """Exchange tokens evenly between ranks, and record that in the lists, which the way back uses."""
         for splits in (theirs, ours):
             splits[:] = [len(part) for part in tokens.tensor_split(len(splits))]
-        found: torch.Tensor = exchange(self, tokens, group, theirs, ours)
-        return found
+        received: torch.Tensor = exchange(self, tokens, group, theirs, ours)
+        return received
 
     return exchanged
 
 
-def _noting_tokens(experts: Any, sent: list[int]) -> Callable[..., torch.Tensor]:
+def _noting_tokens(experts: Any, sent_counts: list[int]) -> Callable[..., torch.Tensor]:
     forward = experts.forward
 
     @functools.wraps(forward)  # torchtitan looks at the arguments' names
     def noting(self: Any, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor) -> Any:
-        sent[:] = [ids.numel()]
+        sent_counts[:] = [ids.numel()]
         return forward(self, x, scores, ids, counts)
 
     return noting
 
 
-def _even_counts(experts: int, ranks: int, sent: int) -> npt.NDArray[np.int64]:
+def _even_counts(experts: int, ranks: int, num_sent: int) -> npt.NDArray[np.int64]:
     """Return counts as if every rank sent its tokens evenly to all experts, [ranks, experts]."""
-    shares = [len(part) for part in np.array_split(np.arange(sent), experts)]
+    shares = [len(part) for part in np.array_split(np.arange(num_sent), experts)]
     return np.tile(np.array(shares, dtype=np.int64), (ranks, 1))
 
 

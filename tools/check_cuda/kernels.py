@@ -69,14 +69,14 @@ def main() -> int:
     """Compile each kernel, and print the bytes of machine code."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "WARNING"}
     load_libcuda()
-    found: dict[str, object] = {}
+    sizes: dict[str, object] = {}
     failures = []
     for module, name, types, constants in KERNELS:
         try:
-            found[name] = f"{compiled_bytes(module, name, types, constants)} bytes for sm_90"
+            sizes[name] = f"{compiled_bytes(module, name, types, constants)} bytes for sm_90"
         except Exception as error:  # the compiler may raise anything, and the other kernels are still worth checking
             failures.append(f"{name}: {type(error).__name__}: {error}")
-    return report(found, failures)
+    return report(sizes, failures)
 
 
 def compiled_bytes(module: str, name: str, types: Mapping[str, str], constants: Mapping[str, Any]) -> int:
@@ -93,9 +93,11 @@ def compiled_bytes(module: str, name: str, types: Mapping[str, str], constants: 
     # vLLM defines its kernels by a stand-in where it finds no driver.
     vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, triton.language, True
     kernel = getattr(importlib.import_module(module), name)
-    given = {**types, **dict.fromkeys(constants, "constexpr")}
-    assert given.keys() <= set(kernel.arg_names), f"it has no {sorted(given.keys() - set(kernel.arg_names))}"
-    signature = {argument: given.get(argument, "i64") for argument in kernel.arg_names}
+    argument_types = {**types, **dict.fromkeys(constants, "constexpr")}
+    assert argument_types.keys() <= set(kernel.arg_names), (
+        f"it has no {sorted(argument_types.keys() - set(kernel.arg_names))}"
+    )
+    signature = {argument: argument_types.get(argument, "i64") for argument in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants))
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert ".target sm_90" in compiled.asm["ptx"]

@@ -18,7 +18,7 @@ _FUNCTIONS = (
 
 
 def load_libcuda() -> None:
-    """Compile a libcuda.so.1 whose functions all report that there is no device, and load it into this process.
+    """Compile a libcuda.so.1 whose functions all report a missing device, and load it into this process.
 
     Libraries loaded later that need libcuda.so.1 get this one, even if the machine has a real one.
     """

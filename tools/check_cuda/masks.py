@@ -34,7 +34,7 @@ CASES: Sequence[tuple[str, int]] = (("qwen3", 1), ("gpt_oss", 1), ("deepseek_v3"
 def main() -> int:
     """Count graphs, and compare the maximum per function with the limit."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    most, late, failures = Counter[str](), Counter[str](), []
+    max_graphs, late_graphs, failures = Counter[str](), Counter[str](), []
     with tempfile.TemporaryDirectory() as folder:
         layouts.make_models(Path(folder), [family for family, _ in CASES])
         for family, ranks in CASES:
@@ -44,14 +44,16 @@ def main() -> int:
             except Exception as error:  # from any part of the stack; the other cases are still worth checking
                 failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 continue
-            most[name] = max(total.values())
-            late[name] = total.total() - early.total()
-            print(f"{name}: {dict(total)}, of these {late[name]} after half of the rows", flush=True)
-            if late[name] > total.total() // 4:
+            max_graphs[name] = max(total.values())
+            late_graphs[name] = total.total() - early.total()
+            print(f"{name}: {dict(total)}, of these {late_graphs[name]} after half of the rows", flush=True)
+            if late_graphs[name] > total.total() // 4:
                 failures.append(f"{name}: rows of new lengths still take graphs: {dict(early)}, then {dict(total)}")
     limit = torch._dynamo.config.recompile_limit
-    failures += [f"{name}: {graphs} graphs of at most {limit}" for name, graphs in most.items() if graphs > limit // 2]
-    return report({"limit": limit, **{f"most, {name}": graphs for name, graphs in most.items()}}, failures)
+    failures += [
+        f"{name}: {graphs} graphs of at most {limit}" for name, graphs in max_graphs.items() if graphs > limit // 2
+    ]
+    return report({"limit": limit, **{f"most, {name}": graphs for name, graphs in max_graphs.items()}}, failures)
 
 
 def count(folder: Path, ranks: int) -> tuple[Counter[str], Counter[str]]:

@@ -53,9 +53,9 @@ class Arrow:
             raise changed(self.path)
         while first < end:
             index = bisect.bisect_right(self._starts, first) - 1
-            some = self._batches[index].slice(first - self._starts[index], min(end - first, _ROWS_AT_ONCE))
-            yield from enumerate(some.to_pylist(), first)
-            first += len(some)
+            batch = self._batches[index].slice(first - self._starts[index], min(end - first, _ROWS_AT_ONCE))
+            yield from enumerate(batch.to_pylist(), first)
+            first += len(batch)
 
     def parse(self, row: object) -> Mapping[str, object]:
         assert isinstance(row, dict)
@@ -80,8 +80,8 @@ def open_arrow(path: Path, cache: Path) -> Arrow:
         with path.open("rb") as file:
             in_place = path.suffix.lower() != ".parquet" and file.read(6) != b"ARROW1"
         stream = path if in_place else derived(path, cache, ".arrow", partial(_write_stream, path))
-        with pa.memory_map(str(stream)) as mapped:  # the batches keep the memory, not the file
-            return Arrow(path, list(pa.ipc.open_stream(mapped)))
+        with pa.memory_map(str(stream)) as memory_map:  # the batches keep the memory, not the file
+            return Arrow(path, list(pa.ipc.open_stream(memory_map)))
     except (OSError, pa.ArrowException) as error:
         cause = (str(error).splitlines() or [type(error).__name__])[0]
         raise TaskError(f"{path} cannot be read: {cause}", hint="write or download the file again") from error

@@ -25,8 +25,8 @@ def derived(path: Path, cache: Path, suffix: str, write: Callable[[BinaryIO], No
         Exception: `write` raises it.
     """
 
-    def build(made: Path) -> None:
-        with made.open("wb") as file:
+    def build(temporary_path: Path) -> None:
+        with temporary_path.open("wb") as file:
             write(file)
 
     made_from = (str(path.resolve()), path.stat().st_mtime_ns, Identity.of(path))

@@ -44,25 +44,25 @@ def find_files(name: str, *, split: str = "") -> list[Path]:
         split: split to read of a folder that `DatasetDict.save_to_disk` wrote.
 
     Raises:
-        TaskError: there is no file, or one of an unsupported kind.
+        TaskError: no file matches, or one has an unsupported suffix.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_folder(path, split)
     if path.exists():
-        found = [path]
+        files = [path]
     else:
-        found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True)) if Path(one).is_file()]
-        if not found and glob.has_magic(name):
+        files = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+        if not files and glob.has_magic(name):
             raise TaskError(f"no file matches {name!r}", hint=f"the current folder is {Path.cwd()}")
-        if not found:
+        if not files:
             raise TaskError(f"no such file: {name}", hint=_near(path))
-        _check_shards(found, str(path))
-    if unknown := [one for one in found if _suffix(one) not in SUFFIXES]:
+        _check_shards(files, str(path))
+    if unknown := [file for file in files if _suffix(file) not in SUFFIXES]:
         raise TaskError(
             f"{unknown[0]} has an unsupported suffix", hint=f"give it one of the suffixes {', '.join(SUFFIXES)}"
         )
-    return found
+    return files
 
 
 def open_tables(paths: Sequence[Path], cache: Path | None = None) -> list[Table]:
@@ -111,7 +111,7 @@ def _suffix(path: Path) -> str:
     return inner if path.suffix in COMPRESSIONS and inner in (".jsonl", ".ndjson") else path.suffix.lower()
 
 
-def _check_shards(found: Sequence[Path], pattern: str = "") -> None:
+def _check_shards(files: Sequence[Path], pattern: str = "") -> None:
     """Refuse files named as shards, such as train-00000-of-00003.parquet, of which one is missing.
 
     Args:
@@ -120,14 +120,14 @@ def _check_shards(found: Sequence[Path], pattern: str = "") -> None:
     Raises:
         TaskError: names the missing shards.
     """
-    there = {str(path) for path in found}
-    for path in found:
+    existing = {str(path) for path in files}
+    for path in files:
         if (name := _SHARD.fullmatch(path.name)) is None or int(name["all"]) > _MOST_SHARDS:
             continue
         width = len(name["number"])
         names = [f"{name['before']}{n:0{width}}-of-{name['all']}{name['after']}" for n in range(int(name["all"]))]
-        paths = [str(path.with_name(each)) for each in names]
-        missing = [each for each in paths if each not in there and (not pattern or fnmatch(each, pattern))]
+        paths = [str(path.with_name(file_name)) for file_name in names]
+        missing = [shard for shard in paths if shard not in existing and (not pattern or fnmatch(shard, pattern))]
         if missing:
             raise TaskError(
                 f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}"
@@ -138,36 +138,36 @@ def _check_shards(found: Sequence[Path], pattern: str = "") -> None:
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
     """List the files in a folder, which must all be of one kind."""
-    if (described := folder / "dataset_dict.json").is_file():
-        splits = _read_names(described, "splits")
+    if (splits_file := folder / "dataset_dict.json").is_file():
+        splits = _read_names(splits_file, "splits")
         if split not in splits:
-            seen = f"has no split {split!r}" if split else "has several splits"
-            raise TaskError(f"{folder} {seen}", hint=f"add :split=NAME, one of {', '.join(splits)}")
+            problem = f"has no split {split!r}" if split else "has several splits"
+            raise TaskError(f"{folder} {problem}", hint=f"add :split=NAME, one of {', '.join(splits)}")
         return _in_folder(folder / split, "")
     if (state := folder / "state.json").is_file():
         return [folder / Path(name).name for name in _read_names(state, "_data_files")]
-    found = sorted(
+    files = sorted(
         path
         for path in folder.rglob("*")
         if path.is_file() and _suffix(path) in SUFFIXES and path.name not in _NOT_ROWS and path.name[0] != "."
     )
-    kinds = sorted({_suffix(path) for path in found})
-    if not found:
+    kinds = sorted({_suffix(path) for path in files})
+    if not files:
         raise TaskError(f"the folder {folder} has no file of tasks", hint=f"put files there: {', '.join(SUFFIXES)}")
     if len(kinds) > 1:
         raise TaskError(
             f"the folder {folder} has files of several kinds: {', '.join(kinds)}",
             hint=f"select one kind with a pattern such as {folder}/*{kinds[0]}",
         )
-    _check_shards(found)
-    return found
+    _check_shards(files)
+    return files
 
 
 def _read_names(path: Path, key: str) -> list[str]:
     """Read a list of split or file names from a metadata file that `datasets` wrote."""
     try:
-        listed = json.loads(path.read_bytes())[key]
-        return [str(each["filename"] if isinstance(each, dict) else each) for each in listed]
+        entries = json.loads(path.read_bytes())[key]
+        return [str(entry["filename"] if isinstance(entry, dict) else entry) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TaskError(f"{path} cannot be read: {error}", hint="rewrite the folder with save_to_disk") from error
 
@@ -177,6 +177,6 @@ def _near(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"there is no folder {folder}; the current folder is {Path.cwd()}"
-    names = [one for one in os.listdir(folder) if _suffix(Path(one)) in SUFFIXES]
+    names = [name for name in os.listdir(folder) if _suffix(Path(name)) in SUFFIXES]
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or sorted(names)[:5]
     return f"{folder.resolve()} has {', '.join(close)}" if close else f"{folder.resolve()} has no file of tasks"

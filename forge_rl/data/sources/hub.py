@@ -18,25 +18,28 @@ def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -
     from huggingface_hub import errors
 
     try:
-        found = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             name, config or None, split=split or "train", revision=revision or None, keep_in_memory=False
         )
     except Exception as error:  # `datasets` lets errors of a dozen libraries through
         cause: BaseException | None = error
-        names = []
+        chain = []
         while cause is not None:
-            names.append(cause)
+            chain.append(cause)
             cause = cause.__cause__ or cause.__context__
-        if any(isinstance(each, errors.GatedRepoError) for each in names):
-            why, hint = "access to it is gated", "request access on its page, and log in with `hf auth login`"
+        if any(isinstance(link, errors.GatedRepoError) for link in chain):
+            reason, hint = "access to it is gated", "request access on its page, and log in with `hf auth login`"
         elif isinstance(error, datasets.exceptions.DatasetNotFoundError):
-            why, hint = "the data set does not exist or is private", "check the name, log in with `hf auth login`"
+            reason, hint = "the data set does not exist or is private", "check the name, log in with `hf auth login`"
         elif isinstance(error, ConnectionError | OSError) and not isinstance(error, FileNotFoundError):
-            why, hint = "the hub cannot be reached, and the data set is not cached", "check the network, or give a file"
+            reason, hint = (
+                "the hub cannot be reached, and the data set is not cached",
+                "check the network, or give a file",
+            )
         else:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             hint = "choose a part of the data set with :config=NAME,split=NAME"
-        raise TaskError(f"cannot get the data set {name!r} from the hub: {why}", hint=hint) from error
-    if not found.cache_files:
+        raise TaskError(f"cannot get the data set {name!r} from the hub: {reason}", hint=hint) from error
+    if not dataset.cache_files:
         raise TaskError(f"the data set {name!r} has no rows", hint="choose another :config=NAME,split=NAME")
-    return Arrow(Path(found.cache_files[0]["filename"]), found.data.to_batches())
+    return Arrow(Path(dataset.cache_files[0]["filename"]), dataset.data.to_batches())

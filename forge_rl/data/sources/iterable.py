@@ -88,7 +88,7 @@ class IterableSource:
         while True:
             if self._begun is None:
                 self._begun = self._pass(self._epoch)
-            whole = self._index == 0
+            is_whole_pass = self._index == 0
             for item in self._begun:
                 self._index += 1
                 task, problem = self._task(item)
@@ -99,7 +99,7 @@ class IterableSource:
                     f"the iterator of {self.name!r} ended after {self._index} items",
                     hint="give a list, or a function that returns the iterator, so that it can start over",
                 )
-            if whole:
+            if is_whole_pass:
                 raise TaskError(
                     f"the source {self.name!r} has nothing to train on: {self._index} items, all held out or evaluated",
                     hint="add items, or lower the held-out share",
@@ -110,16 +110,16 @@ class IterableSource:
         """Return up to `tasks` held-out tasks; none for a bare iterator."""
         if self._once or self.held_out_share == 0 or tasks == 0:
             return ()
-        found: dict[int, Task] = {}
+        held_out_tasks: dict[int, Task] = {}
         fruitless = 0
         for item in self._pass(None):
             task, problem = self._task(item)
-            fruitless = 0 if problem not in found and self._is_held_out(problem) else fruitless + 1
+            fruitless = 0 if problem not in held_out_tasks and self._is_held_out(problem) else fruitless + 1
             if self._is_held_out(problem):
-                found.setdefault(problem, task)
-            if len(found) == tasks or fruitless > _FRUITLESS:
+                held_out_tasks.setdefault(problem, task)
+            if len(held_out_tasks) == tasks or fruitless > _FRUITLESS:
                 break
-        return tuple(found.values())
+        return tuple(held_out_tasks.values())
 
     def state(self) -> dict[str, object]:
         return {"seed": self.seed, "held_out_share": self.held_out_share, "epoch": self._epoch, "index": self._index}
@@ -150,10 +150,10 @@ class IterableSource:
         else:
             self._begun = self._pass(epoch)
         self._epoch, self._index = epoch, index
-        passed = sum(1 for _ in itertools.islice(self._begun, skip))
-        if passed < skip:
+        num_passed = sum(1 for _ in itertools.islice(self._begun, skip))
+        if num_passed < skip:
             raise TaskError(
-                f"the source {self.name!r} ended after {passed} items, but the run was saved after {skip}",
+                f"the source {self.name!r} ended after {num_passed} items, but the run was saved after {skip}",
                 hint="make the source yield the same items each time",
             )
 

@@ -65,21 +65,21 @@ class JSONLines:
         try:
             return checked_object(json.loads(line.decode()))
         except UnicodeDecodeError as error:
-            seen = line[max(0, error.start - 10) : error.end + 10]
-            raise RowError(f"is not UTF-8 at byte {error.start + 1}", value=seen, hint="save it as UTF-8") from None
+            excerpt = line[max(0, error.start - 10) : error.end + 10]
+            raise RowError(f"is not UTF-8 at byte {error.start + 1}", value=excerpt, hint="save it as UTF-8") from None
         except json.JSONDecodeError as error:
-            around = error.doc[max(0, error.pos - 20) : error.pos + 20]
-            what = re.sub(r" starting at$", "", error.msg[:1].lower() + error.msg[1:])
-            raise RowError(f"is not JSON, at character {error.pos + 1}: {what}", value=around) from None
+            context = error.doc[max(0, error.pos - 20) : error.pos + 20]
+            reason = re.sub(r" starting at$", "", error.msg[:1].lower() + error.msg[1:])
+            raise RowError(f"is not JSON, at character {error.pos + 1}: {reason}", value=context) from None
         except (ValueError, RecursionError) as error:
             raise RowError(f"cannot be read: {error}", value=line) from None
 
     def describe(self, row: int) -> str:
-        lines, left = 1, int(self._starts[row])
+        lines, bytes_left = 1, int(self._starts[row])
         with self._text.open("rb") as file:
-            while left > 0 and (data := file.read(min(left, _READ_BYTES))):
+            while bytes_left > 0 and (data := file.read(min(bytes_left, _READ_BYTES))):
                 lines += data.count(b"\n")
-                left -= len(data)
+                bytes_left -= len(data)
         return f"line {lines}"
 
 
@@ -107,8 +107,8 @@ class Delimited(JSONLines):
             raise TaskError(f"{path}: the first row cannot be read: {error}", hint="save it as UTF-8") from error
         twice = [name for name, count in Counter(self.columns).items() if count > 1]
         if twice or not any(self.columns):
-            seen = f"names the column {twice[0]!r} twice" if twice else "is empty"
-            raise TaskError(f"{path}: the first row {seen}", hint="name each column once in the first row")
+            problem = f"names the column {twice[0]!r} twice" if twice else "is empty"
+            raise TaskError(f"{path}: the first row {problem}", hint="name each column once in the first row")
 
     def parse(self, row: object) -> Mapping[str, object]:
         fields = self._fields(_line(row).decode(errors="surrogateescape"))
@@ -123,22 +123,22 @@ class Delimited(JSONLines):
 
     def _fields(self, text: str) -> list[str]:
         try:
-            found = list(csv.reader(io.StringIO(text, newline="\n"), delimiter=self._delimiter, strict=True))
+            rows = list(csv.reader(io.StringIO(text, newline="\n"), delimiter=self._delimiter, strict=True))
         except csv.Error as error:
             raise RowError(f"is not CSV: {error}", value=text.strip()) from None
-        if len(found) > 1:
+        if len(rows) > 1:
             raise RowError(
                 "has a quote in a field that is not quoted",
                 value=text.strip(),
                 hint='write a quote inside a field as "", and quote the whole field',
             )
-        return found[0] if found else []
+        return rows[0] if rows else []
 
 
 def _delimiter_of(first: str) -> str:
     """Guess a CSV file's delimiter from its first row: spreadsheets write semicolons where the comma is decimal."""
-    unquoted = re.sub(r'"[^"]*"', "", first)
-    return "," if "," in unquoted else max(";\t|", key=unquoted.count) if set(";\t|") & set(unquoted) else ","
+    plain = re.sub(r'"[^"]*"', "", first)
+    return "," if "," in plain else max(";\t|", key=plain.count) if set(";\t|") & set(plain) else ","
 
 
 class JSONArray:
@@ -204,28 +204,28 @@ def _row_starts(path: Path, cache: Path, quotes: bool) -> npt.NDArray[np.int64]:
     """Return the offset of each row, then the file's size, [rows + 1] int64; kept in the cache for a large file."""
     if path.stat().st_size >= INDEXED_BYTES:
         with contextlib.suppress(TaskError, OSError):  # a cache that cannot be written
-            kept = derived(path, cache, ".npy", lambda file: np.save(file, _find_row_starts(path, quotes)))
-            return np.asarray(np.load(kept, mmap_mode="r"))
+            index_file = derived(path, cache, ".npy", lambda file: np.save(file, _find_row_starts(path, quotes)))
+            return np.asarray(np.load(index_file, mmap_mode="r"))
     return _find_row_starts(path, quotes)
 
 
 def _find_row_starts(path: Path, quotes: bool) -> npt.NDArray[np.int64]:
-    found = [np.zeros(1, np.int64)]
-    at = seen = 0
+    start_parts = [np.zeros(1, np.int64)]
+    offset = num_quotes = 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
             letters = np.frombuffer(data, np.uint8)
             breaks = np.flatnonzero(letters == ord("\n"))
             if quotes:  # a break ends a row if the number of quotes before it is even
                 places = np.flatnonzero(letters == ord('"'))
-                breaks = breaks[(seen + np.searchsorted(places, breaks)) % 2 == 0]
-                seen += len(places)
-            found.append(breaks + (at + 1))
-            at += len(data)
-    if seen % 2:
+                breaks = breaks[(num_quotes + np.searchsorted(places, breaks)) % 2 == 0]
+                num_quotes += len(places)
+            start_parts.append(breaks + (offset + 1))
+            offset += len(data)
+    if num_quotes % 2:
         raise TaskError(
-            f"{path} has an unclosed quote: {seen} quotes in total",
+            f"{path} has an unclosed quote: {num_quotes} quotes in total",
             hint='write a quote inside a field as "", and quote the whole field',
         )
-    starts = np.concatenate(found)
-    return starts if starts[-1] == at else np.append(starts, at)
+    starts = np.concatenate(start_parts)
+    return starts if starts[-1] == offset else np.append(starts, offset)

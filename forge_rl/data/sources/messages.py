@@ -59,21 +59,21 @@ def read_tools(column: str, value: object, *, fillers: bool = False) -> tuple[Ma
     for number, schema in enumerate(listed(column, value, "tool schemas"), 1):
         if not isinstance(schema, Mapping):
             raise RowError(f"has a tool {number} that is not a JSON schema", column=column, value=schema)
-        cleaned = without_nulls(schema) if fillers and not isinstance(value, str) else dict(schema)
-        assert isinstance(cleaned, dict)
-        schemas.append(cleaned)
+        clean_schema = without_nulls(schema) if fillers and not isinstance(value, str) else dict(schema)
+        assert isinstance(clean_schema, dict)
+        schemas.append(clean_schema)
     return tuple(schemas)
 
 
-def listed(column: str, value: object, what: str) -> list[object]:
+def listed(column: str, value: object, item_kind: str) -> list[object]:
     """Return a list, parsing it from JSON if it is a string."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(f"is not a list of {what} and not JSON: {error}", column=column, value=value) from None
+            raise RowError(f"is not a list of {item_kind} and not JSON: {error}", column=column, value=value) from None
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise RowError(f"is not a list of {what}", column=column, value=value)
+        raise RowError(f"is not a list of {item_kind}", column=column, value=value)
     return list(value)
 
 
@@ -130,23 +130,23 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
             value=entry,
             hint='messages are {"role": "user", "content": "..."}',
         )
-    where = f"has a message {number}"
+    location = f"has a message {number}"
     # A null field of a message is one that it does not have; those inside arguments and schemas are values.
     message = {name: field for name, field in entry.items() if field is not None}
     if fillers:
         message = {name: without_nulls(field) for name, field in message.items()}
     if message["role"] in _CALLED:
-        calls = _calls(column, where, message.pop("content", None))
+        calls = _calls(column, location, message.pop("content", None))
         message |= {"role": "assistant", "tool_calls": calls}
     else:
-        calls = _calls(column, where, message.pop("tool_calls", None) or _former_call(message))
+        calls = _calls(column, location, message.pop("tool_calls", None) or _former_call(message))
         message |= {"tool_calls": calls} if calls else {}
-    content, thoughts = _content(column, where, message.get("content"))
+    content, thoughts = _content(column, location, message.get("content"))
     for key in _THOUGHTS:
         if key in message:
-            thoughts = [_text(column, where, key, message.pop(key)), *thoughts]
+            thoughts = [_text(column, location, key, message.pop(key)), *thoughts]
     if not (isinstance(content, str) or (content is None and (calls or any(thoughts)))):
-        raise RowError(f"{where} without content", column=column, value=entry)
+        raise RowError(f"{location} without content", column=column, value=entry)
     message |= {} if content is None else {"content": content}
     if thoughts := [thought for thought in dict.fromkeys(thoughts) if thought]:
         message[_THOUGHTS[0]] = "\n".join(thoughts)
@@ -155,7 +155,7 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
             weight = message.pop(key)
             if weight not in (0, 1):
                 raise RowError(
-                    f"{where} with the {key} {weight!r}",
+                    f"{location} with the {key} {weight!r}",
                     column=column,
                     hint="give 1 to train the message and 0 not to: other weights of messages are not supported",
                 )
@@ -180,7 +180,7 @@ def _renamed(entry: object) -> object:
     return {**entry, "role": _ROLES.get(role, role)} if isinstance(role, str) else entry
 
 
-def _content(column: str, where: str, content: object) -> tuple[object, list[str]]:
+def _content(column: str, location: str, content: object) -> tuple[object, list[str]]:
     """Return the text of a content, and the thoughts in its parts; a content without parts is returned unchanged."""
     if not isinstance(content, list | tuple):
         return content, []
@@ -193,12 +193,12 @@ def _content(column: str, where: str, content: object) -> tuple[object, list[str
         kind = part.get("type", "text" if "text" in part else None) if isinstance(part, Mapping) else None
         for keys, parts in ((_TEXT_PARTS, texts), (_THOUGHT_PARTS, thoughts)):
             if isinstance(part, Mapping) and isinstance(kind, str) and kind in keys:
-                parts.append(_text(column, where, f"{kind} part", part.get(keys[kind])))
+                parts.append(_text(column, location, f"{kind} part", part.get(keys[kind])))
                 break
         else:
-            named = f"a part of the type {kind!r}" if isinstance(kind, str) else "a part without a type"
+            part_text = f"a part of the type {kind!r}" if isinstance(kind, str) else "a part without a type"
             raise RowError(
-                f"{where} with {named}, which is not text",
+                f"{location} with {part_text}, which is not text",
                 column=column,
                 value=part,
                 hint="models are trained on text: remove the part, or describe it in words",
@@ -206,11 +206,11 @@ def _content(column: str, where: str, content: object) -> tuple[object, list[str
     return "\n".join(texts), thoughts
 
 
-def _text(column: str, where: str, name: str, value: object) -> str:
+def _text(column: str, location: str, name: str, value: object) -> str:
     """Return a text, which may be in parts of its own."""
-    text = _content(column, where, value)[0]
+    text = _content(column, location, value)[0]
     if not isinstance(text, str):
-        raise RowError(f"{where} whose {name} is not text", column=column, value=value)
+        raise RowError(f"{location} whose {name} is not text", column=column, value=value)
     return text
 
 
@@ -220,42 +220,44 @@ def _former_call(message: dict[str, object]) -> object:
     return [{"type": "function", "function": call}] if call else None
 
 
-def _calls(column: str, where: str, value: object) -> list[dict[str, object]]:
+def _calls(column: str, location: str, value: object) -> list[dict[str, object]]:
     """Return tool calls with their arguments as objects."""
     if isinstance(value, str):
-        value = _parsed(column, f"{where} whose tool calls are", value)
+        value = _parsed(column, f"{location} whose tool calls are", value)
     if isinstance(value, Mapping):
         value = [value]
-    return [_call(column, where, call) for call in listed(column, value, "tool calls")] if value is not None else []
+    return [_call(column, location, call) for call in listed(column, value, "tool calls")] if value is not None else []
 
 
-def _call(column: str, where: str, call: object) -> dict[str, object]:
+def _call(column: str, location: str, call: object) -> dict[str, object]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowError(
-            f"{where} with a tool call without a name",
+            f"{location} with a tool call without a name",
             column=column,
             value=call,
             hint='calls are {"function": {"name": "add", "arguments": {"a": 2}}}',
         )
     arguments = function.get("arguments")
-    what = f"{where} whose call of {function['name']!r} has arguments that are"
+    subject = f"{location} whose call of {function['name']!r} has arguments that are"
     if isinstance(arguments, str):
-        arguments = _parsed(column, what, arguments) if arguments.strip() else {}
+        arguments = _parsed(column, subject, arguments) if arguments.strip() else {}
     if not isinstance(arguments, Mapping | None):
-        raise RowError(f"{what} not an object", column=column, value=arguments)
+        raise RowError(f"{subject} not an object", column=column, value=arguments)
     if function is call:
         call, function = {"type": "function", "id": call.get("id")}, {"name": function["name"]}
-    around, named = ({name: field for name, field in level.items() if field is not None} for level in (call, function))
-    return {**around, "function": {**named, "arguments": dict(arguments or {})}}
+    call_fields, function_fields = (
+        {name: field for name, field in level.items() if field is not None} for level in (call, function)
+    )
+    return {**call_fields, "function": {**function_fields, "arguments": dict(arguments or {})}}
 
 
-def _parsed(column: str, what: str, text: str) -> object:
+def _parsed(column: str, subject: str, text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(
-            f"{what} not JSON: {error}",
+            f"{subject} not JSON: {error}",
             column=column,
             value=text,
             hint='write a call as {"name": "add", "arguments": {"a": 2}}',

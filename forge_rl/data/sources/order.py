@@ -42,8 +42,8 @@ def _permuted(chunk: int, size: int, key: int) -> list[int]:
             left, right = right, left ^ (_mix(right ^ np.uint64(key ^ number << 40)) & mask)
         numbers[pending] = left << half | right
         pending = pending[numbers[pending] >= size]
-    found: list[int] = numbers.tolist()
-    return found
+    permutation: list[int] = numbers.tolist()
+    return permutation
 
 
 def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

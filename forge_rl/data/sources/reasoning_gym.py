@@ -105,20 +105,20 @@ class ReasoningGymSource:
         if tasks > 0 and self.held_out_share == 0:
             raise TaskError(f"nothing of {self._described()} is held out", hint="set a held-out share above 0")
         stream = _Stream(self.dataset, self.params, "held out")
-        found: dict[str, Task] = {}
+        held_out_tasks: dict[str, Task] = {}
         index = last_new = 0
-        while len(found) < tasks and index - last_new < 200 / self.held_out_share:
+        while len(held_out_tasks) < tasks and index - last_new < 200 / self.held_out_share:
             entry = stream[index]
             index += 1
-            if self._is_held_out(entry) and entry["question"] not in found:
-                found[str(entry["question"])] = self._task(entry)
+            if self._is_held_out(entry) and entry["question"] not in held_out_tasks:
+                held_out_tasks[str(entry["question"])] = self._task(entry)
                 last_new = index
-        if tasks > 0 and not found:
+        if tasks > 0 and not held_out_tasks:
             raise TaskError(
                 f"{self._described()} has so few questions that none is held out",
                 hint="choose parameters that generate more questions, or raise the held-out share",
             )
-        return tuple(found.values())
+        return tuple(held_out_tasks.values())
 
     def state(self) -> dict[str, object]:
         return {"dataset": self.dataset, "params": self.params, "seed": self.seed, "index": self._index}
@@ -163,12 +163,12 @@ class ReasoningGymSource:
         if self.system:
             messages = ({"role": "system", "content": self.system}, *messages)
         # Puzzles with many solutions have no answer.
-        known = {"answer": entry["answer"]} if entry.get("answer") is not None else {}
+        answer = {"answer": entry["answer"]} if entry.get("answer") is not None else {}
         return Task(
             id=f"{self.dataset}/{_digest(question)}",
             source=self.name,
             messages=messages,
-            truth={"dataset": self.dataset, "params": self.params, "entry": entry, **known},
+            truth={"dataset": self.dataset, "params": self.params, "entry": entry, **answer},
             verifier="reasoning_gym",
         )
 
@@ -244,9 +244,9 @@ class _Stream:
         except Exception as error:  # reasoning-gym checks with asserts, and wrong types can raise anything
             raise self._failure("refuses", error) from error
 
-    def _failure(self, what: str, error: Exception) -> TaskError:
+    def _failure(self, problem: str, error: Exception) -> TaskError:
         return TaskError(
-            f"data set {self._dataset!r} {what} {dict(self._params)}: {type(error).__name__}: {error}",
+            f"data set {self._dataset!r} {problem} {dict(self._params)}: {type(error).__name__}: {error}",
             hint="change its parameters",
         )
 
@@ -266,12 +266,12 @@ def _check_names(dataset: str, params: Mapping[str, object]) -> None:
 
     if dataset not in DATASETS:
         raise TaskError(f"no data set named {dataset!r}", hint=suggest(dataset, DATASETS, "choose one of"))
-    allowed = [field.name for field in dataclasses.fields(DATASETS[dataset][1]) if field.name not in _SET_HERE]
-    unknown = [param for param in params if param not in allowed]
+    param_names = [field.name for field in dataclasses.fields(DATASETS[dataset][1]) if field.name not in _SET_HERE]
+    unknown = [param for param in params if param not in param_names]
     if unknown:
         raise TaskError(
             f"data set {dataset!r} has no parameter {', '.join(map(repr, unknown))}",
-            hint=f"it has: {', '.join(allowed)}",
+            hint=f"it has: {', '.join(param_names)}",
         )
 
 

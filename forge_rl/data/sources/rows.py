@@ -95,30 +95,30 @@ class Columns:
     def __post_init__(self) -> None:
         _ = self._template  # report a bad template early
 
-    def read(self, row: Mapping[str, object], source: str, written: bytes = b"") -> tuple[Task, int]:
+    def read(self, row: Mapping[str, object], source: str, raw_bytes: bytes = b"") -> tuple[Task, int]:
         """Build the task of a row, and the 64-bit digest of its problem: equal for problems that differ only in case,
         blanks, the instruction or the system message.
 
         Args:
-            written: raw bytes of the row in its file, if available.
+            raw_bytes: the row's bytes in its file, if it comes from one.
 
         Raises:
             RowError: a column is missing or has an invalid value.
         """
-        used, messages, given = self._example(row)
-        asked = prompt_key(messages)
+        prompt_column, messages, answers = self._example(row)
+        problem = prompt_key(messages)
         tools_column = self.tools or ("tools" if row.get("tools") is not None else "")
         tools = read_tools(tools_column, _get(row, tools_column), fillers=_fills(row)) if tools_column else ()
-        truth = {name: value for name, value in row.items() if name not in (used, tools_column)}
+        truth = {name: value for name, value in row.items() if name not in (prompt_column, tools_column)}
         if self.answer:
             truth["answer"] = _get(row, self.answer)
         if self.answer or self.kind == "prompt":
             _check_answer(self.answer or "answer", truth.get("answer"), is_named=bool(self.answer))
         if self.rubric:
             truth["rubric"] = _rubric(self.rubric, _get(row, self.rubric))
-        truth |= given
+        truth |= answers
         if self.problem:
-            asked = problem_key(json.dumps(_get(row, self.problem), sort_keys=True, default=str))
+            problem = problem_key(json.dumps(_get(row, self.problem), sort_keys=True, default=str))
         if self.instruction:
             messages = _instructed(messages, self.instruction)
         if self.system and messages[0]["role"] != "system":
@@ -129,34 +129,36 @@ class Columns:
                 raise RowError("is not an id, which must be a string or an integer", column=self.id, value=value)
             name = _printable(str(value))
         else:
-            content = written or json.dumps(row, sort_keys=True, default=str).encode()
+            content = raw_bytes or json.dumps(row, sort_keys=True, default=str).encode()
             name = f"{_digest(content):016x}"
-        is_text = isinstance(row.get(used), str) and not is_chat(row.get(used))
+        is_text = isinstance(row.get(prompt_column), str) and not is_chat(row.get(prompt_column))
         task = Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools, prompt_is_text=is_text)
-        return task, asked
+        return task, problem
 
     def _example(self, row: Mapping[str, object]) -> tuple[str, list[Message], dict[str, list[Message]]]:
         """Return the column used, or "", the prompt, and the given answers by their name in the truth."""
         if self.kind == "pair":
             return self._pair(row)
-        used, messages = self._messages(row)
+        prompt_column, messages = self._messages(row)
         if self.kind == "prompt":
-            _check_prompt(used, messages)
-            return used, messages, {}
+            _check_prompt(prompt_column, messages)
+            return prompt_column, messages, {}
         if messages[-1]["role"] == "assistant" and not self.answer:
-            first = next(index for index, one in enumerate(messages) if one["role"] == "assistant")
+            first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
             if first == 0:
-                raise RowError("begins with an assistant message, which nothing asks for", column=used or _TEMPLATE)
-            return used, messages[:first], {"completion": messages[first:]}
+                raise RowError(
+                    "begins with an assistant message, which nothing asks for", column=prompt_column or _TEMPLATE
+                )
+            return prompt_column, messages[:first], {"completion": messages[first:]}
         column = self.answer or next((name for name in _COMPLETIONS if row.get(name) is not None), "")
         if not column:
             raise RowError(
                 f"has no answer: it ends with a message of the role {messages[-1]['role']!r}",
-                column=used,
+                column=prompt_column,
                 hint="end the messages with the assistant's, or name the column of its answer: :answer=COLUMN",
             )
-        _check_prompt(used, messages)
-        return used, messages, {"completion": _continuation(column, _answer(column, row))}
+        _check_prompt(prompt_column, messages)
+        return prompt_column, messages, {"completion": _continuation(column, _answer(column, row))}
 
     def _pair(self, row: Mapping[str, object]) -> tuple[str, list[Message], dict[str, list[Message]]]:
         names = self.chosen or "chosen", self.rejected or "rejected"
@@ -164,15 +166,15 @@ class Columns:
         if sides[0] == sides[1]:
             raise RowError(f"is the same as {names[1]!r}", column=names[0], value=sides[0][-1].get("content"))
         if any(side[0]["role"] == "assistant" for side in sides):
-            used, asked = self._messages(row)
-            _check_prompt(used, asked)
+            prompt_column, prompt = self._messages(row)
+            _check_prompt(prompt_column, prompt)
         else:
-            used, asked = "", [one for one, _ in takewhile(_are_equal, zip(*sides, strict=False))]
-            if not asked:
+            prompt_column, prompt = "", [message for message, _ in takewhile(_are_equal, zip(*sides, strict=False))]
+            if not prompt:
                 raise RowError(f"has no message in common with {names[1]!r}", column=names[0], value=sides[0][0])
-            sides = [side[len(asked) :] for side in sides]
-        chosen, rejected = (_continuation(name, side) for name, side in zip(names, sides, strict=True))
-        return used, asked, {"chosen": chosen, "rejected": rejected}
+            sides = [side[len(prompt) :] for side in sides]
+        chosen_answer, rejected_answer = (_continuation(name, side) for name, side in zip(names, sides, strict=True))
+        return prompt_column, prompt, {"chosen": chosen_answer, "rejected": rejected_answer}
 
     def _messages(self, row: Mapping[str, object]) -> tuple[str, list[Message]]:
         """Return the column used, or "", and the messages from it, without instruction and system message."""
@@ -192,9 +194,9 @@ class Columns:
             )
         text = _get(row, column)
         if not isinstance(text, str) or not text.strip():
-            seen = None if text == "" or text is None else text
-            what = "is null" if text is None else "is empty" if text == "" else "is not text"
-            raise RowError(what, column=column, value=seen)
+            bad_value = None if text == "" or text is None else text
+            problem = "is null" if text is None else "is empty" if text == "" else "is not text"
+            raise RowError(problem, column=column, value=bad_value)
         check_text(column, text)
         return column, [{"role": "user", "content": text}]
 
@@ -254,15 +256,17 @@ def problem_key(text: str) -> int:
     if not text.isascii():
         words = unicodedata.normalize("NFKC", text).split()
         return _digest(" ".join(words).casefold().encode(errors="surrogatepass"))
-    folded = text.encode().translate(_FOLDED).strip()  # the same, five times faster
-    while b"  " in folded:
-        folded = folded.replace(b"  ", b" ")
-    return _digest(folded)
+    folded_text = text.encode().translate(_FOLDED).strip()  # the same, five times faster
+    while b"  " in folded_text:
+        folded_text = folded_text.replace(b"  ", b" ")
+    return _digest(folded_text)
 
 
 def prompt_key(messages: Sequence[Message]) -> int:
     """Return the problem key of a prompt, without its system message."""
-    return problem_key("\n".join(str(one.get("content", "")) for one in messages if one["role"] != "system"))
+    return problem_key(
+        "\n".join(str(message.get("content", "")) for message in messages if message["role"] != "system")
+    )
 
 
 def _digest(data: bytes) -> int:
@@ -281,8 +285,8 @@ def _get(row: Mapping[str, object], column: str) -> object:
         import difflib
 
         close = difflib.get_close_matches(column, map(str, row), n=1)
-        meant = f"did you mean {_printable(close[0])}? " if close else ""
-        raise RowError("is missing", column=column, hint=f"{meant}the row has: {_names(row)}")
+        suggestion = f"did you mean {_printable(close[0])}? " if close else ""
+        raise RowError("is missing", column=column, hint=f"{suggestion}the row has: {_names(row)}")
     return value
 
 
@@ -310,11 +314,11 @@ def _fills(row: Mapping[str, object]) -> bool:
     return isinstance(row, FilledRow) or has_fillers(row)
 
 
-def _check_prompt(used: str, messages: Sequence[Message]) -> None:
+def _check_prompt(prompt_column: str, messages: Sequence[Message]) -> None:
     if messages[-1]["role"] == "assistant":
         raise RowError(
             "ends with an assistant message, so the prompt would contain the answer",
-            column=used or _TEMPLATE,
+            column=prompt_column or _TEMPLATE,
             value=messages[-1].get("content"),
             hint="remove that message, and name the column of the true answer with :answer=COLUMN; to train on the "
             "answers of conversations, use recipes.sft",
@@ -364,7 +368,7 @@ def _are_equal(pair: tuple[object, object]) -> bool:
 
 def _rubric(column: str, value: object) -> list[dict[str, object]]:
     try:
-        return [{"criterion": one.text, "weight": one.weight} for one in read_criteria(value)]
+        return [{"criterion": criterion.text, "weight": criterion.weight} for criterion in read_criteria(value)]
     except ValueError as error:
         hint = 'write a list such as [{"criterion": "Names the capital.", "weight": 1}]'
         raise RowError(str(error), column=column, value=value, hint=hint) from None
@@ -375,6 +379,6 @@ def _instructed(messages: list[Message], instruction: str) -> list[Message]:
     for index in range(len(messages) - 1, -1, -1):
         content = messages[index].get("content")
         if messages[index]["role"] == "user" and isinstance(content, str):
-            changed = {**messages[index], "content": content + instruction}
-            return [*messages[:index], changed, *messages[index + 1 :]]
+            new_message = {**messages[index], "content": content + instruction}
+            return [*messages[:index], new_message, *messages[index + 1 :]]
     return messages

@@ -28,7 +28,7 @@ class ReadRow(NamedTuple):
     """Result of reading a row: its task, or the error."""
 
     row: int
-    """Number of the row among those of all files of its source."""
+    """Index of the row across all files of its source."""
     task: Task | None
     problem: int = 0
     """Problem key, see Columns.read."""
@@ -71,8 +71,8 @@ class TableSource:
         except OSError as error:
             raise TaskError(f"{error.filename} cannot be read: {error.strerror}", hint="check the file") from error
         # Constant size for any number of files, because the state is saved with each batch.
-        seen = ((each.size, each.digest, len(table)) for each, table in zip(self.files, self.tables, strict=True))
-        self._files = [len(self.files), sum(each.size for each in self.files), f"{key_of(*seen):016x}"]
+        identities = ((file.size, file.digest, len(table)) for file, table in zip(self.files, self.tables, strict=True))
+        self._files = [len(self.files), sum(file.size for file in self.files), f"{key_of(*identities):016x}"]
         self._position = 0
         self._drawn = 0
         """Rows drawn since this source was made."""
@@ -102,16 +102,16 @@ class TableSource:
             epoch, place = divmod(self._position, len(self))
             self._position += 1
             row = permuted(place, len(self), key_of(self.seed, epoch))
-            if (read := self._read(row)) is None:
+            if (read_row := self._read(row)) is None:
                 continue
             self._drawn += 1
-            if read.error is not None:
-                self._count_bad(read)
-            elif read.task is not None and not self.is_held_out(read.problem) and not self._is_left_out(row):
-                self._last_rows[read.task.id] = row
+            if read_row.error is not None:
+                self._count_bad(read_row)
+            elif read_row.task is not None and not self.is_held_out(read_row.problem) and not self._is_left_out(row):
+                self._last_rows[read_row.task.id] = row
                 if len(self._last_rows) > _REMEMBERED_ROWS:
                     self._last_rows.popitem(last=False)
-                return read.task
+                return read_row.task
         raise TaskError(
             f"no row of {self.name!r} can be trained on: all are held out, too long or bad",
             hint="inspect them: python -m apps.data",
@@ -121,46 +121,46 @@ class TableSource:
         """Return held-out tasks, see Source.held_out; possibly none with few tasks and a small share.
 
         Raises:
-            TaskError: held_out_share is 0, there is no task to evaluate on, or a row is bad.
+            TaskError: held_out_share is 0, no task can be evaluated on, or a row is bad.
         """
         if tasks > 0 and self.held_out_share == 0:
             raise TaskError(f"nothing of {self.name!r} is held out", hint="set --data.held-out-share, or --eval-tasks")
-        found: dict[int, Task] = {}
+        held_out_tasks: dict[int, Task] = {}
         key = key_of("held out")
         for place in range(len(self) if tasks > 0 else 0):
             row = permuted(place, len(self), key)
-            if (read := self._read(row)) is None:
+            if (read_row := self._read(row)) is None:
                 continue
-            if read.error is not None and self.max_bad_rows == 0:
-                raise self.failure(read)
-            if read.task is not None and self.is_held_out(read.problem) and not self._is_left_out(row):
-                found.setdefault(read.problem, read.task)
-            if len(found) == tasks:
+            if read_row.error is not None and self.max_bad_rows == 0:
+                raise self.failure(read_row)
+            if read_row.task is not None and self.is_held_out(read_row.problem) and not self._is_left_out(row):
+                held_out_tasks.setdefault(read_row.problem, read_row.task)
+            if len(held_out_tasks) == tasks:
                 break
-        if tasks > 0 and not found and self.held_out_share == 1:
+        if tasks > 0 and not held_out_tasks and self.held_out_share == 1:
             raise TaskError(f"no task of {self.name!r} can be evaluated on", hint="inspect it: python -m apps.data")
-        return tuple(found.values())
+        return tuple(held_out_tasks.values())
 
     def read(self, first: int, end: int) -> Iterator[ReadRow]:
         """Read the rows from `first` to before `end`, without blank lines and without changing the position."""
         while first < end:
             table, offset = self._table_of(first)
-            last = min(end, offset + len(table))
+            table_end = min(end, offset + len(table))
             try:
-                for row, written in table.rows(first - offset, last - offset):
-                    yield self._parsed(table, offset + row, written)
+                for row, raw_row in table.rows(first - offset, table_end - offset):
+                    yield self._parsed(table, offset + row, raw_row)
             except OSError as error:
                 raise _unreadable(table, error) from error
-            first = last
+            first = table_end
 
     def _read(self, row: int) -> ReadRow | None:
         """Read one row; returns None if it is a blank line."""
         table, offset = self._table_of(row)
         try:
-            written = table.row(row - offset)
+            raw_row = table.row(row - offset)
         except OSError as error:
             raise _unreadable(table, error) from error
-        return None if written is BLANK else self._parsed(table, row, written)
+        return None if raw_row is BLANK else self._parsed(table, row, raw_row)
 
     def _table_of(self, row: int) -> tuple[Table, int]:
         """Return the table with a row, and the number of its own first row."""
@@ -177,16 +177,16 @@ class TableSource:
         """Return True if the problem with this key is held out, which does not depend on the seed."""
         return problem < self.held_out_share * 2**64
 
-    def failure(self, read: ReadRow, *following: ReadRow) -> TaskError:
+    def failure(self, read_row: ReadRow, *following: ReadRow) -> TaskError:
         """Return the error for a bad row, with file, line, column and value; also names the next bad ones, if any."""
-        assert read.error is not None
-        bad = [each for each in following if each.error is not None]
-        more = [f"  {self.describe(each.row)}: {each.error}" for each in bad[: _SHOWN_ROWS - 1]]
-        if bad:
-            more.append(f"  {len(bad) + 1:,} of {len(following) + 1:,} rows from there on are bad")
+        assert read_row.error is not None
+        bad_rows = [row for row in following if row.error is not None]
+        more = [f"  {self.describe(row.row)}: {row.error}" for row in bad_rows[: _SHOWN_ROWS - 1]]
+        if bad_rows:
+            more.append(f"  {len(bad_rows) + 1:,} of {len(following) + 1:,} rows from there on are bad")
         return TaskError(
-            "\n".join([f"{self.describe(read.row)}: {read.error}", *more]),
-            hint=read.error.hint or "fix it, or allow some bad rows with --data.max-bad-rows 0.01",
+            "\n".join([f"{self.describe(read_row.row)}: {read_row.error}", *more]),
+            hint=read_row.error.hint or "fix it, or allow some bad rows with --data.max-bad-rows 0.01",
         )
 
     def describe(self, row: int) -> str:
@@ -234,10 +234,10 @@ class TableSource:
         """Begin again, in the order of another seed."""
         self.seed, self._position = seed, 0
 
-    def _parsed(self, table: Table, row: int, written: object) -> ReadRow:
+    def _parsed(self, table: Table, row: int, raw_row: object) -> ReadRow:
         try:
-            raw = written if isinstance(written, bytes) else b""
-            task, problem = self.columns.read(table.parse(written), self.name, raw)
+            raw_bytes = raw_row if isinstance(raw_row, bytes) else b""
+            task, problem = self.columns.read(table.parse(raw_row), self.name, raw_bytes)
         except RowError as error:
             return ReadRow(row, None, error=error)
         return ReadRow(row, task, problem)
@@ -245,16 +245,16 @@ class TableSource:
     def _is_left_out(self, row: int) -> bool:
         return len(self._left_out) > 0 and bool(self._left_out[row])
 
-    def _count_bad(self, read: ReadRow) -> None:
+    def _count_bad(self, read_row: ReadRow) -> None:
         self.bad_rows += 1
         if self.bad_rows <= self.max_bad_rows * max(self._drawn, _FEW_ROWS):
             return
         if self.max_bad_rows == 0:
-            raise self.failure(read)
+            raise self.failure(read_row)
         raise TaskError(
             f"{self.bad_rows} of {self._drawn} rows of {self.name!r} are bad, more than --data.max-bad-rows "
-            f"{self.max_bad_rows:g}; one is {self.describe(read.row)}: {read.error}",
-            hint=read.error.hint if read.error else "",
+            f"{self.max_bad_rows:g}; one is {self.describe(read_row.row)}: {read_row.error}",
+            hint=read_row.error.hint if read_row.error else "",
         )
 
 
@@ -262,9 +262,9 @@ def _unreadable(table: Table, error: OSError) -> TaskError:
     return TaskError(f"{table.path} cannot be read: {error.strerror or error}", hint="check the file")
 
 
-def _difference(saved: object, now: Sequence[object]) -> str:
+def _difference(saved_state: object, current_state: Sequence[object]) -> str:
     """Describe how the files changed since the state was saved."""
-    match saved, now:
+    match saved_state, current_state:
         case [int(files), int(size), _], [int(files_now), int(size_now), _] if (files, size) != (files_now, size_now):
             return f"there were {files:,} with {size:,} bytes, there are {files_now:,} with {size_now:,}"
     return "their contents differ"

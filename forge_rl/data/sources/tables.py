@@ -32,9 +32,9 @@ class RowError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        where = f"column {self.column!r} " if self.column else "the row "
-        seen = "" if self.value is None else f": {shortened(self.value)}"
-        return f"{where}{self.args[0]}{seen}"
+        location = f"column {self.column!r} " if self.column else "the row "
+        value_text = "" if self.value is None else f": {shortened(self.value)}"
+        return f"{location}{self.args[0]}{value_text}"
 
 
 class FilledRow(dict[str, object]):

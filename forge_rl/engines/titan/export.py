@@ -176,7 +176,7 @@ class Export:
             self._source,
             folder,
             dtype=dtype,
-            placed=placed,
+            weight_map=placed,
             total_bytes=total,
             valued=self._valued,
             untied=HEAD in placed,

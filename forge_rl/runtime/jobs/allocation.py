@@ -72,7 +72,7 @@ class AllocationJob:
     """Options of sbatch for these jobs, separated by spaces, such as --partition=gpu --gpus-per-node=8."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--job allocation:", least={"most_replaced": 0})
+        check_flags(self, "--job allocation:", minimum={"most_replaced": 0})
         check_options("allocation:sbatch", self.sbatch)
         if self.most_replaced and (self.hosts or self.launcher or self.image):
             option = next(name for name in ("hosts", "launcher", "image") if getattr(self, name))

@@ -40,6 +40,6 @@ def build_job(text: str) -> Job | SubmittedJob:
         fields = [field.name for field in dataclasses.fields(kind)]
         if not fields:
             raise parsed.wrong(f"{parsed.name} has no options", f"write --job {parsed.name}")
-        parsed = dataclasses.replace(parsed, written={fields[0]: parsed.argument, **parsed.written})
+        parsed = dataclasses.replace(parsed, raw_params={fields[0]: parsed.argument, **parsed.raw_params})
     job: Job | SubmittedJob = kind(**read_options(parsed, kind))
     return job

@@ -93,8 +93,8 @@ class KubernetesHosts:
 
     def __post_init__(self) -> None:
         minimums = {"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024, "most_replaced": 0}
-        check_flags(self, _FLAG, least=minimums, above={"wait_s": 0})
-        check_flags(self, _FLAG, most={"hosts": 4096, "port": 65535})
+        check_flags(self, _FLAG, minimum=minimums, above={"wait_s": 0})
+        check_flags(self, _FLAG, maximum={"hosts": 4096, "port": 65535})
         for field in ("name", "namespace"):
             value = str(getattr(self, field))
             if not _NAME.fullmatch(value.replace("-", "") if field == "namespace" else value):

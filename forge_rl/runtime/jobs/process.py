@@ -37,7 +37,7 @@ class ProcessHosts:
     """Number of further hosts that the run may start in all, in the place of those that die."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--job process:", least={"hosts": 1, "most_replaced": 0}, most={"hosts": 64})
+        check_flags(self, "--job process:", minimum={"hosts": 1, "most_replaced": 0}, maximum={"hosts": 64})
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class SlurmJob:
     """Accept public addresses; see `AllocationJob.public`."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--job slurm:", least={"nodes": 1, "gpus": 0, "cpus": 0, "grace_s": 1, "most_replaced": 0})
+        check_flags(self, "--job slurm:", minimum={"nodes": 1, "gpus": 0, "cpus": 0, "grace_s": 1, "most_replaced": 0})
         for name in ("partition", "account", "qos", "time", "memory", "constraint"):
             check_option(f"slurm:{name}", getattr(self, name))
         check_options("slurm:options", self.options)

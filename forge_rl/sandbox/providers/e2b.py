@@ -68,7 +68,7 @@ class E2BPool:
         self.limits = limits or Limits()
         self.most = sessions
         self.idle_s = idle_s
-        check_flags(self, "E2BPool:", least={"most": 1, "idle_s": 1})
+        check_flags(self, "E2BPool:", minimum={"most": 1, "idle_s": 1})
         self.sandbox_url = sandbox_url
         self.client = WebClient("E2B", most_requests=2 * sessions)
         self._new = {"templateID": template, "secure": True, "allow_internet_access": internet}
