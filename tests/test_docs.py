@@ -32,9 +32,11 @@ from tools.figures import FOLDER, filled, pages, parts, rows, table
 from tools.record_runs import TUTORIAL, tutorial
 
 ROOT = Path(__file__).parent.parent
+TOPS = ("forge_rl", "recipes", "benchmarks", "tests", "tools", "requirements")
 README = (ROOT / "README.md").read_text()
 METRICS = (ROOT / "docs" / "running" / "metrics.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOMS = [ROOT / "CONTRIBUTING.md", *(path for top in TOPS for path in sorted((ROOT / top).rglob("README.md")))]
+PAGES = [ROOT / "README.md", *ROOMS, *sorted((ROOT / "docs").rglob("*.md"))]
 DOORS = "\n".join(
     (ROOT / "docs" / "doors" / f"{name}.md").read_text()
     for name in ["distillation", "data", "reward", "tools", "world", "agent"]
@@ -173,8 +175,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_contributors_are_sent_to_files_that_exist() -> None:
     files = [f"/{path}" for path in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()]
-    names = set(re.findall(r"`([\w./-]+\.(?:py|js|md|toml|yml|sh))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    text = "\n".join(path.read_text() for path in ROOMS)
+    names = set(re.findall(r"`([\w./-]+\.(?:py|js|md|toml|yml|sh))`", text))
     assert not {name for name in names if not any(path.endswith(f"/{name}") for path in files)}
+
+
+def test_every_room_says_what_it_is_and_contributing_leads_to_it() -> None:
+    rooms = {path.parent for path in (ROOT / "forge_rl").glob("*/__init__.py")}
+    assert rooms == {path.parent for path in ROOMS if path.parent.parent == ROOT / "forge_rl"}
+    linked = re.findall(r"\]\(([^)#]+README.md)\)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert {ROOT / target for target in linked} >= {room / "README.md" for room in rooms}
+
+
+def test_contributing_and_the_architecture_can_be_read_at_once() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 900
+    assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 1500
 
 
 def test_figures_on_all_pages_are_what_their_files_say() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,27 @@ DEEPSEEK_V3 = COMMON | json.loads(
     "qk_rope_head_dim": 64, "v_head_dim": 128, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
     "norm_topk_prob": true, "routed_scaling_factor": 2.5}"""
 )
+GPT_OSS_20B: dict[str, object] = json.loads(
+    """{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": true, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 150000, "swiglu_limit": 7.0, "rope_scaling": {"rope_type": "yarn",
+    "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+    "original_max_position_embeddings": 4096}}"""
+)
+EXAMPLES = {
+    "qwen3-0.6b-24g": QWEN3_8B
+    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"tie_word_embeddings": True},
+    "qwen3-8b-8xh100": QWEN3_8B,
+    "qwen3-30b-a3b-8xh200": QWEN3_30B,
+    "gpt-oss-20b-h200": GPT_OSS_20B,
+    "gpt-oss-120b-16xh200": GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128},
+}
+"""The shape of each model in recipes/examples, from its published config.json."""
 SMALL = QWEN3_8B | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 4000}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+FILES = sorted((Path(__file__).parent.parent / "recipes" / "examples").glob("*.toml"))
 
 
 def written(folder: Path, config: dict[str, object]) -> Path:
@@ -126,6 +146,23 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.25", "data sheet"):
         assert text in shown
+
+
+def test_each_example_for_a_named_machine_is_planned() -> None:
+    assert {path.stem for path in FILES} == EXAMPLES.keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_fits_the_machine_that_it_names(path: Path, tmp_path: Path) -> None:
+    first = path.read_text().partition("\n\n")[0]
+    machine = re.search(r"Planned, not run: --plan (--on \S+(?: --hosts \d+)?)", first)
+    assert machine, first
+    shape = tmp_path / "model"
+    shape.mkdir()
+    config = planned(written(shape, EXAMPLES[path.stem]), "--config", str(path), *machine[1].split())
+    layout = search(config, read_policy(shape, reference=False, values=False), on(config))
+    assert layout.config.trainer.ranks == on(config).per_host * on(config).hosts, "every device trains"
 
 
 def test_separate_devices_overlap_where_the_schedule_does(tmp_path: Path) -> None:
