@@ -9,13 +9,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-VAGUE = frozenset(
-    "found own given each others kept told asked said used_ here at of like some known wanted seen made most least now "
-    "one same whole again there shown written held taken sent due gone bad good own_ either both any_ them these those "
-    "that this it what which whose how into over under along beside meanwhile spent got came went lost tried allowed "
-    "chosen built counted stated called meant".split()
-)
+_WORDS = """
+    found own given each others kept told asked said used_ here at of like some known wanted seen made most least now
+    one same whole again there shown written held taken sent due gone bad good own_ either both any_ them these those
+    that this it what which whose how into over under along beside meanwhile spent got came went lost tried allowed
+    chosen built counted stated called meant
+"""
+VAGUE = frozenset(_WORDS.split())
 """Words that say nothing of what a value is; other code bases have them in under 0.6% of their bindings."""
+
+OF_USERS = {
+    ("forge_rl/algorithms/evaluation.py", "lost"),
+    ("forge_rl/algorithms/gates.py", "least"),
+    ("forge_rl/data/adaptive.py", "least"),
+    ("forge_rl/data/adaptive.py", "most"),
+    ("forge_rl/data/scan.py", "bad"),
+    ("forge_rl/data/sources/rows.py", "chosen"),
+    ("forge_rl/rewards/protocol.py", "of"),
+    ("forge_rl/rewards/shaping.py", "of"),
+    ("forge_rl/run/attach.py", "now"),
+    ("forge_rl/run/control.py", "now"),
+    ("apps/show.py", "most"),
+    ("apps/show.py", "whole"),
+    ("tools/terminal_picture.py", "most"),
+}
+"""Files and their names that users write: flags, options and arguments, which stay as they are."""
 
 
 def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -29,8 +47,9 @@ def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def vague(path: Path) -> list[str]:
-    tree = ast.parse(path.read_text())
-    return [f"{path.relative_to(ROOT)}:{line}: {name}" for name, line in bindings(tree) if name in VAGUE]
+    file = str(path.relative_to(ROOT))
+    places = bindings(ast.parse(path.read_text()))
+    return [f"{file}:{line}: {name}" for name, line in places if name in VAGUE and (file, name) not in OF_USERS]
 
 
 @pytest.mark.parametrize("folder", ["forge_rl", "recipes", "apps", "tools"])

@@ -140,14 +140,14 @@ def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
                     merged[name] = Mean(x + y, m + n)
                 case EffectiveShare(x, s, m), EffectiveShare(y, t, n):
                     merged[name] = EffectiveShare(x + y, s + t, m + n)
-                case ExplainedVariance() as one, ExplainedVariance() as other:
-                    merged[name] = ExplainedVariance(*map(operator.add, astuple(one), astuple(other)))
+                case ExplainedVariance() as left, ExplainedVariance() as right:
+                    merged[name] = ExplainedVariance(*map(operator.add, astuple(left), astuple(right)))
                 case Tail(a), Tail(b):
                     merged[name] = Tail(tuple(x + y for x, y in zip(a, b, strict=True)))
                 case Max(x), Max(y):
                     merged[name] = Max(x if x != x or x > y else y)
-                case held, _:
-                    raise AssertionError(f"metric {name!r} has values of two kinds: {held} and {value}")
+                case earlier, _:
+                    raise AssertionError(f"metric {name!r} has values of two kinds: {earlier} and {value}")
     return merged
 
 

@@ -386,9 +386,9 @@ class _ResultFile:
                         self._connect()
                     else:
                         self._start_anew()
-            except (OSError, sqlite3.Error) as again:
+            except (OSError, sqlite3.Error) as second_error:
                 self._usable, self._reader, self._writer = False, None, None
-                warnings.warn(f"results of tools are kept in memory only: {again}", stacklevel=2)
+                warnings.warn(f"results of tools are kept in memory only: {second_error}", stacklevel=2)
 
     def _start_anew(self) -> None:
         for ending in ("", "-wal", "-shm"):
