@@ -165,7 +165,7 @@ def test_half_open_connections_make_room_for_a_client_that_asks(monkeypatch: pyt
         backend = FakeBackend(gate=asyncio.Event())
         async with serving(backend) as gateway:
             assert gateway._http is not None
-            monkeypatch.setattr(gateway._http._connections, "_most", 50)
+            monkeypatch.setattr(gateway._http._connections, "_max_connections", 50)
             served, writer = await asyncio.open_connection(*address(gateway))
             writer.write(request_bytes())
             await until(lambda: backend.open == 1)
@@ -188,7 +188,7 @@ def test_idle_connections_make_room_where_none_is_half_open(monkeypatch: pytest.
     async def check() -> None:
         async with serving(FakeBackend()) as gateway:
             assert gateway._http is not None
-            monkeypatch.setattr(gateway._http._connections, "_most", 10)
+            monkeypatch.setattr(gateway._http._connections, "_max_connections", 10)
             idle = []
             for _ in range(30):
                 reader, writer = await asyncio.open_connection(*address(gateway))
