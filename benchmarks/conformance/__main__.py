@@ -127,9 +127,9 @@ def run_peer(
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BenchmarkError(f"{name} cannot be run: {error}") from error
         results = iter([read_result(folder, number) for number in range(len(jobs))])
-        by_comparison: list[Results] = []
-        for comparison in comparisons:
-            by_comparison.append([next(results) for _ in comparison.batches for _ in seeds])
+        by_comparison: list[Results] = [
+            [next(results) for _ in comparison.batches for _ in seeds] for comparison in comparisons
+        ]
         return by_comparison, read_versions(folder)
 
 
