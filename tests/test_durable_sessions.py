@@ -10,6 +10,7 @@ import pytest
 from benchmarks.chaos import Config, children, kill_each, play_under_chaos, session_processes
 from forge_rl.sandbox import DurableSession, DurableSessions, Pool, SandboxError
 from forge_rl.sandbox.durable import DivergedError
+from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.pool import Profile
 from forge_rl.system.result_cache import ResultCache
 from tests.sandbox_pool import SharedPool
@@ -177,6 +178,8 @@ def test_sets_have_the_same_order_in_every_server(sandbox: SharedPool):
 @pytest.mark.parametrize("profile", ["standard", "strict", "process"])
 def test_killed_servers_and_sessions_cost_no_episode_and_leave_nothing(profile: Profile):
     """The same with 500 episodes and 100 kills: `python -m benchmarks.chaos`."""
+    if missing := missing_layers(profile):
+        pytest.skip(f"sandbox sessions cannot be isolated here: {missing}")
     found = asyncio.run(play_under_chaos(Config(episodes=60, kills=24, at_once=12, profile=profile)))
     assert found["kills"] == 24
     assert found["right"] == found["episodes"] == 60

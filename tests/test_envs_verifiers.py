@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,6 +212,7 @@ def test_the_real_package_plays_episodes_at_the_gateway(verifiers_python: str, t
 
 
 @pytest.mark.long
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap: apt-get install bubblewrap")
 def test_programs_of_a_harness_are_confined_and_reach_the_policy(
     verifiers_python: str, tmp_path: Path, nothing_left: None
 ):

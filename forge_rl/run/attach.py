@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,6 +268,16 @@ class AttachedMixture(MutableMapping[str, float]):
 
     def __len__(self) -> int:
         return len(self._weights())
+
+    # One question each, as the weights of an adapting mixture may change between two.
+    def keys(self) -> KeysView[str]:
+        return self._weights().keys()
+
+    def values(self) -> ValuesView[float]:
+        return self._weights().values()
+
+    def items(self) -> ItemsView[str, float]:
+        return self._weights().items()
 
     def adapt(self, adapt: str = "success", **settings: float) -> None:
         """Let the weights follow the success rate of each source, or with "off" stay fixed.
