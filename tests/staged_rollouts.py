@@ -66,6 +66,9 @@ class Letters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
 
+    def tagged_text(self, ids: Sequence[int], text: str) -> str:
+        return text
+
     def text_stream(self, prompt_ids: Sequence[int]) -> LetterStream:
         return LetterStream()
 
