@@ -458,9 +458,9 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
     """Run the services for a model inside the context, which their faults interrupt."""
     async with gateway.running_services(out, config.isolation) as services:
         given: Any = (services.cluster, services.faults)
-        environment: Any = build_environment(config.env)
+        environment: Any = await asyncio.to_thread(build_environment, config.env)  # constructors may take long
         plays: AgentEnvironment | None = None if callable(environment) else environment
-        function: Any = reward_of(config) if plays is None else plays.reward
+        function: Any = await asyncio.to_thread(reward_of, config) if plays is None else plays.reward
         scorer = Reward.start(config.reward, *given, function=function, deadline_s=gateway.START_DEADLINE_S)
         factory = SingleTurn if plays is not None or config.agent else environment
         worlds = Environment.start(config.environment, *given, factory=factory, deadline_s=gateway.START_DEADLINE_S)

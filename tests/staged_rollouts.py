@@ -155,8 +155,11 @@ class StagedEnvironment:
         self.closed = 0
 
     async def open(self, task: Task) -> tuple[object, Observation]:
-        env = self.factory(task)
-        return StagedSession(env, lambda: self.factory(task), owner=self), await env.reset()
+        async def make() -> Any:
+            return self.factory(task)
+
+        env = await make()
+        return StagedSession(env, make, owner=self), await env.reset()
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import faulthandler
 import inspect
-import os
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -20,13 +13,10 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.errors import DeadlineError, ForgeError, HangError
 from forge_rl.rewards.protocol import Form, RewardFunction, form_of, is_async, text_for
 from forge_rl.runtime.actor import ServiceActor
-from forge_rl.runtime.in_hand import number_of_call
-from forge_rl.runtime.link import users_line
+from forge_rl.services.user_thread import StuckError, UserThread
 from forge_rl.system.tasks import in_own_task
 from forge_rl.types import Episode, Score, Task
 
-_LAST_WORDS_S = 1.0
-"""Time for a process to report why it exits, after a function's deadline."""
 REWARD_STUCK = 72
 """Exit status of a process whose reward function did not return."""
 
@@ -44,9 +34,7 @@ class RewardActor(ServiceActor):
         self._index = index
         self._given: dict[int, dict[str, tuple[RewardFunction, Form]]] = {}
         """Functions with their forms by part name, by version."""
-        self._thread = ThreadPoolExecutor(1)
-        self._turn = asyncio.Lock()
-        """Held while the thread is busy, so that time in the queue does not count."""
+        self._thread = UserThread(deadline_s, exit_status=REWARD_STUCK)
 
     @concurrent_endpoint
     async def replace(self, given: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None) -> None:
@@ -99,40 +87,18 @@ class RewardActor(ServiceActor):
         return result
 
     async def _in_thread(self, function: Callable[..., object], task: Task, given: object) -> object:
-        loop, in_hand, number = asyncio.get_running_loop(), self._link_end.in_hand, number_of_call.get()
-        thread = 0
-
         def run() -> object:
-            nonlocal thread
-            thread = threading.get_ident()
-            with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
-                try:
-                    return function(task, given)
-                except StopIteration as error:  # no future can hold it
-                    raise ForgeError(
-                        f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
-                    ) from error
+            try:
+                return function(task, given)
+            except StopIteration as error:
+                raise ForgeError(
+                    f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
+                ) from error
 
-        def exit_if_stuck() -> None:
-            if not running.done():
-                os._exit(REWARD_STUCK)
-
-        def finished(done: asyncio.Future[object]) -> None:
-            stuck.cancel()
-            self._turn.release()
-            done.exception()  # the caller may have been cancelled: asyncio would complain that nobody looked
-
-        await self._turn.acquire()
-        running = loop.run_in_executor(self._thread, run)
-        stuck = loop.call_later(self._deadline_s + _LAST_WORDS_S, exit_if_stuck)  # even if nobody waits any more
-        running.add_done_callback(finished)
-        await asyncio.wait([running], timeout=self._deadline_s)
-        if running.done():
-            return running.result()
-        frame = sys._current_frames().get(thread)
-        line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
-        faulthandler.dump_traceback()  # to the log
-        raise self._late(HangError, task, self._deadline_s, line)
+        try:
+            return await self._thread.call(run, self._link_end.in_hand)
+        except StuckError as stuck:
+            raise self._late(HangError, task, self._deadline_s, str(stuck)) from None
 
     def _late(self, kind: type[DeadlineError], task: Task, deadline_s: float, line: str = "") -> DeadlineError:
         return kind(
