@@ -215,6 +215,7 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"episodes/segments": 1.0},
         {"episodes/segments": 1.5},
     ),
+    "warm_sessions": ({}, {"sandbox/warm": 0.0, "sandbox/fresh": 64.0}, {"sandbox/warm": 60.0, "sandbox/fresh": 4.0}),
     "mirrored_changes": (
         {"weights.mirror": "s3://a/b"},
         {"weights/mirrored_share": 1.0},

@@ -148,6 +148,14 @@ EFFECTS: dict[str, Effect] = {
         cause="no conversation has so many characters before the context is full, which has about four a token; lower "
         "it, or raise --generator.max-model-len",
     ),
+    "warm_sessions": Effect(
+        flag="keeping sandbox sessions warm for rewards that run code",
+        is_asked_for=lambda settings: True,
+        counted_with="sandbox/",
+        amount=_of("sandbox/warm"),
+        cause="sessions are asked for with different limits each time, or faster than they start; let the reward ask "
+        "for the same limits, or raise --reward.replicas",
+    ),
     "mirrored_changes": Effect(
         flag="--weights.mirror",
         is_asked_for=_differs("weights.mirror", ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -48,13 +49,16 @@ class RewardActor(ServiceActor):
         kept = {version: functions for version, functions in self._given.items() if version in given}
         self._given = kept | {version: _with_forms(functions) for version, functions in new.items()}
 
-    async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
-        """Score a task's episodes, or their answers' texts, with each function of a version."""
+    async def score(
+        self, version: int, task: Task, given: Sequence[str | Episode]
+    ) -> tuple[dict[str, list[Score]], dict[str, float]]:
+        """Score a task's episodes, or their answers' texts, with each function of a version; returns the scores by
+        function, and metrics of the process since the last call."""
         functions = self._given.get(version)
         if functions is None:
             raise ForgeError("the reward was replaced before this was scored", hint="score it again")
         scores = await asyncio.gather(*(self._apply(*each, task, given) for each in functions.values()))
-        return dict(zip(functions, scores, strict=True))
+        return dict(zip(functions, scores, strict=True)), _sandbox_metrics()
 
     async def _apply(
         self, function: RewardFunction, form: Form, task: Task, given: Sequence[str | Episode]
@@ -112,6 +116,12 @@ class RewardActor(ServiceActor):
 
 def _with_forms(functions: Mapping[str, RewardFunction]) -> dict[str, tuple[RewardFunction, Form]]:
     return {name: (function, form_of(function)) for name, function in functions.items()}
+
+
+def _sandbox_metrics() -> dict[str, float]:
+    """Return how the functions' sandbox sessions started, if they have any: what runs no code loads no sandbox."""
+    shared = sys.modules.get("forge_rl.sandbox.shared")
+    return {} if shared is None else shared.pop_opened_sessions()
 
 
 def _as_score(result: object, task: Task) -> Score:
