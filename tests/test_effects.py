@@ -34,6 +34,7 @@ import forge_rl
 from forge_rl.envs.compaction import DropOldOutputs
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.sandbox import Limits, run_code
+from forge_rl.types import Episode, ToolCall
 
 @forge_rl.tool(pure=True, version="1")
 def look_up(word: str) -> str:
@@ -50,8 +51,8 @@ class Calling:
         use = self.tools(task)
         step = use.step
 
-        async def calling(completion):
-            call = forge_rl.ToolCall(id="call00001", name="look_up", arguments='{"word": "tea"}')
+        async def calling(completion, *, truncated, calls):
+            call = ToolCall(id="call00001", name="look_up", arguments='{"word": "tea"}')
             return await step(completion, truncated=False, calls=(call,))
 
         use.step = calling
@@ -59,7 +60,7 @@ class Calling:
 
 world = Calling(ToolEnv([look_up], max_turns=4, cache="", compact=DropOldOutputs(above_chars=100, keep=1)))
 
-async def runs_code(task, episode: forge_rl.Episode):
+async def runs_code(task, episode: Episode):
     limits = Limits(wall_s=7.0)
     result = await run_code(repr(sum(turn.text.count("e") for turn in episode.turns)), limits=limits)
     return float(result.value)
