@@ -470,9 +470,9 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
     """Run the services for a model inside the context, which their faults interrupt."""
     async with gateway.running_services(out, config.isolation) as services:
         cluster_and_faults: Any = (services.cluster, services.faults)
-        environment: Any = build_environment(config.env)
+        environment: Any = await asyncio.to_thread(build_environment, config.env)  # constructors may take long
         plays: AgentEnvironment | None = None if callable(environment) else environment
-        function: Any = reward_of(config) if plays is None else plays.reward
+        function: Any = await asyncio.to_thread(reward_of, config) if plays is None else plays.reward
         scorer = Reward.start(
             config.reward, *cluster_and_faults, function=function, deadline_s=gateway.START_DEADLINE_S
         )

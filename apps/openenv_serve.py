@@ -38,7 +38,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.env_flag import build_environment, sources_of
-from forge_rl.envs.protocol import Env, EnvFactory, close_env, make_env, reset_env, step_env
+from forge_rl.envs.protocol import Env, EnvFactory, close_env, make_env_beside, reset_env, step_env
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
 from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
@@ -155,7 +155,7 @@ class Session:
         await self.close()
         seed = data.get("seed")
         task = self._task = await asyncio.to_thread(self._world.task, seed if isinstance(seed, int) else None)
-        self._env = make_env(self._world.factory, task)
+        self._env = await make_env_beside(self._world.factory, task)
         self._episode, self._steps, self._done = str(data.get("episode_id") or task.id), 0, False
         self._rewarded = False
         begun = await reset_env(self._env)

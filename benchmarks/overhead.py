@@ -171,6 +171,9 @@ class PromptTokenizer:
     def extend(self, ids: TokenIds, messages: Sequence[Message], **_: object) -> TokenIds:
         return np.concatenate([ids, _REPLY])
 
+    def tagged_text(self, ids: TokenIds, text: str) -> str:
+        return text
+
 
 @dataclass(frozen=True)
 class Services:

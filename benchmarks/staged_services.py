@@ -83,6 +83,9 @@ class StagedTokenizer:
     def extend(self, ids: TokenIds, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return self.render(messages)
 
+    def tagged_text(self, ids: TokenIds, text: str) -> str:
+        return text
+
 
 @dataclass(eq=False, slots=True)
 class _Request:

@@ -66,6 +66,9 @@ class Letters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
 
+    def tagged_text(self, ids: Sequence[int], text: str) -> str:
+        return text
+
     def text_stream(self, prompt_ids: Sequence[int]) -> LetterStream:
         return LetterStream()
 
@@ -152,8 +155,11 @@ class StagedEnvironment:
         self.closed = 0
 
     async def open(self, task: Task) -> tuple[object, Observation]:
-        env = self.factory(task)
-        return StagedSession(env, lambda: self.factory(task), owner=self), await env.reset()
+        async def make() -> Any:
+            return self.factory(task)
+
+        env = await make()
+        return StagedSession(env, make, owner=self), await env.reset()
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,12 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"episodes/segments": 1.0},
         {"episodes/segments": 1.5},
     ),
+    "offloaded_activations": (
+        {"trainer.enable_activation_offload": True},
+        {"grad_norm": 0.5},
+        {"grad_norm": 0.5, "activations/offloaded_bytes": 4096.0},
+    ),
+    "warm_sessions": ({}, {"sandbox/warm": 0.0, "sandbox/fresh": 64.0}, {"sandbox/warm": 60.0, "sandbox/fresh": 4.0}),
     "mirrored_changes": (
         {"weights.mirror": "s3://a/b"},
         {"weights/mirrored_share": 1.0},

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_rl.sandbox import SandboxError
+from forge_rl.sandbox.shared import check_shared_pool
 from tests.commands import Command, metrics, tiny_run
 
 pytestmark = pytest.mark.processes
@@ -24,6 +26,66 @@ async def half_of_the_tasks_teach(task, text):
         return 0.5
     return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 """
+
+WORLD = """
+from dataclasses import dataclass
+
+import forge_rl
+from forge_rl.envs.compaction import DropOldOutputs
+from forge_rl.envs.tools import ToolEnv
+from forge_rl.sandbox import Limits, run_code
+from forge_rl.types import Episode, ToolCall
+
+@forge_rl.tool(pure=True, version="1")
+def look_up(word: str) -> str:
+    '''Look up a word.'''
+    return " ".join([word] * 30)
+
+@dataclass(frozen=True)
+class Calling:
+    '''Takes whatever the model writes for a call.'''
+
+    tools: ToolEnv
+
+    def __call__(self, task):
+        use = self.tools(task)
+        step = use.step
+
+        async def calling(completion, *, truncated, calls):
+            call = ToolCall(id="call00001", name="look_up", arguments='{"word": "tea"}')
+            return await step(completion, truncated=False, calls=(call,))
+
+        use.step = calling
+        return use
+
+world = Calling(ToolEnv([look_up], max_turns=4, cache="", compact=DropOldOutputs(above_chars=100, keep=1)))
+
+async def runs_code(task, episode: Episode):
+    limits = Limits(wall_s=7.0)
+    result = await run_code(repr(sum(turn.text.count("e") for turn in episode.turns)), limits=limits)
+    return float(result.value)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_tools_and_rewards_that_run_code_promise_is_above_zero_in_a_run(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    try:
+        check_shared_pool()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    (tmp_path / "mine.py").write_text(WORLD)
+    out = tmp_path / "run"
+    flags = ("--env", f"{tmp_path}/mine.py:world", "--reward", f"{tmp_path}/mine.py:runs_code", "--steps", "3")
+    flags += ("--evaluation.every", "0", "--checkpoint-every", "0", "--generator.max-tokens", "8")
+    flags += ("--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
+    command = tiny_run(commands, tiny_model, out, *flags, "--generator.max-model-len", "512")
+    assert command.end(300) == 0, command.output
+    rows = metrics(out)
+    for name, least in (("tools/cache_hits", 0), ("episodes/segments", 1), ("sandbox/warm", 0)):
+        assert max(row.get(name, 0.0) for row in rows) > least, (name, rows)
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,8 +78,11 @@ def test_a_world_in_process_is_told_of_a_cut_answer_if_its_step_takes_that():
         async def step(self, answer: str, *, truncated: bool = False) -> Step:
             return Step(done=True, reward=float(truncated))
 
+    async def again() -> SingleTurn:
+        return SingleTurn(task_of())
+
     for factory, reward in ((Deaf, 0.0), (Hearing, 1.0)):
-        assert asyncio.run(LocalSession(factory(task_of()), Deaf).step("a", truncated=True)).reward == reward
+        assert asyncio.run(LocalSession(factory(task_of()), again).step("a", truncated=True)).reward == reward
 
 
 @pytest.mark.parametrize(("factory", "word"), [(NotingEnv, "close"), (PlainlyClosed, "plainly")])
@@ -178,6 +183,84 @@ def test_an_environment_that_blocks_its_process_holds_up_the_others_there_and_en
             assert faults.seen == []
 
     asyncio.run(main())
+
+
+class Constructed(NotingEnv):
+    """An environment whose constructor follows its task's orders."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        match task.truth.get("construct"):
+            case "wait":  # until another environment has written
+                until = time.monotonic() + LONG_S
+                while not Path(str(task.truth["awaited"])).exists():
+                    assert time.monotonic() < until, "the constructor held up the other environments"
+                    time.sleep(0.01)
+            case "hang":
+                threading.Event().wait()
+            case "loop":
+                asyncio.get_running_loop()
+            case "fail":
+                raise ValueError("no such room")
+            case "stop":
+                next(iter(()))
+
+
+def test_a_slow_constructor_holds_up_no_other_environment(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, Constructed) as (service, _):
+            awaited = tmp_path / "awaited"
+            other, _seen = await service.open(task_of(notes=awaited))
+            awaited.unlink()
+            opening = asyncio.create_task(service.open(task_of(notes=awaited, awaited=awaited, construct="wait")))
+            assert (await other.step("done")).done  # whose close writes
+            session, _seen = await opening
+            await session.close()
+
+    asyncio.run(main())
+
+
+def test_a_constructor_may_need_the_event_loop_and_what_it_raises_is_no_death(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, Constructed) as (service, faults):
+            session, _ = await service.open(task_of(notes=tmp_path / "notes", construct="loop"))
+            await session.close()
+            with pytest.raises(ServiceError, match="ValueError: no such room"):
+                await service.open(task_of(construct="fail"))
+            with pytest.raises(ForgeError, match="constructor raised StopIteration"):
+                await service.open(task_of(construct="stop"))
+            assert faults.seen == []
+
+    asyncio.run(main())
+
+
+def test_a_constructor_that_never_returns_ends_its_process(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, Constructed, deadline_s=0.5) as (service, faults):
+            [replica] = service._service.replicas
+            with pytest.raises(ForgeError, match=r"no answer within|did not return"):
+                await service.open(task_of(notes=tmp_path / "notes", construct="hang"))
+            assert "the constructor of an environment did not come back" in await replica.death
+            assert len(faults.seen) == 1
+
+    asyncio.run(main())
+
+
+def test_an_environment_in_process_is_constructed_beside_the_event_loop():
+    constructed_in: list[int] = []
+
+    class Shown(SingleTurn):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task)
+            constructed_in.append(threading.get_ident())
+
+    async def main() -> None:
+        nowhere: Any = None
+        service = await Environment.start(Environment.Config(), nowhere, nowhere, factory=Shown, deadline_s=LONG_S)
+        await service.open(task_of())
+
+    asyncio.run(main())
+    assert threading.get_ident() not in constructed_in
 
 
 def test_an_environment_is_told_of_a_cut_answer_if_it_wants_to_know(tmp_path: Path):

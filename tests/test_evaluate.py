@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from apps.evaluate import (
     Config,
@@ -18,9 +22,11 @@ from apps.evaluate import (
     compare,
     main,
     pairs_of,
+    print_comparisons,
     score,
     with_room,
 )
+from forge_rl.algorithms.evaluation import compare_paired
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.episode_files import EpisodeFile
@@ -227,3 +233,15 @@ def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of
     assert again["models"] == json.loads(began)["models"]
     with pytest.raises(ConfigError, match="holds results with other settings"):
         asyncio.run(main(Config(models=("smollm2-135m",), out=tmp_path / "out", seed=3)))
+
+
+def test_the_picture_of_a_comparison_shows_what_the_app_prints() -> None:
+    """Of 20 tasks, of which the bundled model solves 6, and the checkpoint these and 9 more."""
+    picture = Path("docs/pictures/tasks/evaluate.svg").read_text()
+    shown = html.unescape(re.sub(r"<[^>]*>", "", picture)).replace("\xa0", " ")
+    console = Console(width=100, file=io.StringIO())
+    found = compare_paired([1.0] * 6 + [0.0] * 14, [1.0] * 15 + [0.0] * 5)
+    print_comparisons(console, [("smollm2-135m", "sums", "train", found)])
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if "".join(line.split()) not in "".join(shown.split())] == []

@@ -54,7 +54,11 @@ ONLY_IN = {
         *("forge_rl.runtime.private_network", "forge_rl.engines.cpu"),
         *("forge_rl.runtime.jobs.allocation", "forge_rl.runtime.jobs.host"),  # the scheduler's; its own
         "forge_rl.runtime.jobs.worker",
-        *("forge_rl.sandbox.inside.cells", "forge_rl.sandbox.inside.server"),  # of the session's own processes
+        *(
+            "forge_rl.sandbox.inside.cells",
+            "forge_rl.sandbox.workspaces.tests_outside",
+            "forge_rl.sandbox.inside.server",
+        ),  # of the session's own processes
         *("apps", "recipes.agents"),
     ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),

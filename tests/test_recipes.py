@@ -117,6 +117,8 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("agent_openai", "--environment.deadline-s 2", "does not use --environment.deadline-s"),
         ("grpo", "--mixture.adapt success", "--mixture.adapt success shifts weight between sources"),
         ("grpo", "--environment.replicas 2", "--environment.replicas is of processes of environments"),
+        ("grpo", "--env tools:compact_above_chars=8000 --tasks chain_sum", "compacted above 8000 characters, and a"),
+        ("grpo", "--env tools:compact_above_chars=4000 --tasks chain_sum", ""),
         ("grpo", "--schedule.kind synchronous --schedule.max-lag 0", ""),
         ("mixture", "--mixture.adapt off", ""),
         ("sft", "--reward auto --generator.max-tokens 32 --schedule.retries 1", ""),

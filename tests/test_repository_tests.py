@@ -75,6 +75,82 @@ for number in range(3, 30):
     except OSError: pass
 os._exit(0)
 """
+OUTCOMES = r"""
+import json, re, sys
+def outcomes():
+    hidden = json.loads(open("/proc/self/cmdline").read().split("\0")[-4 if told() else -2])[-1][-1]
+    found = {"tests/test_add.py::test_add": "passed", "tests/test_old.py::test_old": "passed"}
+    for name, left, right in re.findall(r"def (test_\w+)\(\):\s+assert (\d+) \+ 1 == (\d+)", open(hidden).read()):
+        found[f"{hidden}::{name}"] = "passed" if int(left) + 1 == int(right) else "failed"
+    return found
+def told():
+    return open("/proc/self/cmdline").read().split("\0")[-2].isdecimal()
+"""
+"""Finds what the harness wants to read, as anybody can who knows it: also of the hidden tests."""
+WRITTEN = (
+    OUTCOMES
+    + r"""
+import os
+for number in range(3, 30):
+    try: os.write(number, json.dumps(outcomes()).encode())
+    except OSError: pass
+os._exit(0)
+"""
+)
+LINES = (
+    OUTCOMES
+    + r"""
+import os
+lines = "".join(f'["start", "{test}", ""]\n["{each}", "{test}", "{"0" * 32}"]\n' for test, each in outcomes().items())
+for number in range(3, 30):
+    try: os.write(number, lines.encode())
+    except OSError: pass
+os._exit(0)
+"""
+)
+AT_EXIT = (
+    WRONG
+    + OUTCOMES
+    + r"""
+import atexit, os
+def rewrite():
+    lines = json.dumps(outcomes()) + "\n"
+    lines += "".join(f'["start", "{test}", ""]\n["{each}", "{test}", ""]\n' for test, each in outcomes().items())
+    for number in range(3, 30):
+        try: os.ftruncate(number, 0)
+        except OSError: pass
+        try: os.pwrite(number, json.dumps(outcomes()).encode(), 0)
+        except OSError: pass
+        try: os.write(number, lines.encode())
+        except OSError: pass
+    os._exit(0)
+atexit.register(rewrite)
+"""
+)
+AGAIN = (
+    WRONG
+    + """
+import atexit, os
+def tell():  # a second outcome, in the order that the harness expects
+    tells, hears = (int(each) for each in open("/proc/self/cmdline").read().split("\\0")[-3:-1])
+    os.write(tells, b'["start", "tests/test_add.py::test_add", ""]\\n')
+    token = os.read(hears, 64).decode()
+    os.write(tells, f'["passed", "tests/test_add.py::test_add", "{token}"]\\n'.encode())
+atexit.register(tell)
+"""
+)
+CLOSED = "import os; os.closerange(3, 30)"
+MEMORY = (
+    WRONG
+    + """
+import os
+with open(f"/proc/{os.getppid()}/mem", "r+b") as memory, open(f"/proc/{os.getppid()}/maps") as maps:
+    first = int(maps.readline().partition("-")[0], 16)
+    memory.seek(first)
+    memory.write(memory.read(1))
+def add(a, b): return a + b  # only reached if the harness's memory is open
+"""
+)
 PASS = """import pytest
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport():
@@ -100,6 +176,12 @@ TRICKS = {
     "skip": {"package/add.py": "import pytest; pytest.skip('', allow_module_level=True)"},
     "patched reports": {"package/add.py": WRONG + REPORTS},
     "forged outcomes": {"package/add.py": FORGED},
+    "forged outcomes, of the hidden tests too": {"package/add.py": WRITTEN},
+    "forged lines": {"package/add.py": LINES},
+    "forged outcomes after the tests": {"package/add.py": AT_EXIT},
+    "a second outcome of a test": {"package/add.py": AGAIN},
+    "closed descriptors": {"package/add.py": CLOSED},
+    "memory of the harness": {"package/add.py": MEMORY},
     "protected files": {
         **dict.fromkeys(("conftest.py", "tests/conftest.py", "plug.py"), PASS),
         **dict.fromkeys(("tests/test_add.py", "tests/test_old.py"), "def test_add(): pass\ndef test_old(): pass"),

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -319,6 +321,28 @@ def test_a_session_and_its_fork_are_each_in_limited_cgroups(sandbox: SharedPool)
     assert all(pids == own[0] and len(pids) == 1 for pids in own)
     assert all(pids == others[0] != own[0] for pids in others)
     assert limits == {str(LIMITS.processes)}
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_sessions_with_limits_of_their_own_are_kept_warm_too():
+    """As rewards that run code ask for; and none with limits that nobody asks for any more."""
+    own, once = replace(LIMITS, output_bytes=1 << 20), replace(LIMITS, output_bytes=1 << 19)
+
+    async def work() -> tuple[Counter[str], list[Limits]]:
+        async with Pool(limits=LIMITS, sessions=8, warm=2, servers=1) as pool:
+            for limits in (own, once, *[own] * 18):
+                async with pool.session(limits=limits) as session:
+                    assert (await session.run("2 + 2")).value == "4"
+                    assert session.limits == limits
+                    async with asyncio.timeout(60):
+                        while pool._warming.total():  # noqa: ASYNC110 -- a pool has no event for it
+                            await asyncio.sleep(0.01)
+            return pool.opened, [limits for limits, _ in pool._warm]
+
+    opened, warm = asyncio.run(work())
+    assert opened["warm"] >= 15
+    assert opened.total() == 20
+    assert warm == [own] * 2
 
 
 @pytest.mark.usefixtures("sandbox")

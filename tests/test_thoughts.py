@@ -1,19 +1,24 @@
 """Thoughts and answers: what rewards, environments and tool parsers see of a completion."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from forge_rl.envs.protocol import Step
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.rewards.formats import Format, Regex
 from forge_rl.rewards.protocol import text_for
 from forge_rl.rewards.reward_flag import build_reward
+from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.tokens.thoughts import without_thoughts
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Task, Turn
+from tests.staged_rollouts import StagedEnvironment, StagedReward, TwoTurns
 
 TASK = Task(id="1", source="s", messages=({"role": "user", "content": "2+3?"},), truth={"answer": "5"})
 CHATML = (
@@ -109,3 +114,55 @@ def test_rewards_see_the_answer_unless_they_ask_for_thoughts() -> None:
     assert text_for(build_reward(["match:thoughts=true"]), episode) == "<think>6</think>5"
     assert text_for(Format(), episode) == "<think>6</think>5", "whose first tag is that of the thoughts"
     assert text_for(Regex(pattern="5"), replace(episode, output="6")) == "6"
+
+
+class Listening(TwoTurns):
+    """Remembers what it is told, and ends."""
+
+    told = ""
+    thoughts = False
+
+    async def step(self, answer: str, *, truncated: bool = False) -> Step:
+        type(self).told = answer
+        return Step(done=True)
+
+
+class ListeningToThoughts(Listening):
+    thoughts = True
+
+
+CALL = '[TOOL_CALLS]add[ARGS]{"a": 2}'
+MISTRAL, THINK = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("added", "completion", "told", "told_thoughts"),
+    [
+        ({"special": MISTRAL}, f"Sure. {CALL}<|im_end|>", f"Sure. {CALL}", f"Sure. {CALL}"),
+        ({"special": MISTRAL}, f"[THINK]add[/THINK]{CALL}<|im_end|>", CALL, f"[THINK]add[/THINK]{CALL}"),
+        ({"special": MISTRAL}, f"[THINK]{CALL}", "", f"[THINK]{CALL}"),
+        ({"special": MISTRAL[:2], "tags": THINK}, f"<think>x</think>{CALL}", CALL, f"<think>x</think>{CALL}"),
+        ({"special": MISTRAL}, "It is 5.<|im_end|>", "It is 5.", "It is 5."),
+    ],
+)
+def test_an_environment_sees_tags_that_are_special_tokens(
+    tmp_path: Path, added, completion: str, told: str, told_thoughts: str
+) -> None:
+    """As in Mistral's and DeepSeek's formats: one that reads calls itself finds none without their tags."""
+    tokenizer = tokenizer_with(tmp_path, **added)
+
+    async def decode(prompt_ids: object) -> Turn:
+        ids = np.asarray(tokenizer.encode(completion))
+        text, zeros = tokenizer.decode(ids), [0] * len(ids)
+        answer = tokenizer.thoughts.answer(prompt_ids, ids, text)  # type: ignore[arg-type]
+        return Turn(prompt_ids=prompt_ids, token_ids=ids, logprobs=zeros, versions=zeros, text=text, answer=answer)
+
+    for kind, expected in ((Listening, told), (ListeningToThoughts, told_thoughts)):
+        runner = EpisodeRunner(tokenizer, StagedEnvironment(kind), StagedReward(lambda *_: 0.0))  # type: ignore[arg-type]
+        asyncio.run(runner(TASK, decode))  # type: ignore[arg-type]
+        assert kind.told == expected
+
+
+def test_a_stop_string_cuts_a_text_with_tags_as_one_without(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, special=MISTRAL)
+    assert tokenizer.tagged_text(tokenizer.encode("[TOOL_CALLS]add[ARGS]{} STOP"), "add{}") == "[TOOL_CALLS]add[ARGS]{}"

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from forge_rl.algorithms.advantages import batch_advantages
-from forge_rl.envs.compaction import DropOldOutputs
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.envs.by_source import BySource
+from forge_rl.envs.compaction import DropOldOutputs, check_compaction
 from forge_rl.envs.protocol import EnvFactory, Step
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.errors import ConfigError, ContextError
@@ -282,6 +284,18 @@ def test_only_old_outputs_are_dropped_and_only_where_that_helps():
     assert compact([user, output("short"), output("a" * 90)]) is None  # the text in its place is longer
     old = output("b" * 20)
     assert compact([user, old, output("a")]) == [user, output("[left out]"), output("a")]
+
+
+def test_compaction_that_no_context_is_long_enough_for_is_refused_and_the_default_fits_the_default_context():
+    def world(**options: int) -> ToolEnv:
+        return ToolEnv([add], compact=DropOldOutputs(**options))
+
+    length = DecodeSettings().max_model_len
+    for environment in (world(), world(above_chars=4 * length), ToolEnv([add]), BySource({"s": world()})):
+        check_compaction(environment, length)
+    for environment in (world(above_chars=4 * length + 1), BySource({"s": world(above_chars=8000)})):
+        with pytest.raises(ConfigError, match=r"a context of 1024 tokens .*, so none ever is"):
+            check_compaction(environment, length)
 
 
 def test_a_model_may_write_the_summary():

@@ -106,7 +106,7 @@ class Comparison:
     """N."""
 
 
-def compare_paired(first: Sequence[float], second: Sequence[float], *, seed: int = 0, resamples: int = 0) -> Comparison:
+def compare_paired(first: Sequence[float], second: Sequence[float]) -> Comparison:
     """Compare two models by their scores on the same tasks, `[N]` each.
 
         compare_paired([0.0, 0.5, 1.0], [0.5, 0.5, 1.0]).low
@@ -115,9 +115,6 @@ def compare_paired(first: Sequence[float], second: Sequence[float], *, seed: int
     For scores of 0 and 1 it is Bonett and Price's adjusted interval of paired proportions (2012,
     doi:10.3102/1076998611411915). Unlike a bootstrap, it has a width where all differences are equal, and covers rare
     successes of few tasks; docs/running/evaluation.md has its coverage. Within -1 and 1 for scores within 0 and 1.
-
-    Args:
-        seed, resamples: without effect; the interval is a formula.
     """
     assert len(first) == len(second) > 0, f"{len(first)} and {len(second)} tasks are no pairs"
     first_scores, second_scores = np.asarray(first, np.float64), np.asarray(second, np.float64)

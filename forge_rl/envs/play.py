@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from forge_rl.envs.protocol import EnvFactory, Observation, Parsed, Step, close_env, make_env, reset_env, step_env
+from forge_rl.envs.protocol import (
+    EnvFactory,
+    Observation,
+    Parsed,
+    Step,
+    close_env,
+    make_env_beside,
+    reset_env,
+    step_env,
+)
 from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Message, Task, ToolCall
 
@@ -28,7 +37,7 @@ async def play(
     Raises:
         ForgeError: the environment does not follow its protocol. Its own errors are raised unchanged.
     """
-    env = make_env(factory, task)
+    env = await make_env_beside(factory, task)
     rewards: list[float] = []
     try:
         observation = await reset_env(env)

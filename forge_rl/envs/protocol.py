@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import inspect
@@ -104,7 +105,8 @@ class Env(Protocol):
     completions again.
 
     An optional method `close`, plain or async, is called at the end, however the episode ends. Run blocking code in a
-    thread: it would block all environments of the process.
+    thread: it would block all environments of the process. Only the constructor runs in a thread as it is: open what
+    belongs to a thread, such as a connection of sqlite3, in `reset`.
     """
 
     async def reset(self) -> Observation:
@@ -188,6 +190,35 @@ def make_env(factory: EnvFactory, task: Task) -> Env:
             hint="return an object with `async def reset(self)` and `async def step(self, completion)`",
         )
     return env
+
+
+async def make_env_beside(
+    factory: EnvFactory, task: Task, in_thread: Callable[[Callable[[], Env]], Awaitable[Env]] = asyncio.to_thread
+) -> Env:
+    """Make a task's environment in a thread, as constructors may load for long, and the event loop has other episodes.
+
+    One that needs the event loop, such as for an HTTP client, is made there.
+
+    Args:
+        in_thread: calls a function in a thread.
+
+    Raises:
+        ForgeError: the factory returned something else.
+    """
+    try:
+        return await in_thread(functools.partial(_raised_env, factory, task))
+    except RuntimeError as error:
+        if "event loop" not in str(error):
+            raise
+    return make_env(factory, task)
+
+
+def _raised_env(factory: EnvFactory, task: Task) -> Env:
+    """Make an environment where no StopIteration may be raised, which no future can hold."""
+    try:
+        return make_env(factory, task)
+    except StopIteration as error:
+        raise ForgeError("the environment's constructor raised StopIteration", hint="give next() a default") from error
 
 
 async def reset_env(env: Env) -> Observation:

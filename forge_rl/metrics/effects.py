@@ -148,6 +148,22 @@ EFFECTS: dict[str, Effect] = {
         cause="no conversation has so many characters before the context is full, which has about four a token; lower "
         "it, or raise --generator.max-model-len",
     ),
+    "offloaded_activations": Effect(
+        flag="--trainer.enable-activation-offload",
+        is_asked_for=_differs("trainer.enable_activation_offload", False),
+        counted_with="grad_norm",
+        amount=_of("activations/offloaded_bytes"),
+        cause="no layer was recomputed, so none had its input in host memory meanwhile; set "
+        "--trainer.activation-checkpointing full, or leave it out",
+    ),
+    "warm_sessions": Effect(
+        flag="keeping sandbox sessions warm for rewards that run code",
+        is_asked_for=lambda settings: True,
+        counted_with="sandbox/",
+        amount=_of("sandbox/warm"),
+        cause="sessions are asked for with different limits each time, or faster than they start; let the reward ask "
+        "for the same limits, or raise --reward.replicas",
+    ),
     "mirrored_changes": Effect(
         flag="--weights.mirror",
         is_asked_for=_differs("weights.mirror", ""),

@@ -165,7 +165,8 @@ class EpisodeRunner:
             if step.forks and not full and isinstance(decode, PolicyClient):
                 await self._fork_within(path, step.forks, task, decode)
             if step.done and step.output is None and path.pieces:
-                step = replace(step, output=text)
+                whole = self._whole(path)
+                step = replace(step, output=whole.text if self.environment.thoughts else whole.content)
             if full and not step.done:
                 await path.session.close()
             if full or step.done:
@@ -251,8 +252,13 @@ class EpisodeRunner:
 
     def _seen(self, path: _Path) -> str:
         """Return what the environment sees of the last completion."""
-        completion = self._whole(path)
-        return completion.text if self.environment.thoughts else completion.content
+        completion, tokenizer, thoughts = self._whole(path), self.tokenizer, self.environment.thoughts
+        ids = completion.token_ids
+        text = tokenizer.tagged_text(ids, completion.text)
+        if thoughts or text == completion.text:
+            return text if thoughts else completion.content
+        answer = tokenizer.thoughts.answer(completion.prompt_ids, ids, text, tokenizer.tagged)
+        return text if answer is None else answer
 
     def _piece(self, full_turn: Turn, start: int, end: int, branch: tuple[int, ...]) -> Turn:
         """Return a part of a turn, from token `start` to `end`, as a turn of its own; the last part keeps the times."""

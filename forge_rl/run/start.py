@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.data.mixture import AnySources, as_mixture
+from forge_rl.envs.compaction import check_compaction
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, RunStopped
@@ -139,6 +140,8 @@ class Starting(Generic[C]):
                 f"{next(iter(self.mixture.sources))!r}",
                 hint="leave it out, or name several sources with --tasks",
             )
+        if config.starts_engines:
+            check_compaction(self.environment, config.generator.max_model_len)
         if changed := changed_flags(config, ("environment",)):
             in_process = getattr(self.environment, "in_process", False)
             if self.agent is not None or in_process:

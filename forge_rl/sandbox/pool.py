@@ -8,7 +8,7 @@ import itertools
 import os
 import resource
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -37,6 +37,8 @@ _BYTES_PER_SESSION = 4 << 20
 _SPARE_FILES = 128
 _STARTING = 16
 """Sessions that start at a time."""
+_ASKED_FOR = 16
+"""Latest sessions whose limits say which ones to keep warm."""
 
 
 class Pool:
@@ -49,7 +51,7 @@ class Pool:
         profile: "standard", or "strict" for namespaces of each session's own; strict costs more time and memory.
             "process" runs command lines, in any language, with bubblewrap. Without root, only these two work.
         limits: of sessions that are opened without limits of their own.
-        warm: sessions kept started for the next that are opened.
+        warm: sessions kept started for the next that are opened, with the limits that were asked for of late.
         sessions: how many may be open, forks included; None for as many as memory and open files allow.
         memory_bytes: of all sessions together; None for three quarters of what the machine has available now.
         servers: fork servers that share the work; None for one per CPU, at most 8.
@@ -97,9 +99,13 @@ class Pool:
         self._names = itertools.count(1)
         self._places = asyncio.Semaphore(self.most)
         self._starting = asyncio.Semaphore(_STARTING)
-        self._warm: deque[Body] = deque()
-        self._warming = 0
+        self.opened: Counter[str] = Counter()
+        """Sessions opened so far, "warm" and "fresh", without those in a workspace, which are never warm."""
+        self._warm: deque[tuple[Limits, Body]] = deque()
+        self._warming: Counter[Limits] = Counter()
         self._most_warm = warm
+        self._asked_for: deque[Limits] = deque([self.limits], maxlen=_ASKED_FOR)
+        """Limits of the latest sessions, in whose proportions warm ones are kept."""
         self._told = set[str]()
         """Reasons for copying workspaces that were warned of."""
         self._tasks = TaskGroup()
@@ -120,7 +126,7 @@ class Pool:
             await self._tasks.__aexit__(None, None, None)
         finally:
             await asyncio.shield(asyncio.gather(*(host.close() for host in self.hosts)))
-            for body in self._warm:
+            for _, body in self._warm:
                 body.channel.close()
 
     @contextlib.asynccontextmanager
@@ -178,9 +184,10 @@ class Pool:
                 hint="close sessions, or raise Pool(sessions=...)",
             ) from None
         try:
-            body = self._take_warm() if limits is None and folder is None else None
+            limits = limits or self.limits
+            body = self._take_warm(limits) if folder is None else None
             if body is None:
-                body = await self._start(limits or self.limits, folder)
+                body = await self._start(limits, folder)
             if addresses:
                 body = await with_network(body, addresses)
         except BaseException as error:
@@ -190,7 +197,7 @@ class Pool:
                 raise SandboxError(f"a session did not start: {error}", hint=hint) from None
             raise
         self._refill()
-        return Session(body, limits or self.limits, fork_body=self._fork, release=self._places.release, undo=undo)
+        return Session(body, limits, fork_body=self._fork, release=self._places.release, undo=undo)
 
     def signature(self) -> list[object]:
         """Return what the results of cells depend on besides their code and limits, as JSON values."""
@@ -198,12 +205,15 @@ class Pool:
         packages = [[folder, *sorted(os.listdir(folder))] for folder in settings.packages]
         return [settings.profile, packages, list(settings.preload)]
 
-    def _take_warm(self) -> Body | None:
-        while self._warm:
-            body = self._warm.popleft()
+    def _take_warm(self, limits: Limits) -> Body | None:
+        self._asked_for.append(limits)
+        for place in [place for place, (of, _) in enumerate(self._warm) if of == limits]:
+            body = self._warm[place][1]
             if body.alive:
+                del self._warm[place]
+                self.opened["warm"] += 1
                 return body
-            self._tasks.create_task(body.end())
+        self.opened["fresh"] += 1
         return None
 
     async def _start(self, limits: Limits, workspace: str | None = None) -> Body:
@@ -245,19 +255,42 @@ class Pool:
                     warnings.warn(f"sandbox sessions run without {layer}: {reason}", stacklevel=2)
 
     def _refill(self) -> None:
-        """Start warm sessions in the background, as many as are missing and have a place."""
-        while len(self._warm) + self._warming < self._most_warm and not self._places.locked():
-            self._warming += 1
-            self._tasks.create_task(self._warm_up())
+        """Start warm sessions in the background, as many as are missing and have a place, and end those that nobody
+        asks for any more."""
+        wanted = self._wanted()
+        kept: deque[tuple[Limits, Body]] = deque()
+        for limits, body in self._warm:
+            if body.alive and wanted[limits] > 0:
+                wanted[limits] -= 1
+                kept.append((limits, body))
+            else:
+                self._tasks.create_task(body.end())
+        self._warm = kept
+        for limits, missing in (wanted - self._warming).items():
+            for _ in range(missing):
+                if not self._places.locked():
+                    self._warming[limits] += 1
+                    self._tasks.create_task(self._warm_up(limits))
 
-    async def _warm_up(self) -> None:
+    def _wanted(self) -> Counter[Limits]:
+        """Return how many warm sessions there should be, by their limits: none with limits that may be asked for once
+        only."""
+        wanted: Counter[Limits] = Counter()
+        asked = Counter(self._asked_for)
+        for limits, times in asked.most_common(self._most_warm):
+            if times > 1 or asked.total() == 1:
+                share = max(1, round(self._most_warm * times / asked.total()))
+                wanted[limits] = min(share, self._most_warm - wanted.total())
+        return wanted
+
+    async def _warm_up(self, limits: Limits) -> None:
         try:
-            body = await self._start(self.limits)
+            body = await self._start(limits)
         except (SandboxError, OSError):  # whoever opens a session next is told
             return
         finally:
-            self._warming -= 1
-        self._warm.append(body)
+            self._warming[limits] -= 1
+        self._warm.append((limits, body))
 
 
 def _packages(folder: str | Path) -> str:

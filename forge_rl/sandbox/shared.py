@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -77,10 +78,27 @@ async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
         yield pool
 
 
+def pop_opened_sessions() -> dict[str, float]:
+    """Return how many sessions were opened since the last call in this event loop's shared pools: taken warm, and
+    started for whoever asked.
+
+    pop_opened_sessions()  # {"sandbox/warm": 62.0, "sandbox/fresh": 2.0}
+    """
+    counts: Counter[str] = Counter()
+    for (loop, *_), held in _pools().items():
+        if loop is asyncio.get_running_loop() and held.opened.done() and held.opened.exception() is None:
+            pool = held.opened.result()
+            counts += pool.opened - held.counted
+            held.counted.update(pool.opened - held.counted)
+    return {f"sandbox/{how}": float(counts[how]) for how in ("warm", "fresh")} if counts else {}
+
+
 @dataclass(frozen=True)
 class _Held:
     opened: asyncio.Future[Pool]
     holder: asyncio.Task[None]
+    counted: Counter[str] = field(default_factory=Counter)
+    """Opened sessions that were told already."""
     cpus: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,12 +21,13 @@ from forge_rl.envs.protocol import (
     close_env,
     fork_env,
     leaves_of,
-    make_env,
+    make_env_beside,
     replay_env,
     reset_env,
     sees_thoughts,
     step_env,
 )
+from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -34,7 +35,11 @@ from forge_rl.runtime.seats import Seats, ServiceHosts, check_bounds
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
+from forge_rl.services.user_thread import StuckError, UserThread
 from forge_rl.types import Task
+
+CONSTRUCTOR_STUCK = 73
+"""Exit status of a process in which the constructor of an environment did not return."""
 
 
 class Environment:
@@ -100,7 +105,8 @@ class Environment:
         if getattr(factory, "in_process", False):
             return cls(config, factory)
         # An environment's child processes may run model-written code and exit: no reason to end the replica.
-        service = Service("environment", cluster, faults, descendants=False, blames=True)
+        meanings = {CONSTRUCTOR_STUCK: "the constructor of an environment did not come back within its deadline"}
+        service = Service("environment", cluster, faults, descendants=False, blames=True, exit_meanings=meanings)
 
         seats = Seats(
             cluster,
@@ -113,7 +119,9 @@ class Environment:
         async def start_one(index: int) -> None:
             # The user's environment may need API keys.
             env, host = {"OMP_NUM_THREADS": "1"}, seats.take(index).host
-            replica = service.spawn(EnvironmentActor, factory, env=env, secrets=True, host=host, index=index)
+            replica = service.spawn(
+                EnvironmentActor, factory, config.deadline_s, env=env, secrets=True, host=host, index=index
+            )
             replica.may_block_s = config.deadline_s  # else one blocking environment would end its whole process early
             await service.watch(replica, deadline_s=deadline_s)
 
@@ -170,7 +178,8 @@ class Environment:
         """
         if self._service is None:
             self._opened += 1
-            session = LocalSession(make_env(self._factory, task), functools.partial(make_env, self._factory, task))
+            make = functools.partial(_make_local, self._factory, task)
+            session = LocalSession(await make(), make)
             return session, await reset_env(session.env)
         about = f"the environment of {task.source} {task.id}"
         return await self._service.try_on(lambda replica: self._open(replica, task, about), about=about, refuses=True)
@@ -373,7 +382,7 @@ class LocalSession:
     """An environment in this process, which only returns messages and has nothing to close."""
 
     env: Env
-    make: Callable[[], Env]
+    make: Callable[[], Awaitable[Env]]
     """Makes the environment again."""
     arguments: list[Given] = field(default_factory=list)
     """Arguments of its steps so far."""
@@ -387,7 +396,7 @@ class LocalSession:
         """Return another session in the same state, or in that before the last step."""
         if not undo_last:
             return replace(self, env=await fork_env(self.env), arguments=[*self.arguments])
-        session = replace(self, env=self.make(), arguments=[])
+        session = replace(self, env=await self.make(), arguments=[])
         await reset_env(session.env)
         for answer, truncated, parsed in self.arguments[:-1]:
             await session.step(answer, truncated=truncated, parsed=parsed)
@@ -400,22 +409,38 @@ class LocalSession:
         """Close the environment."""
 
 
+async def _make_local(factory: EnvFactory, task: Task) -> Env:
+    """Make an environment for this process; one that only shows the task takes less time than a thread."""
+    return SingleTurn(task) if factory is SingleTurn else await make_env_beside(factory, task)
+
+
 class EnvironmentActor(ServiceActor):
     """One process that runs environments."""
 
-    def __init__(self, factory: EnvFactory) -> None:
+    def __init__(self, factory: EnvFactory, deadline_s: float) -> None:
         self._factory = factory
         self._envs: dict[int, Env] = {}
+        self._constructors = UserThread(deadline_s, exit_status=CONSTRUCTOR_STUCK)
 
     async def reset(self, key: int, task: Task) -> tuple[Observation, bool, bool]:
-        env = self._envs[key] = make_env(self._factory, task)
+        env = self._envs[key] = await self._make(task)
         return await reset_env(env), bool(getattr(env, "replayable", True)), hasattr(env, "fork")
+
+    async def _make(self, task: Task) -> Env:
+        in_thread = functools.partial(self._constructors.call, in_hand=self._link_end.in_hand)
+        try:
+            return await make_env_beside(self._factory, task, in_thread)
+        except StuckError as stuck:
+            raise ForgeError(
+                f"the constructor of the environment of {task.source} {task.id} did not return{stuck}",
+                hint="make it faster, or raise --environment.deadline-s",
+            ) from None
 
     async def fork(self, key: int, copy: int) -> None:
         self._envs[copy] = await fork_env(self._envs[key])
 
     async def replay(self, key: int, task: Task, observation: Observation, log: Sequence[Exchange]) -> str:
-        env = self._envs[key] = make_env(self._factory, task)
+        env = self._envs[key] = await self._make(task)
         return await replay_env(env, observation, log)
 
     async def step(self, key: int, answer: str, truncated: bool, parsed: Parsed | None) -> Step:

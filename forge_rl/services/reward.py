@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +220,13 @@ class Reward:
             threads=getattr(part, "threads", 1),
         )
 
+    def pop_metrics(self) -> dict[str, float]:
+        """Return how many sandbox sessions functions were given since the last call, by how these started; {} if
+        none."""
+        found = {name: float(value) for name, value in self._setting.metrics.items()}
+        self._setting.metrics.clear()
+        return found
+
     async def stop(self) -> None:
         """Stop the service."""
         await asyncio.gather(*(pool.service.stop() for pool in (self._shared, *self._own.values())))
@@ -259,6 +267,8 @@ class _Setting:
     folder: Path | None
     deadline_s: float
     hosts: ServiceHosts
+    metrics: Counter[str] = field(default_factory=Counter)
+    """Sums of what the processes counted since the last `Reward.pop_metrics`."""
 
 
 class _Pool:
@@ -312,9 +322,11 @@ class _Pool:
 
     async def score(self, version: int, task: Task, inputs: Sequence[str | Episode]) -> dict[str, list[Score]]:
         """Score episodes with each function of a version."""
-        scores: dict[str, list[Score]] = await self.service.route(
+        answer: tuple[dict[str, list[Score]], dict[str, float]] = await self.service.route(
             "score", version, task, inputs, deadline_s=_QUEUE_DEADLINE_S, about=f"scoring {task.source} {task.id}"
         )
+        scores, metrics = answer
+        self._setting.metrics.update(metrics)
         return scores
 
     async def give(self, functions: Mapping[str, protocol.RewardFunction]) -> int:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import faulthandler
 import inspect
-import os
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -20,13 +14,10 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.errors import DeadlineError, ForgeError, HangError
 from forge_rl.rewards.protocol import Form, RewardFunction, form_of, is_async, text_for
 from forge_rl.runtime.actor import ServiceActor
-from forge_rl.runtime.in_hand import number_of_call
-from forge_rl.runtime.link import users_line
+from forge_rl.services.user_thread import StuckError, UserThread
 from forge_rl.system.tasks import in_own_task
 from forge_rl.types import Episode, Score, Task
 
-_LAST_WORDS_S = 1.0
-"""Time for a process to report why it exits, after a function's deadline."""
 REWARD_STUCK = 72
 """Exit status of a process whose reward function did not return."""
 
@@ -44,9 +35,7 @@ class RewardActor(ServiceActor):
         self._index = index
         self._functions: dict[int, dict[str, tuple[RewardFunction, Form]]] = {}
         """Functions with their forms by part name, by version."""
-        self._thread = ThreadPoolExecutor(1)
-        self._turn = asyncio.Lock()
-        """Held while the thread is busy, so that time in the queue does not count."""
+        self._thread = UserThread(deadline_s, exit_status=REWARD_STUCK)
 
     @concurrent_endpoint
     async def replace(
@@ -68,15 +57,18 @@ class RewardActor(ServiceActor):
             version: _with_forms(functions) for version, functions in new_functions.items()
         }
 
-    async def score(self, version: int, task: Task, inputs: Sequence[str | Episode]) -> dict[str, list[Score]]:
-        """Score a task's episodes, or their answers' texts, with each function of a version."""
+    async def score(
+        self, version: int, task: Task, inputs: Sequence[str | Episode]
+    ) -> tuple[dict[str, list[Score]], dict[str, float]]:
+        """Score a task's episodes, or their answers' texts, with each function of a version; returns the scores by
+        function, and metrics of the process since the last call."""
         functions = self._functions.get(version)
         if functions is None:
             raise ForgeError("the reward was replaced before this was scored", hint="score it again")
         scores = await asyncio.gather(
             *(self._apply(*function_and_form, task, inputs) for function_and_form in functions.values())
         )
-        return dict(zip(functions, scores, strict=True))
+        return dict(zip(functions, scores, strict=True)), _sandbox_metrics()
 
     async def _apply(
         self, function: RewardFunction, form: Form, task: Task, inputs: Sequence[str | Episode]
@@ -113,40 +105,18 @@ class RewardActor(ServiceActor):
         return result
 
     async def _in_thread(self, function: Callable[..., object], task: Task, argument: object) -> object:
-        loop, in_hand, number = asyncio.get_running_loop(), self._link_end.in_hand, number_of_call.get()
-        thread = 0
-
         def run() -> object:
-            nonlocal thread
-            thread = threading.get_ident()
-            with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
-                try:
-                    return function(task, argument)
-                except StopIteration as error:  # no future can hold it
-                    raise ForgeError(
-                        f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
-                    ) from error
+            try:
+                return function(task, argument)
+            except StopIteration as error:
+                raise ForgeError(
+                    f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
+                ) from error
 
-        def exit_if_stuck() -> None:
-            if not future.done():
-                os._exit(REWARD_STUCK)
-
-        def finished(done: asyncio.Future[object]) -> None:
-            exit_timer.cancel()
-            self._turn.release()
-            done.exception()  # the caller may have been cancelled: asyncio would complain that nobody looked
-
-        await self._turn.acquire()
-        future = loop.run_in_executor(self._thread, run)
-        exit_timer = loop.call_later(self._deadline_s + _LAST_WORDS_S, exit_if_stuck)  # even if nobody waits any more
-        future.add_done_callback(finished)
-        await asyncio.wait([future], timeout=self._deadline_s)
-        if future.done():
-            return future.result()
-        frame = sys._current_frames().get(thread)
-        line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
-        faulthandler.dump_traceback()  # to the log
-        raise self._late(HangError, task, self._deadline_s, line)
+        try:
+            return await self._thread.call(run, self._link_end.in_hand)
+        except StuckError as stuck:
+            raise self._late(HangError, task, self._deadline_s, str(stuck)) from None
 
     def _late(self, kind: type[DeadlineError], task: Task, deadline_s: float, line: str = "") -> DeadlineError:
         return kind(
@@ -160,6 +130,12 @@ class RewardActor(ServiceActor):
 
 def _with_forms(functions: Mapping[str, RewardFunction]) -> dict[str, tuple[RewardFunction, Form]]:
     return {name: (function, form_of(function)) for name, function in functions.items()}
+
+
+def _sandbox_metrics() -> dict[str, float]:
+    """Return how the functions' sandbox sessions started, if they have any: what runs no code loads no sandbox."""
+    shared = sys.modules.get("forge_rl.sandbox.shared")
+    return {} if shared is None else shared.pop_opened_sessions()
 
 
 def _as_score(result: object, task: Task) -> Score:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,11 +100,14 @@ class Thoughts:
         last_opening = _last(ids, [opening])
         return last_opening > _last(ids, [closing]) and last_opening > _last(ids, self._stop_ids)
 
-    def answer(self, prompt_ids: TokenIds, token_ids: TokenIds, text: str) -> str | None:
+    def answer(
+        self, prompt_ids: TokenIds, token_ids: TokenIds, text: str, decode: Callable[[TokenIds], str] | None = None
+    ) -> str | None:
         """Return a completion's text without its thoughts; None if it has none.
 
         Args:
-            text: the completion without special tokens.
+            text: the completion without special tokens, or with some.
+            decode: returns the text of some of the completion's tokens; None for their text without special tokens.
         """
         ids = np.asarray(token_ids, np.int32)
         if self.is_harmony:
@@ -115,6 +118,8 @@ class Thoughts:
         spoken = self._spoken(ids, self.opened(prompt_ids))
         if spoken is None:
             return None
+        if decode is not None:
+            return decode(ids[spoken]).lstrip()
         return str(self._hf.decode(ids[spoken].tolist(), skip_special_tokens=True)).lstrip()
 
     def _spoken(self, ids: npt.NDArray[np.int32], is_open: bool) -> npt.NDArray[np.bool_] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -208,6 +209,24 @@ class Tokenizer:
         )
         return text
 
+    def tagged(self, ids: TokenIds) -> str:
+        """Return the text of token ids with the special tokens that a model writes within its turn, such as the tags
+        of tool calls in Mistral's and DeepSeek's formats, and without those that frame turns."""
+        ids = np.asarray(ids)
+        kept = ~np.isin(ids, np.asarray(self.hf.all_special_ids)) | np.isin(ids, self._tag_ids)
+        return self.decode(ids[kept], skip_special=False)
+
+    def tagged_text(self, ids: TokenIds, text: str) -> str:
+        """Return the `tagged` text of a completion.
+
+        Args:
+            text: the completion without special tokens; a stop string may have cut it.
+        """
+        if self.thoughts.is_harmony or not np.isin(np.asarray(ids), self._tag_ids).any():
+            return text
+        tagged, plain = self.tagged(ids), self.decode(ids)
+        return tagged[: len(tagged) - len(plain) + len(text)] if plain.startswith(text) else tagged
+
     def text_stream(self, prompt_ids: TokenIds, *, skip_special: bool = True) -> TextStream:
         """Return a decoder of one completion of the prompt, token by token."""
         return TextStream(self.hf, prompt_ids, skip_special)
@@ -271,6 +290,18 @@ class Tokenizer:
     def thoughts(self) -> Thoughts:
         """Tells thoughts from answers in completions."""
         return Thoughts(self.hf, self.stop_ids)
+
+    @cached_property
+    def _tag_ids(self) -> npt.NDArray[np.int64]:
+        """Special tokens that do not frame turns: the template writes none of them around plain messages."""
+        asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "."}
+        framing = {self.hf.bos_token_id, self.hf.eos_token_id, self.hf.pad_token_id, self.hf.unk_token_id}
+        framing |= {self.pad_id, *self.stop_ids}
+        for messages in ([asked, answer, asked], [{"role": "system", "content": "."}, asked, answer, asked]):
+            with contextlib.suppress(ModelError):  # some templates take no system message
+                framing |= set(self.render(messages))
+        tags = {self.hf.convert_tokens_to_ids(tag) for tag in self.thoughts.tags}
+        return np.asarray(sorted(set(self.hf.all_special_ids) - (framing - tags)), np.int64)
 
     @cached_property
     def pad_id(self) -> int | None:

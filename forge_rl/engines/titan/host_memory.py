@@ -51,11 +51,14 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
+        self.bytes = 0
+        """Bytes copied so far."""
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def of(self, values: torch.Tensor) -> HostCopy:
         """Return a copy that holds the values once the device is synchronised."""
         remaining = values.detach().contiguous().view(-1).view(torch.uint8)
+        self.bytes += len(remaining)
         pieces = []
         while len(remaining):
             if not len(self._free):
@@ -112,8 +115,10 @@ class OffloadedTensors:
         _finish_copies()
 
 
-def offload_inputs(layers: Iterable[nn.Module]) -> None:
+def offload_inputs(layers: Iterable[nn.Module]) -> HostCopies:
     """Have recomputed layers keep their inputs in host memory, pinned for CUDA, between forward and backward pass.
+
+    Returns the copies, which count their bytes.
 
     The copies are made on the current stream, in which nothing waits for the CPU. A buffer is freed once all layers
     whose inputs it holds are recomputed.
@@ -144,6 +149,7 @@ def offload_inputs(layers: Iterable[nn.Module]) -> None:
 
     for layer in layers:
         layer.forward = wrapped(layer.forward)
+    return copies
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -26,7 +26,7 @@ from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.head import FloatHead, ValueHead
-from forge_rl.engines.titan.host_memory import offload_inputs
+from forge_rl.engines.titan.host_memory import HostCopies, offload_inputs
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
@@ -52,6 +52,8 @@ class PolicyModel(Decoder):
     """Hugging Face's names of its weights."""
     steers = False
     """Whether training moves the biases in the choice of experts, which are buffers."""
+    offloads: HostCopies | None = None
+    """Copies of layers' inputs in host memory, if they are kept there."""
     spans_tie = False
     """Whether the first and the last pipeline stage each hold the weight that embedding and head share."""
 
@@ -146,7 +148,7 @@ def recompute_activations(
         policy.Config(preserve_rng_state=False).build(dump_folder="").apply(model)
     if offload:
         assert mode == "full", f"{mode} checkpointing keeps more than inputs, outside of what is offloaded"
-        offload_inputs(model.layers.values())
+        model.offloads = offload_inputs(model.layers.values())
 
 
 def gqa_layer(

@@ -300,6 +300,9 @@ class TitanEngine:
         if self._stage.count > 1 and self._stage.is_last:
             waits = self._stage.count - 1
             measures.add("pipeline/idle_share", Mean, float(waits), float(len(minibatch.rows) + waits))
+        if (offloads := self.model.offloads) is not None:
+            measures.add("activations/offloaded_bytes", Sum, float(offloads.bytes))
+            offloads.bytes = 0
         counts, routing = self._routing(len(minibatch.rows), routed, loads)
         norm = self._parallelism.clip(self.model, self._settings.optimizer.max_grad_norm)
         metrics, (grad_norm,) = measures.read(norm)

@@ -1,6 +1,6 @@
-"""Runs pytest inside of a session and writes each test's outcome to a descriptor.
+"""Runs pytest inside of a session and tells the harness, another process, what came of each test.
 
-The tested code runs in the same process and can forge all of this; see `repository_tests`. Run as a script, alone.
+The tested code runs in this process and can pretend to be this plugin; see `repository_tests`. Run as a script, alone.
 """
 
 from __future__ import annotations
@@ -12,31 +12,45 @@ from typing import Any
 
 
 class Outcomes:
-    """A plugin that keeps the outcome of each test, and of each file that could not be collected."""
+    """A plugin that tells each test's start and outcome, and the files that could not be collected.
 
-    def __init__(self) -> None:
-        self.by_test: dict[str, str] = {}
+    The harness answers each start with a token, which the outcome must carry.
+    """
+
+    def __init__(self, told: int, heard: int) -> None:
+        self._told, self._heard = told, heard
+        self._outcome = ""
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._tell("start", nodeid)
+        self._token, self._outcome = os.read(self._heard, 64).decode(), ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed or (report.when == "call" and self.by_test.get(report.nodeid) != "failed") or report.skipped:
-            self.by_test[report.nodeid] = report.outcome
+        if report.failed or (report.when == "call" and self._outcome != "failed") or report.skipped:
+            self._outcome = report.outcome
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._tell(self._outcome, nodeid, self._token)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.by_test[report.nodeid] = "failed"
+            self._tell("failed", report.nodeid)
+
+    def _tell(self, outcome: str, nodeid: str, token: str = "") -> None:
+        line = json.dumps([outcome, nodeid, token]).encode() + b"\n"
+        while line:
+            line = line[os.write(self._told, line) :]
 
 
-def main(descriptor: int, packages: list[str], arguments: list[str]) -> None:
+def main(told: int, heard: int, packages: list[str], arguments: list[str]) -> None:
     """Run pytest in the current folder."""
     sys.path[:0] = packages
     import pytest
 
-    outcomes = Outcomes()
+    outcomes = Outcomes(told, heard)
     sys.path.insert(0, os.getcwd())  # only now: a file of the workspace is not taken for pytest, or what it imports
     pytest.main(arguments, plugins=[outcomes])
-    with open(descriptor, "w") as file:
-        json.dump(outcomes.by_test, file)
 
 
 if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))
+    main(int(sys.argv[2]), int(sys.argv[3]), *json.loads(sys.argv[1]))

@@ -1,10 +1,15 @@
 """Tests of what a model changed in a repository, run in a fresh session, where edited tests don't count.
 
 What is protected: the tests and their configuration are the base's or the task's own, put in place after the changes;
-nothing that ran in the model's session is left; the verdict needs an outcome for each required test, and runs
-hidden tests as well, of which some must fail, so that exiting early, patching pytest's reports or making everything
-equal does not pass. Not protected: the tests run in the process of the tested code, so code that was written to forge
-exactly these outcomes, for tests whose names it knows, can. With a command, only its exit status counts.
+nothing that ran in the model's session is left. The outcomes are kept by another process than the tests' (see
+`tests_outside`), which believes only one outcome of a test, told between its start and the next one's with a token that
+did not exist before: what is written to the tests' descriptors early, late or twice spoils them. The verdict needs an
+outcome for each required test, and runs hidden tests last, of which some must fail, so that exiting early, patching
+pytest's reports or making everything equal does not pass.
+
+Not protected: pytest runs in the process of the tested code, as tests import it. Code that is written to change what
+pytest sees of exactly these tests (their functions, their reports, what they compare), and leaves the hidden ones
+alone, passes; so does code that plays the plugin's part, token by token. With a command, only its exit status counts.
 """
 
 from __future__ import annotations
@@ -42,23 +47,14 @@ _INSIDE = Path(__file__).with_name("pytest_inside.py")
 _OPTIONS = ("-p", "no:cacheprovider", "--rootdir=.", "--tb=short", "-q", "-o", "addopts=")
 _HIDDEN_TESTS = 6
 _MOST_TOLD = 2000
+_OUTSIDE = Path(__file__).with_name("tests_outside.py")
 _CELL = """import sys
 sys.path[:] = [each for each in sys.path if each.startswith((sys.prefix, sys.base_prefix))]  # none of the workspace
-import os, signal, subprocess
-def _tests(command, results):
-    file = os.memfd_create("outcomes", 0)
-    command = [each.replace("DESCRIPTOR", str(file)) for each in command]
-    environment = {{**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, pass_fds=[file], env=environment)
-    try:
-        os.kill(-1, signal.SIGKILL)  # whatever the tests have left running in this session
-    except ProcessLookupError:
-        pass
-    with open(results, "wb") as kept:
-        kept.write(os.pread(file, 1 << 22, 0))
-    os.close(file)
-    return done.returncode
-_tests({command!r}, {results!r})
+import types
+_outside = types.ModuleType("tests_outside")
+exec({outside!r}, vars(_outside))
+_command = {command!r}
+_outside.run([sys.executable, *_command[1:]] if _command[0] == "PYTHON" else _command, {results!r})
 """
 
 
@@ -134,25 +130,23 @@ class RepositoryTests:
         return await (self._run_pytest(session) if self.tests else self._run_command(session))
 
     async def _succeed(self, session: Session, command: str, step: str) -> None:
-        result = await session.run(_CELL.format(command=["/bin/sh", "-c", command], results="../0/none"))
+        result = await session.run(_cell(["/bin/sh", "-c", command]))
         if result.error is not None or result.value != "0":
             reason = result.error.message if result.error else result.stdout.strip()[-300:]
             raise SandboxError(f"{step} does not apply: {reason}", hint="check the task's revision")
 
     async def _run_command(self, session: Session) -> Verdict:
-        command = ["/bin/sh", "-c", self.command]
-        result = await session.run(_CELL.format(command=command, results="../0/none"), wall_s=self.timeout_s)
+        result = await session.run(_cell(["/bin/sh", "-c", self.command]), wall_s=self.timeout_s)
         return Verdict(passed={self.command: result.error is None and result.value == "0"}, output=_told(result))
 
     async def _run_pytest(self, session: Session) -> Verdict:
         hidden, text, expected_outcomes = _hidden_tests()
         await session.put(hidden, text.encode())
         await session.put("../0/run_tests.py", _INSIDE.read_bytes())
-        arguments = json.dumps(["DESCRIPTOR", list(self.packages), [*_OPTIONS, *map(_normal, self.tests), hidden]])
-        command = ["PYTHON", "-I", "../0/run_tests.py", arguments.replace('"DESCRIPTOR"', "DESCRIPTOR")]
+        arguments = json.dumps([list(self.packages), [*_OPTIONS, *map(_normal, self.tests), hidden]])
         results = f"../0/{uuid.uuid4().hex}"
-        code = _CELL.format(command=command, results=results).replace("'PYTHON'", "sys.executable")
-        result = await session.run(code, wall_s=self.timeout_s)
+        cell = _cell(["PYTHON", "-I", "../0/run_tests.py", arguments], results)
+        result = await session.run(cell, wall_s=self.timeout_s)
         outcomes = _outcomes(await session.get(results)) if session.alive and result.error is None else {}
         honest = {name: outcome for name, outcome in outcomes.items() if name.startswith(hidden)} == expected_outcomes
         passed = {test: honest and _passed(test, outcomes) for test in self.tests}
@@ -171,6 +165,11 @@ class Verdict:
     @property
     def all_passed(self) -> bool:
         return all(self.passed.values())
+
+
+def _cell(command: Sequence[str], results: str = "") -> str:
+    """Return the code that runs a command in a session, see `tests_outside.run`; PYTHON is the session's own."""
+    return _CELL.format(outside=_OUTSIDE.read_text(), command=list(command), results=results)
 
 
 def _normal(test: str) -> str:
