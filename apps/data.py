@@ -394,4 +394,4 @@ def _as_json(mixture: Mixture, name: str, scan: Scan | None, measured: Measured,
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    launch(Config, main, shows_only=True)
