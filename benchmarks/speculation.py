@@ -195,6 +195,9 @@ class _Answer:
 class _Sessions:
     """Opens the episodes' sessions."""
 
+    thoughts = False
+    """They are not shown to the sessions."""
+
     async def open(self, task: Task) -> tuple[_Answer, Observation]:
         return _Answer(task), Observation(messages=task.messages)
 

@@ -41,7 +41,6 @@ FORMS = {
     "sandbox": "--sessions 8 --strict-sessions 4 --process-sessions 4 --starts 4 --cells 8 --forks 2 "
     "--workspace-files 20 --workspace-sessions 4 --peers 2",
     "schedules": "--engines 8 --batches 2 --warm-up 1",
-    "speculation": "--smoke",
     "tools": "--episodes 8 --work 100",
     "trees": "--turns 4 --prompt 20 --layers 1",
     "weights": "--smoke",
@@ -52,8 +51,8 @@ MODULES = {"weights_model": "weights"}
 """Benchmarks of figures with another name."""
 PACKAGES = {"conformance", "methods"}
 """Benchmarks of several files."""
-WITHOUT_FORM = {"gpu": "test_benchmark_gpu"}
-"""Benchmarks that need a device, with the tests of what needs none."""
+WITHOUT_FORM = {"gpu": "test_benchmark_gpu", "speculation": "test_speculation"}
+"""Benchmarks with tests of their own: one that needs a device, and one whose small form is held to more than names."""
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {"intervals": {"lowest_coverage_score", "lowest_coverage_difference"}}
