@@ -271,4 +271,4 @@ def _table(columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tu
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    launch(Config, main, shows_only=True)

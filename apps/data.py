@@ -402,4 +402,4 @@ def _as_json(mixture: Mixture, name: str, scan: Scan | None, measurement: Measur
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    launch(Config, main, shows_only=True)

@@ -76,4 +76,4 @@ def _ago(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    launch(Config, main, shows_only=True)

@@ -258,4 +258,4 @@ def _cell(text: str, width: int) -> Text:
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    launch(Config, main, shows_only=True)

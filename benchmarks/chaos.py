@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.errors import check_flags
 from forge_rl.sandbox import DurableSessions, Limits, Pool, Result
 from forge_rl.sandbox.host import Host
 from forge_rl.sandbox.inside import cgroups
@@ -46,6 +47,9 @@ class Config(BenchmarkConfig):
     """Seed of the kills."""
     profile: Profile = "standard"
     """Profile of the sessions; in `process`, each cell is a command line."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"episodes": 1, "kills": 0, "at_once": 1, "cells": 1})
 
 
 def measure(config: Config, report: Report) -> None:

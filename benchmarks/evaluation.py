@@ -36,6 +36,7 @@ from benchmarks.staged_services import (
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.errors import check_flags
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import Evaluation
@@ -73,6 +74,7 @@ class Config(BenchmarkConfig):
     """One short pair: shows that everything runs, and measures nothing."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--", least={"virtual_engines": 1})
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
         if self.steps < 2 * self.every or self.every < 1 or self.tasks_per_slot <= 0:

@@ -31,6 +31,7 @@ from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.parallel import BACKEND
 from forge_rl.engines.titan.plan import LiveBytes
+from forge_rl.errors import check_flags
 
 _WAYS = ("plain", "least_loaded")
 _STEP = 0.001
@@ -54,6 +55,7 @@ class Config(BenchmarkConfig):
     """Steps of the biases."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--", least={"tokens": 1, "dim": 1, "hidden_dim": 1, "top_k": 1, "bias_updates": 0})
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
         if not self.ranks or not self.skews or any(ranks < 2 or self.experts % ranks for ranks in self.ranks):

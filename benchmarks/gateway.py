@@ -21,6 +21,7 @@ from benchmarks.heavy_requests import heavy_requests
 from benchmarks.http_load import Streamed, post_watching_health, stream_all
 from benchmarks.real_engines import serving
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from forge_rl.errors import check_flags
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
@@ -63,14 +64,12 @@ class Config(BenchmarkConfig):
     """One pair, short streams: shows that everything runs, and measures nothing."""
 
     def __post_init__(self) -> None:
+        counts = ("context_tokens", "requests", "new_tokens", "warm_up", "streams", "stream_tokens")
+        check_flags(self, "--", least=dict.fromkeys(counts, 1) | {"interval_s": 0})
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
                 f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
             )
-        if min(self.requests, self.new_tokens, self.warm_up, self.streams, self.stream_tokens) < 1:
-            raise BenchmarkError("a count is below 1", hint="set all counts to 1 or more")
-        if self.interval_s < 0:
-            raise BenchmarkError(f"--interval-s is {self.interval_s}", hint="set --interval-s to 0 or more")
 
 
 class StagedBackend:

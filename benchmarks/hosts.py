@@ -24,6 +24,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.weight_actors import Shapes, WriterActor
 from benchmarks.weights import qwen3_shapes
+from forge_rl.errors import check_flags
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -62,8 +63,7 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set --repeats to {LEAST_REPEATS} or more")
-        if min(self.mib, self.bucket_mib, self.simulated_hosts, self.updates) < 1:
-            raise BenchmarkError("a size or count is below 1", hint="set --mib, --bucket-mib and the like to 1 or more")
+        check_flags(self, "--", least=dict.fromkeys(("mib", "bucket_mib", "simulated_hosts", "updates"), 1))
 
 
 def measure(config: Config, report: Report) -> None:

@@ -99,12 +99,13 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
     """
     before = psutil.Process().memory_info().rss
     batch = await asyncio.to_thread(large_batch, tokens)
-    num_tokens = sum(len(segment.token_ids) for episode in batch.episodes for segment in episode.segments)
+    num_tokens = await asyncio.to_thread(_count_tokens, batch)
     batch_bytes = psutil.Process().memory_info().rss - before
     sink = EpisodeSink(folder / "episodes.jsonl")
     sink.rollback(0)
     advantages = torch.randn(len(batch.groups), _GROUP_SIZE)
     heart = asyncio.create_task(longest_pause())
+    await asyncio.sleep(2 * _BEAT_S)  # it beats before there is anything to block it
     began = time.perf_counter()
     values = batch_metrics(batch)
     sink.log(1, values, batch)
@@ -125,6 +126,10 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
         "batch_bytes_per_token": batch_bytes / num_tokens,
         "batch_seconds": seconds,
     }
+
+
+def _count_tokens(batch: Batch) -> int:
+    return sum(len(segment.token_ids) for episode in batch.episodes for segment in episode.segments)
 
 
 async def longest_pause() -> float:

@@ -106,12 +106,16 @@ class Config(BenchmarkConfig):
     """Model families."""
     updates: int = 3
     """Updates per layout."""
+    most_ranks: int = 8
+    """Leave out layouts of more ranks."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.families) - FAMILIES.keys():
-            raise BenchmarkError(f"the family {min(unknown)!r} is unknown", hint=f"known: {', '.join(FAMILIES)}")
-        if not self.families or self.updates < 1:
-            raise BenchmarkError("there is nothing to compare", hint="set --families and --updates")
+            raise BenchmarkError(f"there is no family {min(unknown)!r}", hint=f"known: {', '.join(FAMILIES)}")
+        if not self.families or self.updates < 1 or self.most_ranks < 2:
+            raise BenchmarkError(
+                "there is nothing to compare", hint="set --families, --updates to 1 or more, --most-ranks to 2 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +462,7 @@ def measure(config: Config, report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_models(folder, config.families)
-        laid_out = cases(config.families)
+        laid_out = cases(config.families, most_ranks=config.most_ranks)
         every = [*dict.fromkeys(map(alone, laid_out)), *laid_out]
         trained: dict[Case, Trained] = {}
         for ranks in sorted({case.ranks for case in every}):

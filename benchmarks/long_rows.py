@@ -28,6 +28,7 @@ import torch
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.engines.factory import plan_training, train_environment
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.errors import check_flags
 from forge_rl.run.plan import PROCESS_BYTES
 
 if TYPE_CHECKING:
@@ -52,12 +53,15 @@ class Config(BenchmarkConfig):
     """Activation checkpointing of "after"."""
     longest: int = 40_960
     """Longest row to try, in tokens."""
+    longest_before: int = 1 << 20
+    """Longest row to try in the search of "before", in tokens."""
     small: int = 1024
     """Tokens of the rows on which the plan is compared, in addition to the long ones."""
     repeats: int = 3
     """Times that each row of up to 4,096 tokens is measured."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--", least={"layers": 1, "longest_before": max(_STEP, self.small)})
         if self.repeats < 1:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint="set it to 1 or more")
         if min(self.longest, self.small) < _STEP or self.after not in ("none", "selective", "full"):
@@ -109,7 +113,9 @@ def measure(config: Config, report: Report) -> None:
 
         for mode in ("none", "selective", "full"):
             peak(mode, config.small)
-        before = _longest(lambda tokens: peak("before", tokens), limit, first=config.small, max_tokens=1 << 20)
+        before = _longest(
+            lambda tokens: peak("before", tokens), limit, first=config.small, max_tokens=_rounded(config.longest_before)
+        )
         max_tokens = _rounded(config.longest)
         peak(config.after, _SHORT)
         after = _longest(lambda tokens: peak(config.after, tokens), limit, first=max_tokens, max_tokens=max_tokens)

@@ -26,6 +26,7 @@ from benchmarks.report import BenchmarkConfig, Report, median, run_benchmark
 from benchmarks.staged_services import Kind, Printed, StagedEnvironment, StagedGenerator, StagedSource, StagedTokenizer
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.errors import check_flags
 from forge_rl.metrics import (
     Display,
     EpisodeSink,
@@ -75,6 +76,10 @@ class Config(BenchmarkConfig):
     """Groups per batch."""
     group_size: int = 4
     """Episodes per group."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"steps": 200, "early": 0, "groups": 1, "group_size": 2})
+        check_flags(self, "--", above={"past": self.early})
 
 
 def make_past(folder: Path, steps: int) -> None:

@@ -32,6 +32,7 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import check_flags
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.dispatcher import Dispatcher
@@ -86,13 +87,11 @@ class Config(BenchmarkConfig):
     """One short round: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
+        counts = ("turns", "least_turns", "warm_up", "answers", "batch_tokens")
+        check_flags(self, "--", least=dict.fromkeys(counts, 1) | dict.fromkeys(("many", "few"), 2 * _GROUP_SIZE))
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
                 f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
-            )
-        if min(self.many, self.few) < 2 * _GROUP_SIZE or min(self.turns, self.least_turns, self.warm_up) < 1:
-            raise BenchmarkError(
-                "a count is too small", hint=f"set --many and --few to {2 * _GROUP_SIZE} or more, others to 1 or more"
             )
 
 

@@ -20,6 +20,8 @@ from tools.browser import Browser, find_chromium
 
 _STEPS = 100
 _GROUP_SIZE = 8
+PAGE_EPISODES = _STEPS
+"""The run has a multiple of so many episodes, the same number in each step."""
 _WHOLE_EPISODES, _WHOLE_BYTES = 600, 24 << 20
 """Defaults of `forge-rl report`."""
 _TOKENS = 40

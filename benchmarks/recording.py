@@ -23,8 +23,9 @@ import torch
 from monarch.actor import concurrent_endpoint
 
 from benchmarks.large_batches import ended, longest_pause
-from benchmarks.page_run import measure_page
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, Report, run_benchmark
+from benchmarks.page_run import PAGE_EPISODES, measure_page
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.errors import check_flags
 from forge_rl.metrics import EpisodeSink, RunInfo, Sink, batch_metrics
 from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
@@ -59,6 +60,16 @@ class Config(BenchmarkConfig):
     """Number of steps of each kind."""
     page_episodes: int = 100_000
     """Number of episodes of the run whose page is opened; 0 leaves that out."""
+
+    def __post_init__(self) -> None:
+        least = {"episodes": _GROUP_SIZE, "tokens": _PROMPT_TOKENS + 2, "train_s": 0, "repeats": LEAST_REPEATS}
+        check_flags(self, "--", least=least | {"page_episodes": 0})
+        for name, step in (("episodes", _GROUP_SIZE), ("tokens", 2), ("page_episodes", PAGE_EPISODES)):
+            if (value := getattr(self, name)) % step:
+                raise BenchmarkError(
+                    f"--{name.replace('_', '-')} is {value}",
+                    hint=f"set it to a multiple of {step}, such as {max(step, value // step * step)}",
+                )
 
 
 class WaitingRank(ServiceActor):

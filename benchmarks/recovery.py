@@ -26,7 +26,7 @@ from benchmarks.staged_services import Kind, Printed, StagedSource
 from benchmarks.watched_generator import Request, Watched
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.errors import Fault
+from forge_rl.errors import Fault, check_flags
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
@@ -75,6 +75,7 @@ class Config(BenchmarkConfig):
     """One kill: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--", least={"groups": 1, "group_size": 1})
         for flag, count in {
             "runs times --repeats": self.runs * self.repeats,
             "cold-repeats": self.cold_repeats,

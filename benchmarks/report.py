@@ -27,6 +27,7 @@ from rich.text import Text
 from benchmarks.sigterm import exit_on_sigterm
 from forge_rl.errors import ForgeError
 from forge_rl.run.run_dir import as_json, versions
+from forge_rl.system.streams import outlive_readers
 
 LEAST_REPEATS = 5
 """Minimum repeats for a meaningful median."""
@@ -209,6 +210,7 @@ def run_benchmark(
         args: flags; the command line's by default.
     """
     args = sys.argv[1:] if args is None else args
+    outlive_readers()
     try:
         config = tyro.cli(config_class, prog=f"python -m benchmarks.{name}", args=args)
         with exit_on_sigterm():

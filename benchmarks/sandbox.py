@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks.peer_environments import JUPYTER, ROOT, set_up
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.errors import check_flags
 from forge_rl.sandbox import Limits, Pool, Session
 from forge_rl.sandbox.inside import cgroups
 from forge_rl.sandbox.pool import Profile
@@ -55,6 +56,10 @@ class Config(BenchmarkConfig):
     """Sessions that are opened in it, one after another, and stay open."""
     peers: int = 20
     """Starts of each peer; 0 leaves the peers out."""
+
+    def __post_init__(self) -> None:
+        counts = ("sessions", "strict_sessions", "starts", "cells", "forks", "workspace_files", "workspace_sessions")
+        check_flags(self, "--", least=dict.fromkeys(counts, 1) | {"process_sessions": 0, "peers": 0})
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from benchmarks.staged_services import (
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.errors import check_flags
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
@@ -78,6 +79,7 @@ class Config(BenchmarkConfig):
     """Settings of --real."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--", least={"budget": 1, "group_size": 1, "max_lag": 0, "asynchronous_lag": 0})
         if not 0 < self.train_share < 1:
             raise BenchmarkError(f"--train-share is {self.train_share}", hint="set it between 0 and 1")
         if self.batches < 2 or self.warm_up < 1 or not self.engines:

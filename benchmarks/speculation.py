@@ -38,6 +38,7 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.errors import check_flags
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
@@ -78,6 +79,9 @@ class Config(BenchmarkConfig):
     """Seed of the episodes' random numbers, as a run's --seed."""
     smoke: bool = False
     """Only try everything once, on few short answers; measures nothing."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"taught_steps": 1, "tasks": 1, "group_size": 2, "most_tokens": 1, "epochs": 1})
 
 
 def _sum(count: int, drawn: random.Random) -> dict[str, str]:
@@ -190,6 +194,9 @@ class _Answer:
 
 class _Sessions:
     """Opens the episodes' sessions."""
+
+    thoughts = False
+    """They are not shown to the sessions."""
 
     async def open(self, task: Task) -> tuple[_Answer, Observation]:
         return _Answer(task), Observation(messages=task.messages)

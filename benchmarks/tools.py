@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.envs.pure import tool
 from forge_rl.envs.tools import ToolEnv
+from forge_rl.errors import check_flags
 from forge_rl.sandbox import DurableSessions, run_code, shared_pool
 from forge_rl.system.result_cache import ResultCache
 from forge_rl.types import Task, ToolCall
@@ -43,6 +44,9 @@ class Config(BenchmarkConfig):
     """Numbers that each call adds up: about 1 ms."""
     repeats: int = LEAST_REPEATS
     """Measurements of each result."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"episodes": 1, "turns": 1, "work": 0, "repeats": LEAST_REPEATS})
 
 
 async def python_without_cache(code: str) -> str:

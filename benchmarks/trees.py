@@ -32,6 +32,7 @@ from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Re
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.errors import check_flags
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Layout, Packed, pack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
@@ -60,6 +61,7 @@ class Config(BenchmarkConfig):
     """Updates of each way, after one that warms up."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--", least={"observation": 0, "seq_len": 1})
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
         if min(self.turns, self.prompt, self.answer, self.groups, self.layers) < 1:

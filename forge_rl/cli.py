@@ -18,11 +18,14 @@ from pathlib import Path
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.texts import suggest
+from forge_rl.system.streams import outlive_readers
 
 PLACES = ("recipes", "apps")
 """Packages whose modules are commands; each module has a `Config` and a `main`."""
 _QUICK = ("compare", "dashboard", "data", "report", "runs", "show")
 """Commands that start no service."""
+_SHOWS_ONLY = ("compare", "data", "runs", "show")
+"""Commands that do nothing but print."""
 _COMPANIONS = {"agent-command": "agents/ask_twice.py"}
 """Files that recipes expect next to them."""
 
@@ -40,6 +43,7 @@ def commands() -> dict[str, str]:
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, `sys.argv` by default. Exits the process after a recipe or an app."""
     arguments = list(sys.argv[1:] if args is None else args)
+    outlive_readers(ends=bool(arguments) and arguments[0] in _SHOWS_ONLY)
     command_modules = commands()
     if arguments and (name := arguments[0].replace("_", "-")) in command_modules:
         try:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge_rl.system.terminal import visible
+from forge_rl.system.terminal import TRACE_LETTERS, shortened, visible
 
 
 class ForgeError(Exception):
@@ -23,8 +23,10 @@ class ForgeError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
+        message = shortened(message)
         super().__init__(message, hint)
         self.message = message
+        """The message; a long one, which quotes an exception of a user's code, has only its start and its end."""
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -122,7 +124,7 @@ class LossError(ForgeError):
 
     def __init__(self, message: str, *, hint: str = "", trace: str = "") -> None:
         super().__init__(message, hint=hint)
-        self.trace = trace
+        self.trace = shortened(trace, TRACE_LETTERS)
 
 
 class JudgeError(ForgeError):

@@ -203,16 +203,18 @@ def test_a_judge_that_fails_is_told_from_one_that_dies(error: Exception, outcome
     asyncio.run(check())
 
 
-def test_an_agent_that_catches_its_cancellation_is_left_behind_and_many_end_the_run(monkeypatch: pytest.MonkeyPatch):
+def test_an_agent_that_catches_its_cancellation_is_left_behind_and_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agents_module, "_GRACE_S", 0.01)
-    monkeypatch.setattr(agents_module, "_MOST_LEFT", 2)
-    end, client = asyncio.Event(), PolicyClient(FakeBackend())
+    monkeypatch.setattr(agents_module, "_LEFT_S", 0.2)
+    client, rounds, gives_up = PolicyClient(FakeBackend()), 0, asyncio.Event()
 
     async def agent(task: Task, session: Session) -> str:
+        nonlocal rounds
         client.own_s = 1.0
-        while not end.is_set():
+        while not gives_up.is_set():
+            rounds += 1
             with contextlib.suppress(BaseException):
-                await end.wait()
+                await asyncio.sleep(0.01)
         return "at last"
 
     async def check() -> None:
@@ -221,20 +223,77 @@ def test_an_agent_that_catches_its_cancellation_is_left_behind_and_many_end_the_
             attempts = replace(served, deadline_s=0.1, warn=warnings.append)
             episode = await attempts(TASK, client)
             assert (episode.outcome, "took longer than" in episode.problem) == (Outcome.ENVIRONMENT_ERROR, True)
+            assert attempts.metrics() == {"agents/left_behind": 1.0}
             running = asyncio.ensure_future(replace(attempts, deadline_s=600.0)(TASK, PolicyClient(FakeBackend())))
             await asyncio.sleep(0.05)
             running.cancel()
             async with asyncio.timeout(60):
                 assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], asyncio.CancelledError)
-            assert ["ignores its cancellation" in warning for warning in warnings] == [True, True]
+            assert len(warnings) == 2
+            assert all(f"agent ({__file__}:" in told and "ignores its cancellation" in told for told in warnings)
+            await until(lambda: not attempts._left)
+            seen = rounds
+            await asyncio.sleep(0.1)
+            assert rounds == seen, "it goes on"
+            assert attempts.metrics() == {"agents/left_behind": 1.0, "agents/ended": 2.0}
+            assert attempts.metrics() == {}
+
+    async def guarded() -> None:
+        try:
+            async with asyncio.timeout(60):
+                await check()
+        finally:
+            gives_up.set()  # else a failure would wait for the agents
+
+    asyncio.run(guarded())
+
+
+def test_agents_whose_tasks_ignore_their_cancellation_end_the_run_when_they_are_many(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "_GRACE_S", 0.01)
+    monkeypatch.setattr(agents_module, "_MOST_LEFT", 2)
+    end, clients, stubborn = asyncio.Event(), list[PolicyClient](), False
+
+    async def works_on() -> None:
+        while not end.is_set():
+            with contextlib.suppress(BaseException):
+                await end.wait()
+
+    async def agent(task: Task, session: Session) -> str:
+        clients[-1].own_s = 1.0
+        while not end.is_set():
+            with contextlib.suppress(BaseException):
+                await (asyncio.ensure_future(works_on()) if stubborn else end.wait())
+        return "at last"
+
+    async def check() -> None:
+        nonlocal stubborn
+        async with attempts_of(agent) as served:
+            attempts = replace(served, deadline_s=0.1)
+
+            async def attempt() -> Episode:
+                clients.append(PolicyClient(FakeBackend()))
+                return await attempts(TASK, clients[-1])
+
+            for _ in range(3):  # those that can be ended make room
+                assert (await attempt()).outcome is Outcome.ENVIRONMENT_ERROR
+            stubborn = True
+            for _ in range(2):
+                await attempt()
             with pytest.raises(ForgeError, match="2 agents ignore their cancellation") as caught:
-                await attempts(TASK, PolicyClient(FakeBackend()))
+                await attempt()
             assert "agent='FILE.py:FUNCTION'" in caught.value.hint
             end.set()
             await asyncio.wait(set(attempts._left))
             assert not attempts._left
 
-    asyncio.run(check())
+    async def guarded() -> None:
+        try:
+            async with asyncio.timeout(60):
+                await check()
+        finally:
+            end.set()  # else a failure would wait for the agents
+
+    asyncio.run(guarded())
 
 
 def test_answers_of_one_episode_are_decoded_one_at_a_time_and_of_two_side_by_side():

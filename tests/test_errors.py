@@ -7,6 +7,8 @@ import pytest
 
 from forge_rl import errors
 from forge_rl.errors import DeadlineError, ForgeError, ServiceError
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.link import _pack
 
 PLAIN = [
     errors.ForgeError,
@@ -79,3 +81,37 @@ def test_every_error_can_be_caught_as_one():
     assert issubclass(errors.AttestationError, errors.WeightsError)
     assert issubclass(DeadlineError, ServiceError)
     assert issubclass(errors.ReplicaError, ServiceError)
+
+
+class Talkative(Exception):
+    """A user's exception that quotes all it has."""
+
+    def __str__(self) -> str:
+        return "the cause" + "x" * 10_000_000 + "the end"
+
+
+def test_long_texts_of_users_errors_are_cut_where_they_enter(capsys: pytest.CaptureFixture[str]):
+    def raised() -> Exception:
+        try:
+            raise Talkative
+        except Talkative as error:
+            return error
+
+    error = ForgeError(f"the reward raised {Talkative()}", hint="fix it")
+    loss = errors.LossError("it raised", trace=str(Talkative()))
+    faults = Faults()
+    faults.tell(fail_with, raised())
+    faults.record("reward", 0, str(Talkative()))
+    packed = _pack(raised())
+    (short, bare), told = pickle.loads(packed), capsys.readouterr().err
+    assert bare == b""
+    for text in (error.message, str(error), loss.trace, short, *(fault.cause for fault in faults.seen), told):
+        assert "the cause" in text
+        assert "the end" in text
+        assert len(text) < 150_000
+    assert len(pickle.dumps(error)) < 50_000
+    assert error.args == (error.message, "fix it")
+
+
+def fail_with(error: Exception) -> None:
+    raise error

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -428,14 +428,55 @@ def test_replies_wait_in_the_replica_until_the_controller_collects_some():
 
 def test_a_large_value_travels_in_slices():
     rows = [np.full(1 << 20, number, np.int32) for number in range(5)]
-    slices = replica_module._Slices()
-    pickle.Pickler(slices, pickle.HIGHEST_PROTOCOL).dump(rows)
     actor = ServiceActor()
-    actor._parcel.extend(map(bytes, slices.taken))
+    actor._parcel.extend(reversed(replica_module._in_slices(rows)))
     assert len(actor._parcel) == 6, "a row each, and the end"
     assert max(map(len, actor._parcel)) < replica_module._SLICE_BYTES + (1 << 20)
     assert all(np.array_equal(a, b) for a, b in zip(actor.take_parcel(), rows, strict=True))
     assert actor._parcel == []
+
+
+class Part:
+    """Something that is made for the pickle of a large value, and notes the thread in which it is freed."""
+
+    freed_in: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Part, ()
+
+    def __del__(self) -> None:
+        self.freed_in.append(threading.get_ident())
+
+
+class Large:
+    """A value whose parts are made as it is pickled, as a row makes arrays."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return list, ([Part() for _ in range(9)],)
+
+
+def test_nothing_of_a_large_value_is_copied_or_freed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    sent, Part.freed_in = [], []
+
+    class Sent(Replica):
+        def __init__(self) -> None:
+            pass
+
+        async def call(self, method: str, data: bytes, first: bool, **_: object) -> None:  # type: ignore[override]
+            assert type(data) is bytes, "what is sent is not copied before"
+            sent.append((method, first, len(data)))
+
+    monkeypatch.setattr(replica_module, "_SLICE_BYTES", 100_000)
+
+    async def main() -> None:
+        await Sent().send([Large(), *(letter * 200_000 for letter in "xyz")], for_call="step", deadline_s=LONG_S)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert len(Part.freed_in) == 9
+    assert threading.get_ident() not in Part.freed_in
+    assert [first for _, first, _ in sent] == [True] + [False] * (len(sent) - 1)
+    assert len(sent) == 4
 
 
 def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
+import warnings
 
 import pytest
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.system.tasks import TaskGroup, interrupted_by, task_group
+from forge_rl.system.tasks import EndableTask, TaskGroup, interrupted_by, task_group
 
 
 async def fail(error: Exception) -> None:
@@ -174,3 +176,58 @@ def test_of_two_interruptions_the_outer_one_wins():
         assert asyncio.current_task().cancelling() == 0
 
     asyncio.run(main())
+
+
+def test_an_endable_task_is_as_a_task_until_it_is_ended():
+    async def check() -> None:
+        async def works(outcome: object) -> object:
+            async with asyncio.timeout(60):
+                await asyncio.sleep(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        assert await EndableTask(works(3)).task == 3
+        with pytest.raises(ValueError, match="mine"):
+            await EndableTask(works(ValueError("mine"))).task
+        waiting = EndableTask(asyncio.Event().wait())
+        await asyncio.sleep(0)
+        waiting.task.cancel()
+        await asyncio.wait([waiting.task])
+        assert waiting.task.cancelled()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("tries", [2, 10**9])
+def test_a_coroutine_that_catches_everything_is_ended_and_cleans_up_to_its_first_await(tries: int):
+    seen = []
+
+    async def stubborn() -> None:
+        try:
+            for _ in range(tries):
+                seen.append("works")
+                with contextlib.suppress(BaseException):
+                    await asyncio.Event().wait()
+        finally:
+            seen.append("cleans up")
+
+    async def check() -> None:
+        working = EndableTask(stubborn())
+        await asyncio.sleep(0)
+        working.task.cancel()
+        await asyncio.sleep(0)
+        assert seen == ["works", "works"]
+        assert not working.task.done()
+        working.end()
+        await asyncio.wait([working.task], timeout=60)
+        assert working.task.cancelled()
+        assert ("cleans up" in seen) == (tries == 2)
+        count = len(seen)
+        await asyncio.sleep(0.01)
+        assert len(seen) == count
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
+        asyncio.run(check())
+        gc.collect()

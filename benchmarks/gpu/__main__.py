@@ -21,10 +21,12 @@ from pathlib import Path
 from benchmarks.gpu.machine import describe, has
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.runner import Outcome, run_parts, table
+from forge_rl.system.streams import outlive_readers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the file; return 1 if a part failed."""
+    outlive_readers()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="file for the figures; logs go next to it")
     names = [part.name for part in PARTS]

@@ -23,6 +23,7 @@ from typing import Any
 import forge_rl as rl
 from benchmarks.methods.catalogue import Method, catalogue
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.errors import check_flags
 from forge_rl.rollout.state import ScheduleConfig
 
 LEAST_GAIN = 0.1
@@ -71,6 +72,12 @@ class Config(BenchmarkConfig):
     """Held-out tasks, answered before and after."""
 
     def __post_init__(self) -> None:
+        check_flags(
+            self,
+            "--",
+            least={"groups": 1, "group_size": 2, "minibatches": 1, "max_tokens": 1, "tasks": 1}
+            | dict.fromkeys(("warmup_updates", "frozen_layers"), 0),
+        )
         if not self.seeds or self.steps < 1:
             raise BenchmarkError(
                 "no run was asked for", hint="pass --seeds at least one number, and --steps at least 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -106,12 +107,28 @@ def read_key(file: Path) -> str:
 def kept_key(file: Path) -> str:
     """Return the key in a file; if the file does not exist, create it with a new key, readable by this user only.
 
+    The file appears with its key: a process that is killed, or a full disk, leaves none, not one that holds no key.
+
     Raises:
         ConfigError: the file cannot be written, or other users may read or write it.
     """
     try:
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as stream:
-            stream.write(f"{secrets.token_urlsafe(32)}\n")
+        if not os.path.lexists(file):
+            partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+            try:
+                with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as stream:
+                    stream.write(f"{secrets.token_urlsafe(32)}\n")
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                try:
+                    os.link(partial, file)  # unlike a rename, it replaces no key that another process has just written
+                except FileExistsError:
+                    raise
+                except OSError:  # a file system without links
+                    os.rename(partial, file)
+            finally:
+                with contextlib.suppress(OSError):
+                    partial.unlink()
     except FileExistsError:
         pass
     except OSError as error:

@@ -14,6 +14,7 @@ from forge_rl.errors import check_installed
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, episode_sample
 from forge_rl.metrics.step_lines import writing
 from forge_rl.metrics.values import Histogram
+from forge_rl.system.folders import write_whole
 from forge_rl.system.terminal import visible
 from forge_rl.types import Batch
 
@@ -208,5 +209,5 @@ def _run_id(info: RunInfo) -> str:
     with writing(path):
         run_id = path.read_text(errors="replace").strip() if info.step and path.is_file() else ""
         if not re.fullmatch(r"[0-9a-f]{8}", run_id):  # W&B creates a folder with this name
-            path.write_text(run_id := secrets.token_hex(4))
+            write_whole(path, run_id := secrets.token_hex(4))
         return run_id

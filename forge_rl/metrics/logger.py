@@ -12,7 +12,7 @@ from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, RunOutcome, Sink
 from forge_rl.system.redaction import without_credentials
-from forge_rl.system.terminal import shortened
+from forge_rl.system.terminal import TRACE_LETTERS, shortened
 from forge_rl.types import Batch, Episode
 
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
@@ -114,11 +114,11 @@ class RunLog:
 
     def keep(self, text: str, level: Level) -> None:
         """Write an event, such as a long stack trace, to the sinks only."""
-        self._each(self._sinks, "event", without_credentials(text), level)
+        self._each(self._sinks, "event", without_credentials(shortened(text, TRACE_LETTERS)), level)
 
     def end(self, outcome: RunOutcome, cause: str = "") -> None:
         """Tell the sinks how the run ends."""
-        self._each(self._sinks, "end", outcome, cause)
+        self._each(self._sinks, "end", outcome, shortened(cause))
 
     def close(self) -> None:
         """Flush pending entries and stop the display."""
@@ -142,7 +142,7 @@ class RunLog:
                 self._lost[key] = self._lost.get(key, 0) + 1
                 if self._lost[key] == 1:
                     cause = error.message if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
-                    warnings.append(f"{name} fails, and the run goes on without it: {cause}")
+                    warnings.append(f"{name} fails, and the run goes on without it: {shortened(cause)}")
             else:
                 if num_lost := self._lost.pop(key, 0):
                     warnings.append(f"{name} works again; what it was given {num_lost} times is lost")

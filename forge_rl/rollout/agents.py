@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from forge_rl.rewards.scorer import scored
 from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.services.completion import Observer
-from forge_rl.system.tasks import left_behind_late
+from forge_rl.system.tasks import EndableTask, left_behind_late
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.thoughts import without_thoughts
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
 
 _GRACE_S = 1.0
-"""Time for an agent to end once it is cancelled."""
+"""Time for an agent to end once it is cancelled, before it is left behind."""
+_LEFT_S = 30.0
+"""Time for an agent that was left behind to close what it uses, before it is ended."""
 _MOST_LEFT = 32
 """Most agents left behind in this process before the run ends."""
 _LOOKS = 50
@@ -41,8 +45,8 @@ Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | Score | None]]
 """Function that works on a task with the policy at session.base_url, using session.key. Returns the text to score, None
 for the policy's last answer, or a Score that replaces the reward's. Blocking work must run in a thread or a process; a
 ReplicaError means that such a process died, and the episode is retried. It must end when it is cancelled; one that is
-named, as MODULE:FUNCTION, has a process of its own and is ended with it."""
-
+named, as MODULE:FUNCTION, has a process of its own and is ended with it. Of one in this process that ignores its
+cancellation, the coroutine is ended; threads and tasks that it has started go on."""
 
 _LEFT_HINT = (
     "let it raise CancelledError (`except Exception:` does, `except:` does not), or start it with "
@@ -96,8 +100,18 @@ class AgentEpisodeRunner:
     """Maximum own time of an episode, in seconds."""
     warn: Callable[[str], None] = lambda text: None
     """Called with a line for the user."""
-    _left: set[asyncio.Task[str | Score | None]] = field(default_factory=set)
-    """Agents that ignore their cancellation."""
+    _left: dict[asyncio.Future[str | Score | None], EndableTask[str | Score | None] | None] = field(
+        default_factory=dict
+    )
+    """Agents that ignore their cancellation, with what ends them; None for those of a process, which ends itself."""
+    _counts: Counter[str] = field(default_factory=Counter)
+    """Agents left behind, and ended, since the last metrics."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many agents were left behind and how many of those were ended, since the last call."""
+        values = {f"agents/{name}": float(count) for name, count in self._counts.items()}
+        self._counts.clear()
+        return values
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """Run one episode. Failures of the agent or of a service become its outcome.
@@ -109,6 +123,8 @@ class AgentEpisodeRunner:
             AgentStartError: the agent's processes keep failing at start.
             ForgeError: too many agents ignore their cancellation.
         """
+        if len(self._left) >= _MOST_LEFT:
+            await self._end_left()
         if len(self._left) >= _MOST_LEFT:
             raise ForgeError(f"{len(self._left)} agents ignore their cancellation and keep running", hint=_LEFT_HINT)
         began, began_at = time.monotonic(), time.time()
@@ -164,17 +180,53 @@ class AgentEpisodeRunner:
         return Outcome.TRUNCATED if last.truncated else Outcome.COMPLETED, text, ""
 
     async def _agent_of(self, task: Task, session: Session) -> str | Score | None:
-        """Run the agent, and leave it behind if it ignores its cancellation."""
-        agent_task = asyncio.ensure_future(self.agent(task, session))
+        """Run the agent, leave it behind if it ignores its cancellation, and later end it."""
+        work, endable = self.agent(task, session), None
+        if inspect.iscoroutine(work) and not isinstance(self.agent, AgentCommand):
+            endable = EndableTask(work)
+        agent_task = asyncio.ensure_future(work) if endable is None else endable.task
         try:
             return await left_behind_late(agent_task, _GRACE_S)
         finally:
             if not agent_task.done():
-                self._left.add(agent_task)
-                agent_task.add_done_callback(self._left.discard)
-                self.warn(
-                    f"the agent of {task.source} {task.id} ignores its cancellation and keeps running; {_LEFT_HINT}"
-                )
+                self._leave_behind(task, agent_task, endable)
+
+    def _leave_behind(
+        self,
+        task: Task,
+        agent_task: asyncio.Future[str | Score | None],
+        endable: EndableTask[str | Score | None] | None,
+    ) -> None:
+        self._left[agent_task] = endable
+        self._counts["left_behind"] += 1
+        timer = None if endable is None else asyncio.get_running_loop().call_later(_LEFT_S, endable.end)
+
+        def forget(_: object) -> None:
+            del self._left[agent_task]
+            if timer is not None:
+                timer.cancel()
+            if endable is not None and endable.is_ended:
+                self._counts["ended"] += 1
+
+        agent_task.add_done_callback(forget)
+        then = "keeps running" if endable is None else f"is ended in {_LEFT_S:g} s if it keeps running"
+        self.warn(
+            f"the agent {self.name} ignores its cancellation, of {task.source} {task.id}, and {then}; {_LEFT_HINT}"
+        )
+
+    async def _end_left(self) -> None:
+        """End all agents that were left behind, and wait for them for a moment."""
+        for endable in self._left.values():
+            if endable is not None:
+                endable.end()
+        await asyncio.wait([*self._left], timeout=_GRACE_S)
+
+    @property
+    def name(self) -> str:
+        """The agent's function, file and line, for messages."""
+        code = getattr(self.agent, "__code__", None)
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        return f"{getattr(self.agent, '__qualname__', type(self.agent).__name__)}{place}"
 
 
 class _OwnTime:

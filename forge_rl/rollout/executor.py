@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from forge_rl.errors import ContextError, ForgeError, PoisonError, TaskError, UnscoredError
 from forge_rl.metrics import RolloutStatus
@@ -36,6 +36,15 @@ _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
 _MOST_OUTAGES = 3
 """Most outages of the reward after which an evaluation repeats an episode."""
+
+
+@runtime_checkable
+class CountsEpisodes(Protocol):
+    """What runs episodes and counts something of them."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics since the last call."""
+
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
 """Runs one episode of a task with its policy client, such as an EpisodeRunner."""
@@ -280,6 +289,8 @@ class RolloutExecutor:
             values["rollouts/slots_busy"] = busy / offered
         scheduler.outcomes.clear()
         replaced.clear()
+        if isinstance(self._run_episode, CountsEpisodes):
+            values |= self._run_episode.metrics()
         return values | scheduler.tasks.metrics()
 
     def status(self) -> RolloutStatus:

@@ -13,7 +13,7 @@ from forge_rl.metrics.recorder import FOLDER, recorded_files
 from forge_rl.metrics.vocabulary import write_vocabulary
 from forge_rl.run.recording import evaluated_episodes
 from forge_rl.run.run_dir import as_json, versions, write_json
-from forge_rl.system.folders import make_private
+from forge_rl.system.folders import make_private, write_whole
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode
 
@@ -67,7 +67,7 @@ def keep_scores(folder: Path, scores: Mapping[str, Mapping[str, float]]) -> None
         f"eval/{name}/{metric}": value for name, set_scores in scores.items() for metric, value in set_scores.items()
     }
     try:
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        write_whole(folder / "metrics.jsonl", json.dumps(row) + "\n")
     except OSError as error:
         raise CheckpointError(
             f"{folder / 'metrics.jsonl'} cannot be written: {error.strerror or error}", hint="set another --out"

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.system.folders import write_whole
 
 
 def write_json(path: Path, value: object) -> None:
     """Write a value as readable JSON, atomically: a killed process or machine leaves the old file or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # else the rename may reach the disk before the content
-    partial.replace(path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_object(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -24,6 +23,8 @@ from forge_rl.runtime.jobs.allocation import AllocationJob
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.protocol import SubmittedJob
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
+from forge_rl.system.streams import outlive_readers
+from forge_rl.system.terminal import shortened, visible
 from forge_rl.system.variables import hide
 
 C = TypeVar("C")
@@ -38,6 +39,7 @@ def launch(
     *,
     prog: str | None = None,
     args: Sequence[str] | None = None,
+    shows_only: bool = False,
 ) -> None:
     """Parse flags and run a recipe; never returns.
 
@@ -45,7 +47,7 @@ def launch(
             launch(Config, main)
 
     Exit status: 0 after a complete run, 1 after an error, 2 for invalid flags, 130 after Ctrl-C, 143 after SIGTERM, 138
-    after SIGUSR1, 129 after SIGHUP, unless it is ignored, as under nohup.
+    after SIGUSR1, 129 after SIGHUP, unless it is ignored, as under nohup. A run goes on when nobody reads its output.
 
     Args:
         config_class: frozen dataclass whose fields become flags and whose docstrings their help, see
@@ -56,7 +58,9 @@ def launch(
         main: the recipe.
         prog: command shown by `--help`; by default `python -m` and the module.
         args: flags to parse; by default the command line's.
+        shows_only: the program does nothing but print, and ends when nobody reads it any more, with status 141.
     """
+    outlive_readers(ends=shows_only)
     try:
         with on_target(sys.argv[1:] if args is None else args):
             config = parse(config_class, prog or _command_of(main), args)
@@ -89,20 +93,17 @@ def launch(
         _tell(error)
         status = 1
     except Exception:
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
+        print(shortened(traceback.format_exc()), end="", file=sys.stderr)
         status = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the reader is gone
-            stream.flush()
+        stream.flush()
     os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort and change the status
 
 
 def _tell(error: ForgeError) -> None:
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    with contextlib.suppress(OSError):
-        message = Text("error: ", style="bold red").append(text, style="default")
-        Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+    message = Text("error: ", style="bold red").append(visible(shortened(text)), style="default")
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
 
 
 def _show_plan(config: object) -> None:
@@ -175,8 +176,7 @@ def _command() -> list[str]:
 
 def _say(text: str) -> None:
     """Print to stderr, if anybody reads it."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr)
+    print(text, file=sys.stderr)
 
 
 def _command_of(main: Callable[..., object]) -> str:

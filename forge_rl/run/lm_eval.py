@@ -15,7 +15,7 @@ from forge_rl.envs.interpreter import interpreter
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
 from forge_rl.gateway.requests import most_scored_tokens
 from forge_rl.runtime.commands import run_command
-from forge_rl.system.folders import make_private
+from forge_rl.system.folders import make_private, write_whole
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import handed_on
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ async def run_lm_eval(
     """
     out = Path(settings["output_path"])
     make_private(out, CheckpointError)
-    (out / "settings.json").write_text(json.dumps(settings, indent=2))
+    write_whole(out / "settings.json", json.dumps(settings, indent=2))
     log, old_results, rest = out / "lm-eval.log", _results(out), ""
 
     with log.open("wb") as file:

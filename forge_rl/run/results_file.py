@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from forge_rl.system.folders import is_there
+from forge_rl.system.folders import is_there, write_whole
 from forge_rl.types import Episode, Outcome, Score, Task
 
 Sets = Mapping[str, Sequence[Task]]
@@ -37,9 +37,7 @@ class Results:
                 if key in self._tasks and all(episode.outcome.scored for episode in episodes):
                     self.episodes[key] = episodes
         if intact != content or not content:  # replaced in one step, as it holds hours of work
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_bytes(intact)
-            partial.replace(path)
+            write_whole(path, intact)
 
     def add(self, name: str, episodes: Sequence[Episode]) -> None:
         """Store the episodes of a task."""

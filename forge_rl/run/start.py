@@ -34,6 +34,7 @@ from forge_rl.services.reward import RewardFunction, parts_of
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.system.tasks import interrupted_by
+from forge_rl.system.terminal import TRACE_LETTERS, shortened
 from forge_rl.types import Task
 
 C = TypeVar("C", bound=RunConfig)
@@ -220,6 +221,7 @@ class Starting(Generic[C]):
                 except Exception as error:
                     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
                     cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+                    cause, trace = shortened(cause), shortened(trace, TRACE_LETTERS)
                     monitor.log.keep(f"ended by {cause}\n{trace}", "fault")
                     if ending is not None:
                         await ending.fail(error, cause)

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import io
 import os
 import sys
 import tempfile
@@ -26,10 +25,10 @@ from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
 from forge_rl.runtime.scratch import make_scratch
 from forge_rl.runtime.signals import outlive_stop_signals
+from forge_rl.system.streams import lasting
 from forge_rl.system.variables import handed_on, hide, kept_back, take
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
     from monarch.actor import HostMesh, ProcMesh
 
 
@@ -337,15 +336,6 @@ def _scratch_as_temporary() -> Iterator[str]:
             os.environ["TMPDIR"] = before
 
 
-class _Log(io.FileIO):
-    """Log file that drops failed writes, such as on a full disk, where `print` would raise in the middle of work."""
-
-    def write(self, data: ReadableBuffer) -> int:
-        with contextlib.suppress(OSError):
-            return super().write(data)
-        return memoryview(data).nbytes
-
-
 def _start_child(
     log_file: str, imports: Sequence[str], path: Sequence[str], secrets: Mapping[str, str], logs_name: str = ""
 ) -> None:
@@ -365,10 +355,7 @@ def _start_child(
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Log(number, "w", closefd=False)), "utf-8", "replace", line_buffering=True)
-        for number in (1, 2)
-    )
+    sys.stdout, sys.stderr = lasting(1), lasting(2)
     # Handlers run in reverse order. Output of native code after Python has exited, such as nanobind's leak lists, would
     # otherwise hide the last error in the log.
     atexit.register(_silence)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from forge_rl.errors import DeadlineError, Fault, ServiceError
 from forge_rl.runtime.hold import Hold
 from forge_rl.system.tasks import interrupted_by
+from forge_rl.system.terminal import TRACE_LETTERS, shortened
 
 
 class CallInFlight(NamedTuple):
@@ -183,7 +185,12 @@ class Faults:
 
     def _add(self, service: str, replica: int | None, cause: str, *, fatal: bool) -> Fault:
         fault = Fault(
-            service=service, replica=replica, cause=cause, phase=self._phase(), at_s=self.clock(), fatal=fatal
+            service=service,
+            replica=replica,
+            cause=shortened(cause),
+            phase=self._phase(),
+            at_s=self.clock(),
+            fatal=fatal,
         )
         self.seen.append(fault)
         return fault
@@ -197,8 +204,8 @@ class Faults:
         try:
             listener(*news)
         except Exception as error:
-            traceback.print_exception(error)
-            cause = f"a listener failed: {type(error).__name__}: {error}".splitlines()[0]
+            print(shortened("".join(traceback.format_exception(error)), TRACE_LETTERS), end="", file=sys.stderr)
+            cause = shortened(f"a listener failed: {type(error).__name__}: {error}").splitlines()[0]
             if not any(fault.cause == cause for fault in self.seen):
                 self._add("controller", None, cause, fatal=False)
 

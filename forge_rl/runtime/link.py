@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import pickle
+import sys
 import sysconfig
 import traceback
 import types
@@ -26,6 +27,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime.in_hand import InHand, number_of_call
 from forge_rl.system.tasks import TaskGroup
+from forge_rl.system.terminal import TRACE_LETTERS, shortened
 
 POLL_S = 5.0
 """Seconds for which a poll waits for a first reply."""
@@ -383,7 +385,7 @@ def _pack(error: BaseException) -> bytes:
         with contextlib.suppress(Exception):  # fall back to the text
             pickled = _dumps(error)
     else:
-        traceback.print_exception(error)
+        print(shortened("".join(traceback.format_exception(error)), TRACE_LETTERS), end="", file=sys.stderr, flush=True)
     return pickle.dumps((_describe(error) + users_line(traceback.walk_tb(error.__traceback__)), pickled))
 
 
@@ -403,6 +405,6 @@ def users_line(frames: Iterable[tuple[types.FrameType, int]]) -> str:
 
 def _describe(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"
+        return shortened(f"{type(error).__name__}: {error}")
     except Exception:  # its own __str__ is broken
         return type(error).__name__

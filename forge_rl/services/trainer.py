@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from forge_rl.runtime.service import Service
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainerConfig
 from forge_rl.services.trainer_ranks import Started, TrainerRanks
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.folders import write_whole
 from forge_rl.types import Batch
 from forge_rl.weights.manifest import TensorSpec
 
@@ -285,10 +285,8 @@ class Trainer:
         torch.save(state, buffer)
         try:
             self._skipped.mkdir(exist_ok=True)
-            path.write_bytes(buffer.getbuffer())
+            write_whole(path, buffer.getvalue())
         except OSError as error:  # such as a full disk: the run continues
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
             return f"it could not be saved in {path}: {error.strerror or error}"
         return f"torch.load('{path}')"
 

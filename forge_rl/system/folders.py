@@ -1,4 +1,4 @@
-"""Folders: ownership checks, made before contents are read, executed or written, and failures to read them."""
+"""Folders and small files: ownership checks before contents are used, failures to read, and files written whole."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ def reading(path: Path, hint: str = "nothing was changed: repeat the command onc
         raise CheckpointError(
             f"{error.filename or path} cannot be read: {error.strerror or error}", hint=hint
         ) from error
+
+
+def write_whole(path: Path, data: bytes | str) -> None:
+    """Write a small file atomically: a killed process or machine, or a full disk, leaves the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old one stays.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())  # else the rename may reach the disk before the content
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:

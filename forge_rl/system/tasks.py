@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forge_rl.errors import ForgeError
 
 T = TypeVar("T")
+_CLOSES = 4
+"""Tries to close a coroutine that ignores its end, such as one that tries everything three times."""
 
 
 class TaskGroup(asyncio.TaskGroup):
@@ -75,6 +78,55 @@ def in_own_task(work: Awaitable[T]) -> asyncio.Future[T]:
     Code that catches errors of an asyncio.TaskGroup changes the count of its task's cancellations; see `TaskGroup`.
     """
     return asyncio.ensure_future(work)
+
+
+class EndableTask(Generic[T]):
+    """A user's coroutine in a task of its own that can be ended, whatever the coroutine catches.
+
+        working = EndableTask(agent(task, session))
+        working.task.cancel()
+        working.end()  # if it goes on
+
+    A task ends a coroutine by raising CancelledError in it, and goes on with it if it catches that. This one can leave
+    it where it waits: of what the coroutine has begun, only its `finally` clauses are run, up to their first `await`.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.is_ended = False
+        """True once `end` was called."""
+        self.task = asyncio.ensure_future(self._run(work))
+
+    def end(self) -> None:
+        """End the task as soon as what it waits for is cancelled; other tasks that it waits for may refuse that."""
+        self.is_ended = True
+        self.task.cancel()
+
+    async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return await self._driven(work)  # type: ignore[no-any-return]
+
+    @types.coroutine
+    def _driven(self, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, Any]:
+        """Hand what the coroutine waits for to the event loop, and what comes of it to the coroutine."""
+        error: BaseException | None = None
+        while True:
+            try:
+                waits_for = work.send(None) if error is None else work.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            error = None
+            try:
+                yield waits_for
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as raised:
+                error = raised
+            if self.is_ended:
+                for _ in range(_CLOSES):
+                    with contextlib.suppress(Exception):
+                        work.close()
+                        break
+                raise asyncio.CancelledError
 
 
 async def left_behind_late(task: asyncio.Task[T], grace_s: float) -> T:

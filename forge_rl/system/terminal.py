@@ -12,6 +12,10 @@ _ACTS = re.compile(
 )
 
 
+TRACE_LETTERS = 50_000
+"""Letters to which traces are shortened."""
+
+
 def clipped(text: str, *, lines: int, width: int) -> str:
     """Return at most so many lines and columns of an untrusted text, made visible; `…` marks a cut."""
     raw_lines = text[: lines * width * 4].split("\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import stat
 import subprocess
@@ -153,3 +154,19 @@ def test_what_the_program_prints_works_as_it_is_and_shows_no_key(
             await running
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_key_file_appears_with_its_key_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool):
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if not links:
+        monkeypatch.setattr(os, "link", fails)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", fails)
+        with pytest.raises(ConfigError, match="No space left"):
+            kept_key(tmp_path / "api_key")
+    assert not [*tmp_path.iterdir()]
+    assert kept_key(tmp_path / "api_key") == read_key(tmp_path / "api_key")
+    assert [path.name for path in tmp_path.iterdir()] == ["api_key"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from forge_rl.system.streams import reader_failure
+
 
 class Output:
     """Writes to a stream until it fails (broken pipe, full disk), then drops all further output.
@@ -16,7 +18,11 @@ class Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.failure = ""
+        self._failure = ""
+
+    @property
+    def failure(self) -> str:
+        return self._failure or reader_failure(self._stream)
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))
@@ -33,4 +39,4 @@ class Output:
             try:
                 output()
             except (OSError, ValueError) as error:  # ValueError: closed
-                self.failure = str(error)
+                self._failure = str(error)

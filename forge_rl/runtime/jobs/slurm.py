@@ -16,7 +16,7 @@ from forge_rl.runtime.jobs import slurm_queue
 from forge_rl.runtime.jobs.allocation import IN_CONTAINER
 from forge_rl.runtime.jobs.slurm_queue import JobState
 from forge_rl.runtime.jobs.slurm_script import check_option, check_options, hosts_name, job_name, script_path
-from forge_rl.system.folders import make_private
+from forge_rl.system.folders import make_private, write_whole
 from forge_rl.system.terminal import visible
 
 _LOG = Path("logs") / "slurm.log"
@@ -139,7 +139,7 @@ class SlurmJob:
     def _submit(self, command: Sequence[str], folder: Path) -> JobState:
         """Submit the script; keep the job's id in the folder."""
         id, cluster = slurm_queue.submit(self._script(command, folder))
-        (folder / "job.json").write_text(json.dumps({"kind": "slurm", "id": id, "cluster": cluster}) + "\n")
+        write_whole(folder / "job.json", json.dumps({"kind": "slurm", "id": id, "cluster": cluster}) + "\n")
         return JobState(id=id, state="PENDING")
 
     def _follow(self, name: str, job: JobState, log: _Log, say: Callable[[str], None]) -> int:

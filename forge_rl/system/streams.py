@@ -1,0 +1,135 @@
+"""Standard streams of programs that go on when their reader, their terminal or their disk's room is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import select
+import signal
+import stat
+import sys
+from typing import TYPE_CHECKING, Any
+
+from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
+_SLOW_READER_S = 1.0
+"""Longest wait for a reader of a stream that does not block."""
+
+
+class LastingFile(io.FileIO):
+    """A stream's file whose failed writes are dropped, where `print` would raise in the middle of work.
+
+    A full disk costs what is written meanwhile. A reader or a terminal that is gone does not come back: the descriptor
+    then leads to nowhere, for native code and children too, which may end at such an error.
+
+    Args:
+        number: the descriptor; stays open.
+        ends: do not go on: raise SystemExit with the status that a shell gives a program whose reader is gone, or a
+            ConfigError if the disk is full.
+    """
+
+    def __init__(self, number: int, *, ends: bool = False) -> None:
+        super().__init__(number, "w", closefd=False)
+        self.failure = ""
+        """Error at which the reader was gone."""
+        self._ends = ends
+
+    def write(self, data: ReadableBuffer) -> int:
+        size = memoryview(data).nbytes
+        try:
+            written = super().write(data)
+            if written is None and select.select([], [self], [], _SLOW_READER_S)[1]:
+                written = super().write(data)
+        except OSError as error:
+            # A file on a network may give EIO for a while, a terminal gives it for good.
+            if error.errno in _READER_GONE or (
+                error.errno == errno.EIO and stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
+            ):
+                self._lead_to_nowhere(str(error))
+            if self._ends:
+                self._ends = False
+                if self.failure:
+                    raise SystemExit(128 + signal.SIGPIPE) from None
+                raise ConfigError(f"stdout cannot be written: {error.strerror}", hint="write it elsewhere") from None
+            return size
+        return size if written is None else written
+
+    def _lead_to_nowhere(self, failure: str) -> None:
+        self.failure = failure
+        _open_nowhere(self.fileno())
+
+
+def lasting(number: int, *, like: io.TextIOWrapper | None = None, ends: bool = False) -> io.TextIOWrapper:
+    """Return a text stream over a descriptor that drops what cannot be written; see `LastingFile`.
+
+    Args:
+        like: stream whose encoding and buffering it has; by default UTF-8, and one line at a time.
+        ends: end the program when the reader is gone.
+    """
+    file = LastingFile(number, ends=ends)
+    if like is None:
+        return io.TextIOWrapper(io.BufferedWriter(file), "utf-8", "replace", line_buffering=True)
+    buffer: Any = file if like.write_through else io.BufferedWriter(file)
+    return io.TextIOWrapper(
+        buffer, like.encoding, like.errors, line_buffering=like.line_buffering, write_through=like.write_through
+    )
+
+
+def outlive_readers(*, ends: bool = False) -> None:
+    """Keep a program alive whose standard streams are closed, at its start or later.
+
+    Descriptors that are closed at the start lead to nowhere: otherwise the next file that is opened would get the
+    number, and be written to by native code that prints.
+
+    Args:
+        ends: end the program when nobody reads stdout any more, for programs that do nothing but print.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            _open_nowhere(number)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, lasting(number))
+        elif _leads_to(stream, number) and not isinstance(_file_of(stream), LastingFile):
+            with contextlib.suppress(OSError):
+                stream.flush()
+            setattr(sys, name, lasting(number, like=stream, ends=ends and number == 1))
+
+
+def reader_failure(stream: object) -> str:
+    """Return the error at which a stream's reader was gone; "" if it is there, or the stream does not say."""
+    return str(getattr(_file_of(stream), "failure", ""))
+
+
+def _file_of(stream: object) -> object:
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
+
+
+def _leads_to(stream: object, number: int) -> bool:
+    """Tell if a stream is Python's own over this descriptor, which a notebook or a test may have replaced."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return False
+    try:
+        return stream.fileno() == number
+    except (OSError, ValueError):
+        return False
+
+
+def _open_nowhere(number: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+    os.set_inheritable(number, True)
