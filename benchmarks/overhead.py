@@ -46,7 +46,7 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.types import Message, Task
 
@@ -179,7 +179,7 @@ class Services:
     environment: Environment
     single_turn: Environment
     """Environment without a process that only shows its tasks."""
-    reward: Reward
+    reward: RewardService
     generator: Generator
 
 
@@ -342,8 +342,8 @@ async def _services(config: Config) -> AsyncIterator[Services]:
                 Environment.Config(), cluster, faults, factory=ManyTurnsFactory(config.turns), deadline_s=_DEADLINE_S
             )
             stack.push_async_callback(environment.stop)
-            reward = await Reward.start(
-                Reward.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
+            reward = await RewardService.start(
+                RewardService.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
             )
             stack.push_async_callback(reward.stop)
             single_turn = await Environment.start(

@@ -51,7 +51,7 @@ class HttpServer:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """URL of the server on this machine."""
-        self._server = _Server(
+        self._server = _UvicornServer(
             uvicorn.Config(
                 app,
                 http=partial(HttpProtocol, open_connections=self._connections),  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def check_address(config: GatewayConfig) -> None:
         listener.close()
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """A uvicorn server that does not handle signals, as the program does."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]

@@ -48,7 +48,7 @@ class Added:
 
 
 @dataclass(kw_only=True, eq=False)
-class Choice:
+class CompletionChoice:
     """One of a request's completions: the engine's tokens so far, and the text shown to the client."""
 
     index: int
@@ -189,7 +189,7 @@ class RequestState:
     """True if the request only counts tokens and decodes no completion."""
     converted: Any = None
     """vLLM's chat request for Anthropic's API; the raw input for Responses; None otherwise."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[CompletionChoice] = field(default_factory=list)
     """Completions started so far, of all prompts."""
     started: bool = False
     """True once an engine has answered."""

@@ -30,7 +30,7 @@ from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.shared import Shared
+from forge_rl.gateway.shared import GatewayContext
 from forge_rl.gateway.tools import ToolParser, parser_for, reasoning_parser_for
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
@@ -122,7 +122,7 @@ class Gateway:
         parser = ToolParser(name, self._tokenizer, reasoning if reasoning != "none" else "", self._warn)
         await parser.load()
 
-        shared = Shared(
+        shared = GatewayContext(
             config=self.config,
             backend=self._backend,
             tokenizer=self._tokenizer,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.protocol import TextReward
-from forge_rl.sandbox import Limits, Result, SandboxError, Session
+from forge_rl.sandbox import Limits, PoolSession, Result, SandboxError
 from forge_rl.sandbox.fences import last_code
 from forge_rl.sandbox.shared import a_cpu_of_shared_pool, check_shared_pool
 from forge_rl.types import Score, Task
@@ -135,7 +135,7 @@ async def run_tests(
 class _Solution:
     """The session of the model's code. Its answers come from that code, and may be any text."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: PoolSession) -> None:
         self._session = session
         self._over = ""
         """Why the session can answer no more calls; "" while it can."""
@@ -163,7 +163,7 @@ class _Solution:
 class _Tests:
     """The session of the tests, which runs nothing of the solution and is believed."""
 
-    def __init__(self, session: Session, task: Task, limit_s: float) -> None:
+    def __init__(self, session: PoolSession, task: Task, limit_s: float) -> None:
         self._session, self._task = session, task
         self._limit_s = limit_s
 

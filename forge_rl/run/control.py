@@ -185,7 +185,7 @@ async def serving_control(
         warn: called with a line for the user.
         tcp_socket: also serve clients that reach this listening socket and know the key in the folder.
     """
-    server = _Server(control, warn)
+    server = _ControlServer(control, warn)
     async with contextlib.AsyncExitStack() as stack:
         try:
             listener = stack.enter_context(listening(folder, SOCKET))
@@ -201,7 +201,7 @@ async def serving_control(
 
 
 @contextlib.asynccontextmanager
-async def _serving_outside(folder: Path, server: _Server, tcp_socket: socket.socket) -> AsyncIterator[None]:
+async def _serving_outside(folder: Path, server: _ControlServer, tcp_socket: socket.socket) -> AsyncIterator[None]:
     """Serve clients of other machines, with a new key in the folder."""
     key, path = secrets.token_urlsafe(32), folder / ELSEWHERE
     host, port = tcp_socket.getsockname()[:2]
@@ -219,7 +219,7 @@ async def _serving_outside(folder: Path, server: _Server, tcp_socket: socket.soc
         await server.close()
 
 
-class _Server:
+class _ControlServer:
     def __init__(self, control: object, warn: Callable[[str], None]) -> None:
         self._control = control
         self._warn = warn

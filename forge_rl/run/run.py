@@ -33,7 +33,7 @@ from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.processes import idle_collection
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
@@ -143,7 +143,7 @@ class Run(Generic[C]):
         return self._rollout.weights
 
     @property
-    def reward(self) -> Reward:
+    def reward(self) -> RewardService:
         """The reward."""
         return self._rollout.reward
 

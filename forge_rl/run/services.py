@@ -25,7 +25,7 @@ from forge_rl.runtime.service import Service
 from forge_rl.services.environment import Environment
 from forge_rl.services.far_hosts import copy_folders
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward, RewardFunction
+from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainerConfig
@@ -52,7 +52,7 @@ class RolloutServices:
 
     generator: Generator
     weights: WeightStore
-    reward: Reward
+    reward: RewardService
     environment: Environment | None
     """None if an agent plays the episodes."""
     devices: DeviceHandover
@@ -217,8 +217,10 @@ async def _start_store(checked: Checked[C], hosts: RunHosts, prepared: Prepared)
     )
 
 
-async def _start_reward(checked: Checked[C], hosts: RunHosts, prepared: Prepared, function: RewardFunction) -> Reward:
-    return await Reward.start(
+async def _start_reward(
+    checked: Checked[C], hosts: RunHosts, prepared: Prepared, function: RewardFunction
+) -> RewardService:
+    return await RewardService.start(
         checked.config.reward,
         hosts.cluster,
         prepared.monitor.faults,

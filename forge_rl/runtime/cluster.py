@@ -337,7 +337,7 @@ def _scratch_as_temporary() -> Iterator[str]:
             os.environ["TMPDIR"] = before
 
 
-class _Log(io.FileIO):
+class _LossyLog(io.FileIO):
     """Log file that drops failed writes, such as on a full disk, where `print` would raise in the middle of work."""
 
     def write(self, data: ReadableBuffer) -> int:
@@ -366,7 +366,9 @@ def _start_child(
     os.dup2(fd, 2)
     os.close(fd)
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Log(number, "w", closefd=False)), "utf-8", "replace", line_buffering=True)
+        io.TextIOWrapper(
+            io.BufferedWriter(_LossyLog(number, "w", closefd=False)), "utf-8", "replace", line_buffering=True
+        )
         for number in (1, 2)
     )
     # Handlers run in reverse order. Output of native code after Python has exited, such as nanobind's leak lists, would

@@ -183,7 +183,7 @@ class Host:
             hierarchy for hierarchy in cgroups.here() if os.path.isdir(os.path.join(hierarchy.folder, self.tree))
         ]
         if hierarchies:
-            cgroups.Tree(self.tree, hierarchies).remove_all()
+            cgroups.CgroupTree(self.tree, hierarchies).remove_all()
 
     def _lose(self, cause: str) -> None:
         if self.lost:

@@ -51,7 +51,7 @@ async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = No
     entry = pools.get(key := (loop, tuple(packages), profile))
     if entry is None or entry.holder.done():
         opened: asyncio.Future[Pool] = loop.create_future()
-        entry = pools[key] = _Held(opened, loop.create_task(_hold(opened, packages, profile)))
+        entry = pools[key] = _PoolEntry(opened, loop.create_task(_hold(opened, packages, profile)))
     return await asyncio.shield(entry.opened)
 
 
@@ -78,14 +78,14 @@ async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _PoolEntry:
     opened: asyncio.Future[Pool]
     holder: asyncio.Task[None]
     cpus: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
 
 
 @functools.lru_cache(maxsize=1)
-def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...], Profile], _Held]:
+def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...], Profile], _PoolEntry]:
     return {}
 
 

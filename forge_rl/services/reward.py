@@ -34,7 +34,7 @@ _QUEUE_DEADLINE_S = 3600.0
 """Timeout of a score, including time in the queue."""
 
 
-class Reward:
+class RewardService:
     """Typed handle of the Reward service.
 
     [score] = await reward.score([episode])
@@ -88,7 +88,7 @@ class Reward:
         deadline_s: float,
         folder: Path | None = None,
         hosts: ServiceHosts | None = None,
-    ) -> Reward:
+    ) -> RewardService:
         """Spawn the service with a reward function, and a pool for each part that requests its own replicas.
 
         Args:
@@ -253,7 +253,7 @@ def _divided(
 class _Setting:
     """What all pools share."""
 
-    config: Reward.Config
+    config: RewardService.Config
     cluster: Cluster
     faults: Faults
     folder: Path | None

@@ -18,7 +18,7 @@ from forge_rl.runtime.processes import process_space, when_process_ends
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.fanout import Fanout
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
-from forge_rl.weights.transports.remote import Puller, Shared, ask
+from forge_rl.weights.transports.remote import Puller, SegmentBuffers, ask
 from forge_rl.weights.versions import VersionIndex
 from forge_rl.weights.volume import Volume
 
@@ -87,7 +87,7 @@ class WeightStoreActor(ServiceActor):
         """Actor of each host's volume, the index's first."""
         self._volume: Volume | None = None
         self._puller: Puller | None = None
-        self._shared = Shared()
+        self._shared = SegmentBuffers()
 
     @concurrent_endpoint
     async def open_volume(

@@ -33,7 +33,7 @@ class Broken(BaseException):
     """The tests themselves cannot be run."""
 
 
-class Request:
+class RequestText:
     """JSON text whose `repr` is the text itself, because a cell returns its value's `repr`."""
 
     def __init__(self, **fields: object) -> None:
@@ -48,7 +48,7 @@ class Tests:
 
     def __init__(self, setup: str, tests: list[str], target: str) -> None:
         self.setup, self.tests, self.target = setup, tests, target
-        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[RequestText] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self.calling = threading.RLock()
         self.calls = 0
@@ -65,9 +65,9 @@ class Tests:
             if not self.calls:
                 raise Broken(f"they never call {' or '.join(names) or 'a function of the solution'}")
         except Broken as error:
-            self.requests.put(Request(broken=str(error)[:_MOST_TOLD]))
+            self.requests.put(RequestText(broken=str(error)[:_MOST_TOLD]))
         else:
-            self.requests.put(Request(results=results))
+            self.requests.put(RequestText(results=results))
 
     def prepare(self) -> list[str]:
         """Run the setup, and put functions that ask the solution where the tests name its functions."""
@@ -135,7 +135,7 @@ class Tests:
                 raise Broken(f"they call {name} with an argument that cannot cross: {error}") from None
             with self.calling:
                 self.calls += 1
-                self.requests.put(Request(call=name, arguments=packed_arguments))
+                self.requests.put(RequestText(call=name, arguments=packed_arguments))
                 answer, text = self.answers.get()
             if answer == "value":
                 try:
@@ -185,14 +185,14 @@ def described(error: BaseException) -> str:
 _running: list[Tests] = []
 
 
-def start(setup: str, tests: list[str], target: str) -> Request:
+def start(setup: str, tests: list[str], target: str) -> RequestText:
     """Start the tests; return their first request, or the results."""
     _running.append(Tests(setup, tests, target))
     threading.Thread(target=_running[0].run, daemon=True).start()
     return _running[0].requests.get()
 
 
-def resume(answer: str, text: str) -> Request:
+def resume(answer: str, text: str) -> RequestText:
     """Give the tests the solution's answer; return their next request, or the results."""
     _running[0].answers.put([answer, text])
     return _running[0].requests.get()

@@ -179,7 +179,7 @@ class KubernetesHosts:
         if is_inside:
             self._adopt(await asyncio.to_thread(pods.own_pod), policy, *manifests)
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
-            watched = _Watched(self.names, listener, saves=self.evicted == "save")
+            watched = _PodTracker(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
             create_task = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
             try:
@@ -319,7 +319,7 @@ class KubernetesHosts:
 _ENDED = ("ending", "dead", "gone")
 
 
-class _Watched:
+class _PodTracker:
     """Tracks the states of a run's pods, and reports changes to the listener."""
 
     def __init__(self, names: Sequence[str], listener: JobListener, *, saves: bool) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.providers.web import HttpError, WebClient, json_object
-from forge_rl.sandbox.providers.wire import WireError, image_of
+from forge_rl.sandbox.providers.wire import SandboxWireError, image_of
 from forge_rl.system.variables import api_key as key_in
 
 _KERNEL_PORT, _FILES_PORT = 49999, 49983
@@ -175,7 +175,7 @@ def _rented(answer: dict[str, object]) -> Rented:
 
 
 class E2BSession:
-    """A session in a rented sandbox; made by `E2BPool`. See `Session`, whose methods these are."""
+    """A session in a rented sandbox; made by `E2BPool`. See `PoolSession`, whose methods these are."""
 
     def __init__(self, pool: E2BPool, rented: Rented, limits: Limits) -> None:
         self.limits = limits
@@ -356,7 +356,7 @@ class _Heard:
             if isinstance(data, str):
                 try:
                     image = image_of(media_type, "".join(data.split()))
-                except WireError as error:
+                except SandboxWireError as error:
                     raise SandboxError(f"the sandbox's answer is not a result: {error}") from None
                 fits = len(image.data) <= self.limits.transfer_bytes
                 self.image, self.cut = (image if fits else self.image), self.cut or not fits
