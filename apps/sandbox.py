@@ -38,7 +38,7 @@ from starlette.routing import Route
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
 from forge_rl.gateway import GatewayConfig, check_address
 from forge_rl.gateway.errors import ApiError, invalid
-from forge_rl.gateway.guard import Guard, InFlight
+from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.gateway.http import HttpServer
 from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.run.launch import launch
@@ -232,7 +232,7 @@ class SandboxServer:
                 self._app(),
                 self.config.http,
                 caller=self._caller,
-                in_flight=InFlight(self.config.max_concurrent, "requests"),
+                in_flight=InFlightLimit(self.config.max_concurrent, "requests"),
                 refused=lambda path, caller, error: self._requests.labels("refused", str(error.status)).inc(),
             )
             self._http = HttpServer(app, self.config.http)

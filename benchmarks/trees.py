@@ -33,7 +33,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import merge_all, reduce
-from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 
 _WAYS = {"shared": True, "separate": False}
@@ -165,7 +165,7 @@ def _batch(shape: _Shape, seed: int) -> Batch:
     return Batch(groups=tuple(group() for _ in range(shape.groups)), version=0)
 
 
-def _packed(batch: Batch, way: str, settings: TrainSettings) -> Packed:
+def _packed(batch: Batch, way: str, settings: TrainSettings) -> PackedBatch:
     layout = Layout(
         seq_len=settings.seq_len,
         context_parallel_degree=settings.context_parallel_degree,
@@ -174,7 +174,7 @@ def _packed(batch: Batch, way: str, settings: TrainSettings) -> Packed:
     return pack(batch, batch.rewards - batch.rewards.mean(dim=1, keepdim=True), layout)
 
 
-def _update(engine: Any, laid: Packed) -> Any:
+def _update(engine: Any, laid: PackedBatch) -> Any:
     (metrics,) = engine.train_batch(
         laid.minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=100, version=0
     )

@@ -13,7 +13,7 @@ from forge_rl.errors import ServiceError
 from forge_rl.gateway import vllm_internals as vllm
 from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.request_state import REQUEST, Added, CompletionChoice, RequestState
+from forge_rl.gateway.request_state import REQUEST, CompletionChoice, CompletionDelta, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import GatewayContext
 from forge_rl.services.completion import GATHER_S
@@ -71,7 +71,7 @@ class EngineClient:
             of_prompt = self._of_prompt(choices[0])
             return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, is_finished)
 
-        def show(choice: CompletionChoice, added: Added) -> None:
+        def show(choice: CompletionChoice, added: CompletionDelta) -> None:
             output_queue.put_nowait(output([_output(choice, added)]))
 
         async def decode() -> None:
@@ -94,7 +94,10 @@ class EngineClient:
             raise
 
     async def _decode(
-        self, choice: CompletionChoice, state: RequestState, show: Callable[[CompletionChoice, Added], None] | None
+        self,
+        choice: CompletionChoice,
+        state: RequestState,
+        show: Callable[[CompletionChoice, CompletionDelta], None] | None,
     ) -> None:
         """Decode one completion; call `show` with what each chunk adds, or gather chunks if it is None.
 
@@ -235,7 +238,7 @@ def _changes(value: Any, default: Any) -> bool:
     return value != default and (value or default) not in (None, {}, [], -1)
 
 
-def _output(choice: CompletionChoice, added: Added) -> Any:
+def _output(choice: CompletionChoice, added: CompletionDelta) -> Any:
     return vllm.CompletionOutput(
         index=choice.index,
         text=added.text,

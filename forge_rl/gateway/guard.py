@@ -24,7 +24,7 @@ _BODIES_AT_ONCE = 32
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
-class InFlight:
+class InFlightLimit:
     """Counts each caller's completions in flight, and enforces a limit.
 
     Args:
@@ -72,7 +72,7 @@ class Guard:
     (403); wrong key (401); too many requests (429); the body's type (415), length (413) and time (408). /health and
     /metrics need no key. WebSockets are closed.
 
-        app = Guard(other_app, GatewayConfig(), caller=KeyRing("secret").caller, in_flight=InFlight(256))
+        app = Guard(other_app, GatewayConfig(), caller=KeyRing("secret").caller, in_flight=InFlightLimit(256))
 
     Args:
         app: serves accepted requests.
@@ -89,7 +89,7 @@ class Guard:
         config: GatewayConfig,
         *,
         caller: Callable[[Headers], Hashable],
-        in_flight: InFlight,
+        in_flight: InFlightLimit,
         refused: Callable[[str, Hashable, ApiError], None] = lambda path, caller, error: None,
         open_paths: frozenset[str] = _OPEN_PATHS,
     ) -> None:

@@ -39,7 +39,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class CompletionDelta:
     """Text and tokens that one chunk adds to a completion."""
 
     text: str
@@ -88,7 +88,7 @@ class CompletionChoice:
         """Weight version of the last token; -1 before the first."""
         return self._versions[-1] if self._versions else -1
 
-    def add(self, chunk: Chunk) -> Added:
+    def add(self, chunk: Chunk) -> CompletionDelta:
         """Add decoded tokens; return what may be shown to the client."""
         ids = chunk.token_ids.tolist()
         self.ids += ids
@@ -102,11 +102,11 @@ class CompletionChoice:
             is_stop_token = chunk.finish == "stop" and count == len(ids) and token in self.tokenizer.stop_ids
             if not is_stop_token:
                 self.text += self._stream.add(token)
-        return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
+        return CompletionDelta(text=self._next_text(), token_ids=ids, logprobs=logprobs)
 
-    def all(self) -> Added:
+    def all(self) -> CompletionDelta:
         """Return all text and tokens so far."""
-        return Added(text=self.text, token_ids=self.ids, logprobs=None if self.top is None else self.logprobs)
+        return CompletionDelta(text=self.text, token_ids=self.ids, logprobs=None if self.top is None else self.logprobs)
 
     def turn(self, *, trained: bool, agent: str = "", calls: tuple[ToolCall, ...] = ()) -> Turn:
         """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks.

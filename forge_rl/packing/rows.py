@@ -169,7 +169,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedBatch:
     """A packed batch."""
 
     minibatches: tuple[Minibatch, ...]
@@ -204,7 +204,7 @@ class Packed:
         return sum(len(row) for row in self.rows)
 
     @cached_property
-    def without_uniform(self) -> Packed:
+    def without_uniform(self) -> PackedBatch:
         """The batch without the rows that a loss can spare, see `Loss.keeps_uniform`; the same object each time."""
         if not self.uniform_tokens:
             return self
@@ -246,7 +246,7 @@ def pack(
     *,
     drop_uniform: bool = True,
     columns: Columns = MappingProxyType({}),
-) -> Packed:
+) -> PackedBatch:
     """Lay the segments of a batch into rows with shared prefixes, balanced over data-parallel shares; deterministic.
 
         packed = pack(batch, batch_advantages(batch), run.trainer.layout)
@@ -293,7 +293,7 @@ def pack(
     seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
     spared_groups = [group for group in groups if drop_uniform and group.uniform]
-    return Packed(
+    return PackedBatch(
         minibatches=tuple(
             _minibatch([groups[p] for p in part], layout, shape[1], tuple(sources), drop_uniform) for part in parts
         ),

@@ -30,7 +30,7 @@ from forge_rl.run.live import LiveSettings, changes_by
 from forge_rl.run.recording import trained_episodes
 from forge_rl.run.services import nothing_generated
 from forge_rl.runtime.local_socket import listening, peer_is_own
-from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
+from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
 
 if TYPE_CHECKING:
     from forge_rl.run.elastic import ElasticHosts
@@ -239,7 +239,7 @@ class _ControlServer:
 
     async def handle_outside(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection over TCP; without the key, it gets nothing but a nonce."""
-        run_nonce, sealed = nonce(), [Sealed(secrets.token_bytes(), b"", b"")]  # which opens nothing
+        run_nonce, sealed = nonce(), [SealedChannel(secrets.token_bytes(), b"", b"")]  # which opens nothing
 
         async def read() -> bytes:
             writer.write(run_nonce + b"\n")
@@ -248,7 +248,7 @@ class _ControlServer:
                 line = await reader.readline()
             except ValueError:
                 raise PermissionError("too long") from None
-            sealed[0] = Sealed(key, run_nonce, client_nonce)
+            sealed[0] = SealedChannel(key, run_nonce, client_nonce)
             return sealed[0].open("request", line)
 
         await self._serve(self._outside, _MOST_OUTSIDE, writer, read, lambda reply: sealed[0].seal("reply", reply))

@@ -13,10 +13,10 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError, ReplicaError, RunStopped
 from forge_rl.metrics import Metric
 from forge_rl.metrics.display.format import duration
-from forge_rl.packing.rows import Packed, pack
+from forge_rl.packing.rows import PackedBatch, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.after_step import AfterStep
+from forge_rl.run.after_step import AfterStepQueue
 from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
@@ -85,7 +85,7 @@ class Run(Generic[C]):
         self._log = monitor.log
         self._seed = config.seed
         self._metrics = StepMetrics(config, services, batches, self.mixture, monitor)
-        self._after_step = AfterStep()
+        self._after_step = AfterStepQueue()
         self._stopping = False
 
     @property
@@ -233,7 +233,7 @@ class Run(Generic[C]):
             yield
 
     def log(
-        self, stats: Mapping[str, float], batch: Batch | None = None, packed: Packed | None = None
+        self, stats: Mapping[str, float], batch: Batch | None = None, packed: PackedBatch | None = None
     ) -> dict[str, Metric]:
         """End a step and send its metrics to the display and every sink.
 

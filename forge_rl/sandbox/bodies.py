@@ -8,7 +8,7 @@ import os
 import socket
 from dataclasses import dataclass, replace
 
-from forge_rl.sandbox.host import Host, Watched, readable, writable
+from forge_rl.sandbox.host import Host, SessionStatus, readable, writable
 from forge_rl.sandbox.inside import frames, kernel
 from forge_rl.sandbox.inside.overlays import fork_name
 from forge_rl.sandbox.limits import CellError, Limits, SandboxError
@@ -39,7 +39,7 @@ class Body:
     name: str
     host: Host
     channel: socket.socket
-    watched: Watched
+    watched: SessionStatus
     workspace: OpenWorkspace | None = None
     network: SessionNetwork | None = None
     folder: str = "0"
@@ -163,7 +163,7 @@ async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     try:
-        body = await _prepared(Body(name, parent.host, ours, Watched(), folder=name), parent, limits, our_birth)
+        body = await _prepared(Body(name, parent.host, ours, SessionStatus(), folder=name), parent, limits, our_birth)
     except BaseException:
         for endpoint in (ours, theirs, birth):
             endpoint.close()

@@ -210,7 +210,7 @@ class Cells:
         return become_two(self, message, descriptors, settle)
 
 
-class Serving(Protocol):
+class ChannelServer(Protocol):
     """Answers a session's owner on a channel: `Cells`, or `commands.Commands`."""
 
     channel: socket.socket
@@ -223,7 +223,7 @@ class Serving(Protocol):
 Answer = Callable[[dict[str, Any], bytes, list[int]], bytes]
 
 
-def serve(serving: Serving, answers: Mapping[str, Answer]) -> NoReturn:
+def serve(serving: ChannelServer, answers: Mapping[str, Answer]) -> NoReturn:
     """Say that the session is ready, and answer its owner until he closes the channel."""
     serving.channel.sendall(frames.encode({"ready": True}))
     try:
@@ -236,7 +236,7 @@ def serve(serving: Serving, answers: Mapping[str, Answer]) -> NoReturn:
 
 
 def become_two(
-    serving: Serving, message: dict[str, Any], descriptors: list[int], settle: Callable[[list[int]], None]
+    serving: ChannelServer, message: dict[str, Any], descriptors: list[int], settle: Callable[[list[int]], None]
 ) -> bytes:
     """Fork a session; the child answers on a channel of its own, in cgroups and a folder of its own.
 
@@ -273,7 +273,7 @@ def become_two(
     return frames.encode({"ready": True})
 
 
-def _move(serving: Serving, folder: str, workspace: str, *, is_copied: bool) -> None:
+def _move(serving: ChannelServer, folder: str, workspace: str, *, is_copied: bool) -> None:
     """Move this process to a copy of the session's folder and workspace, and to the same current folder there."""
     scratch, current_folder = os.path.dirname(serving.home), _current_folder(serving.workspace or serving.home)
     new_paths = {serving.home: os.path.join(scratch, folder)}

@@ -151,7 +151,7 @@ class E2BPool:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Rented:
+class RentedSandbox:
     """A sandbox of E2B; the headers hold its secret tokens."""
 
     name: str
@@ -159,7 +159,7 @@ class Rented:
     headers: dict[str, str]
 
 
-def _rented(answer: dict[str, object]) -> Rented:
+def _rented(answer: dict[str, object]) -> RentedSandbox:
     name, domain = answer.get("sandboxID"), answer.get("domain") or "e2b.app"
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise SandboxError("E2B's answer names no sandbox")
@@ -171,13 +171,13 @@ def _rented(answer: dict[str, object]) -> Rented:
             if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
                 raise SandboxError(f"E2B's {key} is not a token")
             headers[header] = token
-    return Rented(name=name, domain=domain, headers=headers)
+    return RentedSandbox(name=name, domain=domain, headers=headers)
 
 
 class E2BSession:
     """A session in a rented sandbox; made by `E2BPool`. See `PoolSession`, whose methods these are."""
 
-    def __init__(self, pool: E2BPool, rented: Rented, limits: Limits) -> None:
+    def __init__(self, pool: E2BPool, rented: RentedSandbox, limits: Limits) -> None:
         self.limits = limits
         self.alive = True
         """Whether it takes another cell, as far as is known."""
@@ -199,7 +199,7 @@ class E2BSession:
             raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
         async with self._lock:
             await self._extend(wall_s)
-            heard, began = _Heard(self.limits), time.perf_counter()
+            heard, began = _CellOutput(self.limits), time.perf_counter()
             body = {"code": code, "context_id": None, "language": None, "env_vars": None}
             try:
                 async with (
@@ -299,7 +299,7 @@ class E2BSession:
 
 
 @dataclass(eq=False)
-class _Heard:
+class _CellOutput:
     """What a cell has answered so far, cut to the limits."""
 
     limits: Limits
