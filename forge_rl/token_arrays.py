@@ -43,7 +43,7 @@ def read_only(array: npt.NDArray[D]) -> npt.NDArray[D]:
     return array
 
 
-class _Layout:
+class _RecordLayout:
     """How the objects of a frozen dataclass with slots are read and made at once."""
 
     def __init__(self, kind: type) -> None:
@@ -72,11 +72,11 @@ class _Layout:
         return instance
 
 
-class _Layouts(dict[type, _Layout]):
+class _Layouts(dict[type, _RecordLayout]):
     """Layouts by class, made when they are first used."""
 
-    def __missing__(self, kind: type) -> _Layout:
-        self[kind] = _Layout(kind)
+    def __missing__(self, kind: type) -> _RecordLayout:
+        self[kind] = _RecordLayout(kind)
         return self[kind]
 
 

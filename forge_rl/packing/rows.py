@@ -380,7 +380,7 @@ def _summed(
 
 
 @dataclass(frozen=True)
-class _Group:
+class _GroupTrees:
     """A group's trees and lengths, to be put into a minibatch."""
 
     trees: list[Tree]
@@ -403,7 +403,7 @@ def _lay(
     layout: Layout,
     *,
     columns: Mapping[str, Sequence[npt.NDArray[Any]]],
-) -> _Group:
+) -> _GroupTrees:
     """Lay the segments of group `index` of a batch into trees."""
     branches: list[Branch] = []
     lengths: dict[int, int] = {}
@@ -431,7 +431,7 @@ def _lay(
         context_tokens = sum(len(episode.turns[turn].token_ids) for turn in context_turns)
         unscored += episode.response_tokens - context_tokens - lengths[place]
         branches += [branch for branch in episode_branches if branch.mask.any()]
-    return _Group(
+    return _GroupTrees(
         trees=build_trees(branches, index, share_prefixes=layout.share_prefixes),
         lengths=lengths,
         observations=sum(int(branch.observed.sum()) for branch in branches),
@@ -442,7 +442,7 @@ def _lay(
 
 
 def _minibatch(
-    groups: list[_Group], layout: Layout, group_size: int, sources: tuple[str, ...], drop_uniform: bool
+    groups: list[_GroupTrees], layout: Layout, group_size: int, sources: tuple[str, ...], drop_uniform: bool
 ) -> Minibatch:
     lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
     parts = [

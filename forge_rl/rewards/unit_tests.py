@@ -128,7 +128,9 @@ async def run_tests(
         solution = _Solution(solution_session)
         if failure := await solution.load(code):
             return 0, failure[:_MOST_TOLD]
-        results = await _Tests(tests_session, task, len(tests) * limits.wall_s).run(setup, tests, target, solution)
+        results = await _TestsSession(tests_session, task, len(tests) * limits.wall_s).run(
+            setup, tests, target, solution
+        )
     return results.count(""), next((result for result in results if result), "")[:_MOST_TOLD]
 
 
@@ -160,7 +162,7 @@ class _Solution:
         return result.error.name, result.error.message
 
 
-class _Tests:
+class _TestsSession:
     """The session of the tests, which runs nothing of the solution and is believed."""
 
     def __init__(self, session: PoolSession, task: Task, limit_s: float) -> None:

@@ -68,7 +68,7 @@ class RewardService:
         """The current function."""
         self._made = itertools.count(1)
         """Number of the next pool of a part."""
-        self._shared = _Pool(setting, "reward", shared_parts, replicas=setting.config.replicas)
+        self._shared = _ReplicaPool(setting, "reward", shared_parts, replicas=setting.config.replicas)
         self._own = {name: self._own_pool(name, part) for name, part in own_parts.items()}
         """Pools of the parts that have their own replicas, by part name."""
         self.replaced: list[Callable[[], None]] = []
@@ -131,7 +131,7 @@ class RewardService:
         function: RewardFunction,
         form: Form,
         version: int,
-        pools: Mapping[str, _Pool],
+        pools: Mapping[str, _ReplicaPool],
     ) -> Sequence[Score]:
         """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
@@ -190,7 +190,7 @@ class RewardService:
                 for pool in old_pools:
                     await pool.service.stop()
 
-    async def _try(self, function: RewardFunction, form: Form, version: int, pools: Mapping[str, _Pool]) -> None:
+    async def _try(self, function: RewardFunction, form: Form, version: int, pools: Mapping[str, _ReplicaPool]) -> None:
         """Score samples with a function that is not in use yet.
 
         Raises:
@@ -208,10 +208,10 @@ class RewardService:
                     hint="fix it, and set it again",
                 ) from error
 
-    def _own_pool(self, name: str, part: protocol.RewardFunction) -> _Pool:
+    def _own_pool(self, name: str, part: protocol.RewardFunction) -> _ReplicaPool:
         """Create the pool of a part with its own replicas."""
         number = next(self._made)
-        return _Pool(
+        return _ReplicaPool(
             self._setting,
             f"reward-{name}" + f"-{number}" * (number > 1),
             {name: part},
@@ -261,7 +261,7 @@ class _Setting:
     hosts: ServiceHosts
 
 
-class _Pool:
+class _ReplicaPool:
     """Replicas that score with the same functions."""
 
     def __init__(

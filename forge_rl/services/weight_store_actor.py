@@ -36,7 +36,7 @@ class Holder:
         return Holder(os.getpid(), process_space())
 
 
-class _Peers:
+class _PeerVolumes:
     """This host's way to the other hosts' volumes, the first of which has the index."""
 
     def __init__(
@@ -106,7 +106,7 @@ class WeightStoreActor(ServiceActor):
         self._volumes = {**volumes, **self._volumes}  # keep processes that introduced themselves meanwhile
         self._volume = Volume(self._shm, previous_folder=old_folder, previous_segments=segments)
         self._fanout = Fanout(len(volumes))
-        self._puller = Puller(self._host, self._volume, _Peers(self._host, self._volumes, self._free))
+        self._puller = Puller(self._host, self._volume, _PeerVolumes(self._host, self._volumes, self._free))
         return self._volume.folder, self._volume.reclaimed
 
     @concurrent_endpoint

@@ -34,7 +34,7 @@ class CellOverrun(BaseException):
     """The cell ran longer than it may; its effects so far stay."""
 
 
-class _Output(io.RawIOBase):
+class _OutputFile(io.RawIOBase):
     """A stream into a file in memory that drops what exceeds a limit. Programs that a cell starts write to the file."""
 
     def __init__(self, fd: int, max_bytes: int) -> None:
@@ -92,7 +92,7 @@ class Cells:
 
     def _open_streams(self) -> None:
         """Give both output streams a file of their own, which the session's memory limit bounds."""
-        self.out, self.err = _Output(1, self.output_bytes), _Output(2, self.output_bytes)
+        self.out, self.err = _OutputFile(1, self.output_bytes), _OutputFile(2, self.output_bytes)
         sys.stdout, sys.stderr = self.out.text, self.err.text
 
     def _overrun(self, number: int, frame: object) -> None:
