@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forge_rl.errors import ConfigError, ForgeError, check_flags
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
-from forge_rl.gateway.guard import Guard, InFlight
+from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.gateway.http import HttpServer
 from forge_rl.gateway.keys import KeyRing
 from forge_rl.run.launch import launch
@@ -80,7 +80,11 @@ class Dashboard:
         gateway = GatewayConfig(port=config.port, max_concurrent=_MOST_AT_ONCE)
         app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=4096, compresslevel=1)])
         guard = Guard(
-            app, gateway, caller=KeyRing(key).caller, in_flight=InFlight(_MOST_AT_ONCE), open_paths=frozenset({"/"})
+            app,
+            gateway,
+            caller=KeyRing(key).caller,
+            in_flight=InFlightLimit(_MOST_AT_ONCE),
+            open_paths=frozenset({"/"}),
         )
         self._server = HttpServer(_WithHeaders(guard), gateway)
         self.url = f"{self._server.url}/#key={key}"

@@ -30,7 +30,7 @@ from rich.text import Text
 from forge_rl.data.data_config import DataConfig, TaskTexts
 from forge_rl.data.examples import conversation_episodes, preference_episodes
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.preview import Measured, example_panel, guess_kind, histogram, measure, task_panel
+from forge_rl.data.preview import MeasuredTasks, example_panel, guess_kind, histogram, measure, task_panel
 from forge_rl.data.scan import Lengths, PromptLengths, Scan, check_tasks
 from forge_rl.data.sources.rows import Kind
 from forge_rl.envs.env_flag import build_environment, sources_of
@@ -339,7 +339,7 @@ def _show_source(
     name: str,
     scan: Scan | None,
     limits: Lengths,
-    measurement: Measured,
+    measurement: MeasuredTasks,
 ) -> None:
     tasks, lengths, limit = measurement.tasks, measurement.lengths, limits.limit
     console.rule(Text(f"{name}  {mixture.shares[name]:.0%} of the mixture", style="bold"), align="left")
@@ -381,7 +381,9 @@ def _sample(mixture: Mixture, name: str, scan: Scan | None, count: int) -> list[
     return [mixture.draw_from(name) for _ in range(min(count, scan.trained) if scan is not None else count)]
 
 
-def _as_json(mixture: Mixture, name: str, scan: Scan | None, measurement: Measured, groups: int) -> dict[str, object]:
+def _as_json(
+    mixture: Mixture, name: str, scan: Scan | None, measurement: MeasuredTasks, groups: int
+) -> dict[str, object]:
     lengths = measurement.lengths
     report: dict[str, object] = {
         "share": mixture.shares[name],

@@ -81,7 +81,7 @@ from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward, RewardFunction, parts_of
+from forge_rl.services.reward import RewardFunction, RewardService, parts_of
 from forge_rl.system.folders import make_private
 from forge_rl.system.tasks import interrupted_by, task_group
 from forge_rl.system.terminal import visible
@@ -142,7 +142,7 @@ class Config:
     """The engines. Completions have up to --generator.max-tokens tokens. lm-eval's tasks set their own limit, and
     their context is as long as the model and --generator.kv-cache-gib allow, up to 8192 tokens, unless
     --generator.max-model-len is set."""
-    reward: Reward.Config = field(default_factory=Reward.Config)
+    reward: RewardService.Config = field(default_factory=RewardService.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     out: Path | None = None
     """Folder for results; by default a folder under runs/ named by a digest of the settings."""
@@ -473,7 +473,7 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
         environment: Any = await asyncio.to_thread(build_environment, config.env)  # constructors may take long
         plays: AgentEnvironment | None = None if callable(environment) else environment
         function: Any = await asyncio.to_thread(reward_of, config) if plays is None else plays.reward
-        scorer = Reward.start(
+        scorer = RewardService.start(
             config.reward, *cluster_and_faults, function=function, deadline_s=gateway.START_DEADLINE_S
         )
         factory = SingleTurn if plays is not None or config.agent else environment
@@ -518,7 +518,7 @@ async def _agents(
     plays: AgentEnvironment | None,
     backend: GeneratorBackend,
     tokenizer: Tokenizer,
-    reward: Reward,
+    reward: RewardService,
     out: Path,
 ) -> AsyncIterator[RunEpisode]:
     """Serve the model to the agent of --agent, or of an environment that plays its own episodes, at a gateway."""

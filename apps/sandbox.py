@@ -38,14 +38,14 @@ from starlette.routing import Route
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
 from forge_rl.gateway import GatewayConfig, check_address
 from forge_rl.gateway.errors import ApiError, invalid
-from forge_rl.gateway.guard import Guard, InFlight
+from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.gateway.http import HttpServer
 from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.run.launch import launch
-from forge_rl.sandbox import Limits, Pool, SandboxError, Session
+from forge_rl.sandbox import Limits, Pool, PoolSession, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.pool import Profile
-from forge_rl.sandbox.providers.wire import WireError, limits_from_json, result_to_json, unpacked
+from forge_rl.sandbox.providers.wire import SandboxWireError, limits_from_json, result_to_json, unpacked
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 
@@ -159,7 +159,7 @@ class _Nothing(_Body):
 class _Leased:
     """An open session; it ends when nobody has used it for long."""
 
-    session: Session
+    session: PoolSession
     until_s: float
     uses: int = 0
 
@@ -232,7 +232,7 @@ class SandboxServer:
                 self._app(),
                 self.config.http,
                 caller=self._caller,
-                in_flight=InFlight(self.config.max_concurrent, "requests"),
+                in_flight=InFlightLimit(self.config.max_concurrent, "requests"),
                 refused=lambda path, caller, error: self._requests.labels("refused", str(error.status)).inc(),
             )
             self._http = HttpServer(app, self.config.http)
@@ -266,7 +266,7 @@ class SandboxServer:
                     response = await handle(request.state.caller, request)
                     status = response.status_code
                     return response
-                except (ApiError, ForgeError, WireError) as error:
+                except (ApiError, ForgeError, SandboxWireError) as error:
                     api_error = _to_api_error(error)
                     status = api_error.status
                     return api_error.response(path)
@@ -366,7 +366,7 @@ class SandboxServer:
         finally:
             caller.opening -= 1
 
-    def _lease(self, caller: _Caller, session: Session) -> Response:
+    def _lease(self, caller: _Caller, session: PoolSession) -> Response:
         name = secrets.token_hex(16)
         caller.sessions[name] = _Leased(session, time.monotonic() + self.config.lease_s)
         return JSONResponse({"id": name, "lease_s": self.config.lease_s, "limits": asdict(session.limits)}, 201)
@@ -464,7 +464,7 @@ def _to_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case WireError():
+        case SandboxWireError():
             return ApiError(400, str(error).removeprefix("its "), code="invalid_value")
         case ConfigError():
             return ApiError(400, error.message, code="invalid_value")

@@ -49,7 +49,7 @@ class Config(BenchmarkConfig):
     """Profile of the sessions; in `process`, each cell is a command line."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"episodes": 1, "kills": 0, "at_once": 1, "cells": 1})
+        check_flags(self, "--", minimum={"episodes": 1, "kills": 0, "at_once": 1, "cells": 1})
 
 
 def measure(config: Config, report: Report) -> None:

@@ -74,7 +74,7 @@ class Config(BenchmarkConfig):
     """One short pair: shows that everything runs, and measures nothing."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"virtual_engines": 1})
+        check_flags(self, "--", minimum={"virtual_engines": 1})
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
         if self.steps < 2 * self.every or self.every < 1 or self.tasks_per_slot <= 0:

@@ -55,7 +55,7 @@ class Config(BenchmarkConfig):
     """Steps of the biases."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"tokens": 1, "dim": 1, "hidden_dim": 1, "top_k": 1, "bias_updates": 0})
+        check_flags(self, "--", minimum={"tokens": 1, "dim": 1, "hidden_dim": 1, "top_k": 1, "bias_updates": 0})
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
         if not self.ranks or not self.skews or any(ranks < 2 or self.experts % ranks for ranks in self.ranks):

@@ -65,7 +65,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         counts = ("context_tokens", "requests", "new_tokens", "warm_up", "streams", "stream_tokens")
-        check_flags(self, "--", least=dict.fromkeys(counts, 1) | {"interval_s": 0})
+        check_flags(self, "--", minimum=dict.fromkeys(counts, 1) | {"interval_s": 0})
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
                 f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"

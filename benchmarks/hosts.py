@@ -63,7 +63,7 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set --repeats to {LEAST_REPEATS} or more")
-        check_flags(self, "--", least=dict.fromkeys(("mib", "bucket_mib", "simulated_hosts", "updates"), 1))
+        check_flags(self, "--", minimum=dict.fromkeys(("mib", "bucket_mib", "simulated_hosts", "updates"), 1))
 
 
 def measure(config: Config, report: Report) -> None:

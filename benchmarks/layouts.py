@@ -36,7 +36,7 @@ from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce
-from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from forge_rl.weights.slices import TensorSlice, tiling_error
 
@@ -326,7 +326,7 @@ def batches(count: int) -> list[Batch]:
     ]
 
 
-def packed(case: Case, batch: Batch) -> Packed:
+def packed(case: Case, batch: Batch) -> PackedBatch:
     """Pack a batch for a layout like the Trainer service, with centered rewards as advantages."""
     settings = case.settings
     layout = Layout(

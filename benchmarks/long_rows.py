@@ -61,7 +61,7 @@ class Config(BenchmarkConfig):
     """Times that each row of up to 4,096 tokens is measured."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"layers": 1, "longest_before": max(_STEP, self.small)})
+        check_flags(self, "--", minimum={"layers": 1, "longest_before": max(_STEP, self.small)})
         if self.repeats < 1:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint="set it to 1 or more")
         if min(self.longest, self.small) < _STEP or self.after not in ("none", "selective", "full"):

@@ -78,7 +78,7 @@ class Config(BenchmarkConfig):
     """Episodes per group."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"steps": 200, "early": 0, "groups": 1, "group_size": 2})
+        check_flags(self, "--", minimum={"steps": 200, "early": 0, "groups": 1, "group_size": 2})
         check_flags(self, "--", above={"past": self.early})
 
 

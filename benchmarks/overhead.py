@@ -47,7 +47,7 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.types import Message, Task
 
@@ -88,7 +88,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         counts = ("turns", "least_turns", "warm_up", "answers", "batch_tokens")
-        check_flags(self, "--", least=dict.fromkeys(counts, 1) | dict.fromkeys(("many", "few"), 2 * _GROUP_SIZE))
+        check_flags(self, "--", minimum=dict.fromkeys(counts, 1) | dict.fromkeys(("many", "few"), 2 * _GROUP_SIZE))
         if self.repeats < LEAST_REPEATS and not self.smoke:
             raise BenchmarkError(
                 f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
@@ -181,7 +181,7 @@ class Services:
     environment: Environment
     single_turn: Environment
     """Environment without a process that only shows its tasks."""
-    reward: Reward
+    reward: RewardService
     generator: Generator
 
 
@@ -344,8 +344,8 @@ async def _services(config: Config) -> AsyncIterator[Services]:
                 Environment.Config(), cluster, faults, factory=ManyTurnsFactory(config.turns), deadline_s=_DEADLINE_S
             )
             stack.push_async_callback(environment.stop)
-            reward = await Reward.start(
-                Reward.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
+            reward = await RewardService.start(
+                RewardService.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
             )
             stack.push_async_callback(reward.stop)
             single_turn = await Environment.start(

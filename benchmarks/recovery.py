@@ -75,7 +75,7 @@ class Config(BenchmarkConfig):
     """One kill: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"groups": 1, "group_size": 1})
+        check_flags(self, "--", minimum={"groups": 1, "group_size": 1})
         for flag, count in {
             "runs times --repeats": self.runs * self.repeats,
             "cold-repeats": self.cold_repeats,

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.peer_environments import JUPYTER, ROOT, set_up
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.errors import check_flags
-from forge_rl.sandbox import Limits, Pool, Session
+from forge_rl.sandbox import Limits, Pool, PoolSession
 from forge_rl.sandbox.inside import cgroups
 from forge_rl.sandbox.pool import Profile
 
@@ -59,7 +59,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         counts = ("sessions", "strict_sessions", "starts", "cells", "forks", "workspace_files", "workspace_sessions")
-        check_flags(self, "--", least=dict.fromkeys(counts, 1) | {"process_sessions": 0, "peers": 0})
+        check_flags(self, "--", minimum=dict.fromkeys(counts, 1) | {"process_sessions": 0, "peers": 0})
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ async def _workspaces(config: Config, report: Report, folder: Path) -> None:
     count, bytes_a_session = config.workspace_sessions, {}
     for workspace in (None, folder):
         async with Pool(limits=Limits(memory_bytes=256 << 20, processes=32), warm=0, sessions=count) as pool:
-            opened, sessions, before = [], list[Session](), _kernel_bytes()
+            opened, sessions, before = [], list[PoolSession](), _kernel_bytes()
             for _ in range(count):
                 began = time.perf_counter()
                 sessions.append(await pool.open(workspace=workspace))
@@ -203,7 +203,7 @@ async def _workspaces(config: Config, report: Report, folder: Path) -> None:
     report.measure("workspace_diff_ms", diffs)
 
 
-async def _change(session: Session, index: int, slots: asyncio.Semaphore) -> None:
+async def _change(session: PoolSession, index: int, slots: asyncio.Semaphore) -> None:
     async with slots:
         result = await session.run(
             f"import os\nos.makedirs('3', exist_ok=True)\nopen('3/333.py', 'a').write('mine = {index}\\n')"
@@ -212,10 +212,10 @@ async def _change(session: Session, index: int, slots: asyncio.Semaphore) -> Non
         raise BenchmarkError(f"session {index}: {result.error.message}")
 
 
-async def _answer_with_their_own_state(sessions: list[Session], kind: _Kind) -> None:
+async def _answer_with_their_own_state(sessions: list[PoolSession], kind: _Kind) -> None:
     slots = asyncio.Semaphore(64)
 
-    async def ask(index: int, session: Session) -> None:
+    async def ask(index: int, session: PoolSession) -> None:
         async with slots:
             await session.run(kind.keep.format(index))
         async with slots:
@@ -226,10 +226,10 @@ async def _answer_with_their_own_state(sessions: list[Session], kind: _Kind) -> 
     await asyncio.gather(*(ask(index, session) for index, session in enumerate(sessions)))
 
 
-async def _cells(sessions: list[Session], count: int, kind: _Kind) -> None:
+async def _cells(sessions: list[PoolSession], count: int, kind: _Kind) -> None:
     left = iter(range(count))
 
-    async def work(worker_sessions: list[Session]) -> None:
+    async def work(worker_sessions: list[PoolSession]) -> None:
         for index in left:
             await worker_sessions[index % len(worker_sessions)].run(kind.cell)
 

@@ -79,7 +79,7 @@ class Config(BenchmarkConfig):
     """Settings of --real."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"budget": 1, "group_size": 1, "max_lag": 0, "asynchronous_lag": 0})
+        check_flags(self, "--", minimum={"budget": 1, "group_size": 1, "max_lag": 0, "asynchronous_lag": 0})
         if not 0 < self.train_share < 1:
             raise BenchmarkError(f"--train-share is {self.train_share}", hint="set it between 0 and 1")
         if self.batches < 2 or self.warm_up < 1 or not self.engines:

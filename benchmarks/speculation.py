@@ -81,7 +81,7 @@ class Config(BenchmarkConfig):
     """Only try everything once, on few short answers; measures nothing."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"taught_steps": 1, "tasks": 1, "group_size": 2, "most_tokens": 1, "epochs": 1})
+        check_flags(self, "--", minimum={"taught_steps": 1, "tasks": 1, "group_size": 2, "most_tokens": 1, "epochs": 1})
 
 
 def _sum(count: int, drawn: random.Random) -> dict[str, str]:

@@ -46,7 +46,7 @@ class Config(BenchmarkConfig):
     """Measurements of each result."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"episodes": 1, "turns": 1, "work": 0, "repeats": LEAST_REPEATS})
+        check_flags(self, "--", minimum={"episodes": 1, "turns": 1, "work": 0, "repeats": LEAST_REPEATS})
 
 
 async def python_without_cache(code: str) -> str:

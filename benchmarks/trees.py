@@ -34,7 +34,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import check_flags
 from forge_rl.metrics import merge_all, reduce
-from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 
 _WAYS = {"shared": True, "separate": False}
@@ -61,7 +61,7 @@ class Config(BenchmarkConfig):
     """Updates of each way, after one that warms up."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"observation": 0, "seq_len": 1})
+        check_flags(self, "--", minimum={"observation": 0, "seq_len": 1})
         if self.repeats < LEAST_REPEATS:
             raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
         if min(self.turns, self.prompt, self.answer, self.groups, self.layers) < 1:
@@ -167,7 +167,7 @@ def _batch(shape: _Shape, seed: int) -> Batch:
     return Batch(groups=tuple(group() for _ in range(shape.groups)), version=0)
 
 
-def _packed(batch: Batch, way: str, settings: TrainSettings) -> Packed:
+def _packed(batch: Batch, way: str, settings: TrainSettings) -> PackedBatch:
     layout = Layout(
         seq_len=settings.seq_len,
         context_parallel_degree=settings.context_parallel_degree,
@@ -176,7 +176,7 @@ def _packed(batch: Batch, way: str, settings: TrainSettings) -> Packed:
     return pack(batch, batch.rewards - batch.rewards.mean(dim=1, keepdim=True), layout)
 
 
-def _update(engine: Any, laid: Packed) -> Any:
+def _update(engine: Any, laid: PackedBatch) -> Any:
     (metrics,) = engine.train_batch(
         laid.minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=100, version=0
     )

@@ -20,7 +20,7 @@ D = TypeVar("D", bound=np.generic)
 
 
 class TokenArray(Generic[D]):
-    """Field of a `ByValue` dataclass that stores any sequence as a read-only array.
+    """Field of a `ValueRecord` dataclass that stores any sequence as a read-only array.
 
     Four bytes per token, a tenth of a tuple of Python numbers. Of an array of the right dtype, it is a view.
     """
@@ -43,7 +43,7 @@ def read_only(array: npt.NDArray[D]) -> npt.NDArray[D]:
     return array
 
 
-class _Layout:
+class _RecordLayout:
     """How the objects of a frozen dataclass with slots are read and made at once."""
 
     def __init__(self, kind: type) -> None:
@@ -72,18 +72,18 @@ class _Layout:
         return instance
 
 
-class _Layouts(dict[type, _Layout]):
+class _Layouts(dict[type, _RecordLayout]):
     """Layouts by class, made when they are first used."""
 
-    def __missing__(self, kind: type) -> _Layout:
-        self[kind] = _Layout(kind)
+    def __missing__(self, kind: type) -> _RecordLayout:
+        self[kind] = _RecordLayout(kind)
         return self[kind]
 
 
 _LAYOUTS = _Layouts()
 
 
-class Compact:
+class CompactRecord:
     """Base of frozen dataclasses with `slots=True`, of which thousands are in flight.
 
     Without a dict, each is one object for the garbage collector; pickled, they are a tuple of their fields.
@@ -118,7 +118,7 @@ class Compact:
 
 _set = object.__setattr__
 
-C = TypeVar("C", bound=Compact)
+C = TypeVar("C", bound=CompactRecord)
 
 
 def from_values(kind: type[C], *values: object) -> C:
@@ -127,7 +127,7 @@ def from_values(kind: type[C], *values: object) -> C:
     return instance
 
 
-class ByValue(Compact):
+class ValueRecord(CompactRecord):
     """Has array fields, and compares by value; NaN equals NaN. Fields with `compare=False` are left out."""
 
     __slots__ = ()
@@ -182,7 +182,7 @@ class CacheUse(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Chunk(ByValue):
+class Chunk(ValueRecord):
     """Part of a completion, as it is decoded. Token fields are aligned, as in Turn."""
 
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)
@@ -235,7 +235,7 @@ def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Chu
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class ScoredTokens(ByValue):
+class ScoredTokens(ValueRecord):
     """A model's logprobs of given tokens, and its most likely tokens at each of them. All fields are aligned."""
 
     logprobs: TokenArray[np.float32] = TokenArray(np.float32)
@@ -247,7 +247,7 @@ class ScoredTokens(ByValue):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Segment(ByValue):
+class Segment(ValueRecord):
     """One training sequence: a maximal run of turns in which each prompt extends the previous context.
 
     All fields have length T. Entry t describes token t itself (not t+1); where trained is False, logprobs are 0 and

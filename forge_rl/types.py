@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from forge_rl.errors import ConfigError
 from forge_rl.system.terminal import clipped
-from forge_rl.token_arrays import ByValue, Compact, Segment, TokenArray, from_values
+from forge_rl.token_arrays import CompactRecord, Segment, TokenArray, ValueRecord, from_values
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Turn(ByValue):
+class Turn(ValueRecord):
     """One completion with its prompt. All ids come from the engine; text is never re-tokenized.
 
     Turn(prompt_ids=(1, 17, 4), token_ids=(9, 2), logprobs=(-0.7, -0.1), versions=(3, 3), text="5")
@@ -154,7 +154,7 @@ class Turn(ByValue):
     last token was sampled but not computed. None if not requested."""
 
     def __post_init__(self) -> None:
-        ByValue.__post_init__(self)
+        ValueRecord.__post_init__(self)
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
         assert len(lengths) == 1, f"ids, logprobs and versions of a turn differ in length: {lengths}"
 
@@ -188,7 +188,7 @@ class Turn(ByValue):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Score(Compact):
+class Score(CompactRecord):
     """Reward of an episode: a total and its parts.
 
     Score(total=0.9, parts={"correct": 1.0, "length": -0.1}, answer="42")
@@ -213,7 +213,7 @@ class Score(Compact):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Episode(Compact):
+class Episode(CompactRecord):
     """All turns of one attempt at one task, and their score.
 
     episode = Episode(task=task, turns=(first, second), score=Score(total=1.0))
@@ -265,7 +265,7 @@ class Episode(Compact):
         for *earlier, _ in self._runs:
             for place in earlier:
                 turns[place] = len(turns[place].prompt_ids), turns[place].updated(prompt_ids=None, token_ids=None)
-        return _read_episode, Compact.__reduce__(self.updated(turns=turns))[1]
+        return _read_episode, CompactRecord.__reduce__(self.updated(turns=turns))[1]
 
     @property
     def reward(self) -> float:
@@ -479,7 +479,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling(Compact):
+class Sampling(CompactRecord):
     """Sampling settings of a completion.
 
         Sampling(max_tokens=256, temperature=0.8, stop=("</answer>",))

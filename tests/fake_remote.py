@@ -23,7 +23,7 @@ from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorSpec, complete, draft, is_of
 from forge_rl.weights.segment import readable, writable
 from forge_rl.weights.slices import TensorSlice
-from forge_rl.weights.transports.remote import Puller, Shared
+from forge_rl.weights.transports.remote import Puller, SegmentBuffers
 from forge_rl.weights.volume import Volume
 from tests.fake_host import bytes_of
 
@@ -34,7 +34,7 @@ class RemoteActor(ServiceActor):
     def __init__(self, host: str, root: Path) -> None:
         self._host = host
         self._root = root
-        self._shared = Shared()
+        self._shared = SegmentBuffers()
         self._fanout = Fanout(3)
         self._refusals = 0
         self._shares: Counter[str] = Counter()

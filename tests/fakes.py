@@ -15,7 +15,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.protocol import TrainEngine
 from forge_rl.metrics import Value, merge_all
-from forge_rl.packing.rows import Layout, Packed, Row, pack
+from forge_rl.packing.rows import Layout, PackedBatch, Row, pack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from forge_rl.weights.manifest import Bucket, Manifest, TensorEntry
 
@@ -86,7 +86,7 @@ def random_batch(seed: int, *, vocab: int, groups: int = 2, group_size: int = 3,
     return batch_of(*made)
 
 
-def packed(batch: Batch, *, seq_len: int = 64, drop_uniform: bool = True, **layout: Any) -> Packed:
+def packed(batch: Batch, *, seq_len: int = 64, drop_uniform: bool = True, **layout: Any) -> PackedBatch:
     """Packed with centered rewards as advantages; without groups of equal rewards if drop_uniform."""
     advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
     return pack(batch, advantages, Layout(seq_len=seq_len, **layout), drop_uniform=drop_uniform).without_uniform
@@ -94,7 +94,7 @@ def packed(batch: Batch, *, seq_len: int = 64, drop_uniform: bool = True, **layo
 
 def train_batch(
     engine: TrainEngine,
-    laid: Packed,
+    laid: PackedBatch,
     loss: Loss | None = None,
     *,
     epochs: int = 1,

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_rl.runtime.far_files import Answer, FarFolder, FileDesk, OpenFolder
+from forge_rl.runtime.far_files import Answer, FarFolder, FileDesk, FolderServer
 
 T = TypeVar("T")
 
 
-def answered(folder: OpenFolder, work: Callable[[FarFolder], T], *, most: int = 200) -> T:
+def answered(folder: FolderServer, work: Callable[[FarFolder], T], *, most: int = 200) -> T:
     """Do work in this thread, as a rank does, while another one answers its requests, as the controller does; at most
     so many."""
     desk, ready, asked = FileDesk(), threading.Event(), list[Any]()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from forge_rl.sandbox import CellError, Limits, Pool, Result, SandboxError, Session, shared_pool
+from forge_rl.sandbox import CellError, Limits, Pool, PoolSession, Result, SandboxError, shared_pool
 from forge_rl.sandbox.pool import Profile
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class SharedPool:
 
         return self.run(work())
 
-    async def run_in(self, session: Session, code: str, **bounds: Any) -> Result:
+    async def run_in(self, session: PoolSession, code: str, **bounds: Any) -> Result:
         if self.profile != "process":
             return await session.run(code, **bounds)
         result = await session.run(["python3", "-c", _AS_A_CELL, code], **bounds)
@@ -173,9 +173,9 @@ __all__ = [
     "LIMITS",
     "Limits",
     "Pool",
+    "PoolSession",
     "Result",
     "SandboxError",
-    "Session",
     "SharedPool",
     "kill_servers",
     "left_in_cgroups",

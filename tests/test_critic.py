@@ -13,7 +13,7 @@ import torch
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.defaults import check_critic
@@ -27,7 +27,7 @@ from tests.fakes import make_model, random_batch
 from tests.test_checkpointing import Parts, checkpointer_of, save
 
 
-def numbered(batch: Batch) -> tuple[Packed, list[torch.Tensor], list[np.ndarray]]:
+def numbered(batch: Batch) -> tuple[PackedBatch, list[torch.Tensor], list[np.ndarray]]:
     """A packed batch, values that number the tokens of each turn, and those by episode."""
     numbers = [
         np.concatenate([1000 * e + 100 * t + np.arange(len(turn.token_ids)) for t, turn in enumerate(episode.turns)])

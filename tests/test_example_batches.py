@@ -17,7 +17,7 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import ConfigError, TaskError
 from forge_rl.metrics import batch_metrics, reduce
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.run import services as services_module
@@ -199,7 +199,7 @@ class Scoring(Handle):
     layout = Trainer.layout
     _seed = 0
 
-    async def evaluate(self, packed: Packed, loss: object) -> dict[str, float]:
+    async def evaluate(self, packed: PackedBatch, loss: object) -> dict[str, float]:
         value = next(self.losses)
         return {"loss": value, "tokens/trained": float(packed.trained_tokens)}
 

@@ -12,7 +12,7 @@ import pytest
 from forge_rl.errors import ModelError
 from forge_rl.models.copies import contents_of, copy_of
 from forge_rl.runtime import host_logs
-from forge_rl.runtime.far_files import FarFolder, OpenFolder, Request, filled
+from forge_rl.runtime.far_files import FarFolder, FileRequest, FolderServer, filled
 from forge_rl.runtime.host_logs import GatheredLogs, new_output, open_log, own_logs
 from tests.far_disk import answered
 
@@ -40,7 +40,7 @@ def test_files_come_back_as_they_were_written(tmp_path: Path):
             (place / "config.json").write_text("{}")
             (place / "empty").touch()
 
-    answered(OpenFolder(tmp_path), work)
+    answered(FolderServer(tmp_path), work)
     assert (tmp_path / "training" / "a").read_bytes() == data
     assert {path.name for path in (tmp_path / "training").iterdir()} == {"a"}
     assert (tmp_path / "model" / "config.json").read_text() == "{}"
@@ -54,21 +54,21 @@ def test_nothing_outside_of_the_folder_can_be_reached(tmp_path: Path):
     (inside / "link").symlink_to(tmp_path / "secret")
     (inside / "up").symlink_to(tmp_path)
     os.mkfifo(inside / "pipe")
-    folder = OpenFolder(inside)
+    folder = FolderServer(inside)
     for name in ("../secret", "/etc/passwd", "link", "up/secret", "", ".", "a\0b", "pipe", "nothing", "none/of/it"):
         for what in ("size", "read", "write", "rename"):
-            asked = Request(action=what, name=name, length=10, data=b"y", to="new")  # type: ignore[arg-type]
+            asked = FileRequest(action=what, name=name, length=10, data=b"y", to="new")  # type: ignore[arg-type]
             if what in ("write", "rename") and name in ("nothing", "pipe", "link"):
                 continue
             assert isinstance(folder.answer(asked), OSError), (what, name)
-    assert isinstance(folder.answer(Request(action="write", name="link", data=b"y")), OSError)
-    assert isinstance(folder.answer(Request(action="write", name="pipe", data=b"y")), OSError)
-    assert isinstance(folder.answer(Request(action="rename", name="link", to="../taken")), OSError)
+    assert isinstance(folder.answer(FileRequest(action="write", name="link", data=b"y")), OSError)
+    assert isinstance(folder.answer(FileRequest(action="write", name="pipe", data=b"y")), OSError)
+    assert isinstance(folder.answer(FileRequest(action="rename", name="link", to="../taken")), OSError)
     assert (tmp_path / "secret").read_text() == "x"
     assert {path.name for path in tmp_path.iterdir()} == {"inside", "secret"}
-    open_to_read = OpenFolder(inside, read_only=True)
-    assert open_to_read.answer(Request(action="read", name="link", length=10)) == b"x", "as in the hub's cache"
-    assert isinstance(open_to_read.answer(Request(action="write", name="new", data=b"y")), OSError)
+    open_to_read = FolderServer(inside, read_only=True)
+    assert open_to_read.answer(FileRequest(action="read", name="link", length=10)) == b"x", "as in the hub's cache"
+    assert isinstance(open_to_read.answer(FileRequest(action="write", name="new", data=b"y")), OSError)
     assert not (inside / "new").exists()
 
 
@@ -78,7 +78,7 @@ def test_an_error_of_the_file_system_is_raised_where_the_work_is(tmp_path: Path)
             file.write(b"x")
 
     with pytest.raises(FileNotFoundError, match="No such file"):
-        answered(OpenFolder(tmp_path), work)
+        answered(FolderServer(tmp_path), work)
 
 
 def test_a_model_is_copied_once_and_again_if_its_copy_is_damaged(tmp_path: Path):

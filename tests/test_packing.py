@@ -9,7 +9,7 @@ import torch
 
 from forge_rl.errors import ConfigError
 from forge_rl.packing.minibatches import deal
-from forge_rl.packing.rows import Layout, Minibatch, Packed, Row, attends, dense_mask, pack
+from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, Row, attends, dense_mask, pack
 from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 
@@ -43,7 +43,7 @@ def centered(batch: Batch) -> torch.Tensor:
     return batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
 
 
-def packed(batch: Batch, layout: Layout | None = None, *, drop_uniform: bool = False) -> Packed:
+def packed(batch: Batch, layout: Layout | None = None, *, drop_uniform: bool = False) -> PackedBatch:
     return pack(batch, centered(batch), layout or Layout(), drop_uniform=drop_uniform)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_rl.packing.rows import Layout, Packed, dense_mask, pack
+from forge_rl.packing.rows import Layout, PackedBatch, dense_mask, pack
 from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch, Episode
 from tests.test_packing import EOS, batch_of, centered, packed, turn
@@ -148,7 +148,7 @@ def two_turn_batch() -> Batch:
     return batch_of(*groups)
 
 
-def packed_logprobs(model: TinyModel, result: Packed, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+def packed_logprobs(model: TinyModel, result: PackedBatch, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     values = []
     for row, visible in zip(result.rows, masks, strict=True):
         scored = model(row.token_ids, row.positions, visible)

@@ -16,7 +16,7 @@ from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run import services
 from forge_rl.run.placing import place
-from forge_rl.run.preparation import Checked
+from forge_rl.run.preparation import CheckedRun
 from forge_rl.runtime.cluster import THIS_HOST
 
 
@@ -270,7 +270,7 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
         log = SimpleNamespace(event=print)
         monitor: Any = SimpleNamespace(display=SimpleNamespace(startup=lambda *_: None), faults=None, log=log)
         prepared: Any = SimpleNamespace(folder=tmp_path, checkpoint=None, monitor=monitor)
-        checked: Checked[RunConfig] = Checked(
+        checked: CheckedRun[RunConfig] = CheckedRun(
             config=RunConfig(), model=tmp_path, reference=False, values=False, shares_devices=True, sets={}
         )
         async with asyncio.TaskGroup() as group:

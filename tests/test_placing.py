@@ -18,7 +18,7 @@ from forge_rl.run.hosts import RunHosts, device_defaults
 from forge_rl.run.placement_flag import PlacementChoice, read_placement
 from forge_rl.run.placing import PlacedServices, place
 from forge_rl.run.run_config import RunConfig
-from forge_rl.runtime.addresses import Address, Network, interface_towards, meeting_address
+from forge_rl.runtime.addresses import Address, HostNetwork, interface_towards, meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.seats import Seat, Seats, ServiceHosts, ranks_by_host
 from forge_rl.services.generator_config import GeneratorConfig
@@ -184,11 +184,11 @@ def test_engines_that_do_not_fit_on_their_hosts_are_refused():
             GeneratorConfig(hosts_per_replica=2, **settings)
 
 
-def network(space: str, *addresses: str) -> Network:
+def network(space: str, *addresses: str) -> HostNetwork:
     """Addresses as INTERFACE:IP/PREFIX."""
     parts = [each.replace("/", ":").split(":") for each in addresses]
     found = tuple(Address(interface=name, ip=ip, prefix=int(prefix)) for name, ip, prefix in parts)
-    return Network(space=space, addresses=found)
+    return HostNetwork(space=space, addresses=found)
 
 
 def test_ranks_meet_at_a_private_address_that_all_hosts_have_a_way_to():
@@ -207,7 +207,7 @@ def test_ranks_meet_at_a_private_address_that_all_hosts_have_a_way_to():
 
 def test_a_rank_finds_its_own_interface_to_the_meeting_point():
     assert interface_towards("127.0.0.1") == "lo"
-    for address in Network.of_this_host().addresses:
+    for address in HostNetwork.of_this_host().addresses:
         assert interface_towards(address.ip) == address.interface
 
 

@@ -19,7 +19,7 @@ from forge_rl.data.examples import comparison_episodes
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import merge_all, reduce
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.packing.unpacking import unpack
 from forge_rl.rewards.reward_model import RewardModel
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ def gradients(engine: TitanEngine) -> list[torch.Tensor]:
     return kept
 
 
-def laid(batch: Batch, seq_len: int, **layout: Any) -> Packed:
+def laid(batch: Batch, seq_len: int, **layout: Any) -> PackedBatch:
     return packed(batch, seq_len=seq_len, drop_uniform=False, **layout)
 
 

@@ -15,7 +15,7 @@ from forge_rl.errors import ModelError
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.protocol import RewardFunction
 from forge_rl.rewards.reward_model import RewardModel
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.types import Episode, Task
 from tests.fake_actors import cluster
 from tests.fake_envs import length, negative, task_of
@@ -193,7 +193,9 @@ def test_a_part_with_replicas_of_its_own_is_scored_there_and_the_others_beside_i
             "apart": (Apart(1), 0.0), "length": (length, 1.0), "pid": (pid, 0.0), "model": (model, 0.0)
         }  # fmt: skip
         async with cluster(tmp_path) as (made, faults):
-            start = Reward.start(Reward.Config(), made, faults, function=WeightedSum(parts), deadline_s=120.0)
+            start = RewardService.start(
+                RewardService.Config(), made, faults, function=WeightedSum(parts), deadline_s=120.0
+            )
             service = await start
             try:
                 assert service.form == "episode"
@@ -228,8 +230,8 @@ def test_what_is_scored_while_the_reward_is_replaced_has_the_old_score_or_the_ne
     async def main() -> None:
         old = WeightedSum({"length": (length, 1.0), "again": (length, 0.0)})
         async with cluster(tmp_path) as (made, faults):
-            config = Reward.Config(replicas=2)
-            service = await Reward.start(config, made, faults, function=old, deadline_s=120.0)
+            config = RewardService.Config(replicas=2)
+            service = await RewardService.start(config, made, faults, function=old, deadline_s=120.0)
             try:
                 async with asyncio.TaskGroup() as group:
                     scored = [group.create_task(service.score([episode_of("four", task_of())])) for _ in range(20)]

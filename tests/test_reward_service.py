@@ -18,7 +18,7 @@ from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.types import Episode, Score, Task
 from tests import fake_envs
 from tests.fake_actors import cluster, send_signal
@@ -33,10 +33,10 @@ LONG_S = 120.0
 @contextlib.asynccontextmanager
 async def reward(
     logs: Path, function: RewardFunction, *, replicas: int = 1, deadline_s: float = LONG_S
-) -> AsyncIterator[tuple[Reward, Faults]]:
+) -> AsyncIterator[tuple[RewardService, Faults]]:
     async with cluster(logs) as (made, faults):
-        config = Reward.Config(replicas=replicas, deadline_s=deadline_s)
-        service = await Reward.start(config, made, faults, function=function, deadline_s=LONG_S)
+        config = RewardService.Config(replicas=replicas, deadline_s=deadline_s)
+        service = await RewardService.start(config, made, faults, function=function, deadline_s=LONG_S)
         try:
             yield service, faults
         finally:
@@ -44,14 +44,14 @@ async def reward(
             await service.stop()
 
 
-async def score(service: Reward, task: Task, text: str) -> float:
+async def score(service: RewardService, task: Task, text: str) -> float:
     """Score the text of an answer."""
     episode = Episode(task=task, turns=(), output=text)
     [found] = await service.score([episode])
     return with_score(episode, found).reward
 
 
-async def full_strength(service: Reward) -> None:
+async def full_strength(service: RewardService) -> None:
     """Wait until all replicas serve."""
     changed = asyncio.Event()
     service._shared.service.listeners.append(changed.set)
@@ -263,4 +263,4 @@ def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
 def test_settings_are_checked():
     for settings, text in (({"replicas": 0}, "replicas is 0"), ({"deadline_s": 0}, "deadline-s is 0")):
         with pytest.raises(ConfigError, match=text):
-            Reward.Config(**settings)
+            RewardService.Config(**settings)

@@ -17,7 +17,7 @@ from forge_rl.engines.titan.routing import routers, set_routing
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import reduce
-from forge_rl.packing.rows import Packed, Row
+from forge_rl.packing.rows import PackedBatch, Row
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.types import Batch
@@ -55,7 +55,7 @@ def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     return TitanEngine(folder, TrainSettings(dtype="float64", seq_len=64, **settings))
 
 
-def own_choices(engine: TitanEngine, laid: Packed) -> Packed:
+def own_choices(engine: TitanEngine, laid: PackedBatch) -> PackedBatch:
     """The rows, with the experts that the engine chooses itself."""
     chosen: list[torch.Tensor] = []
     for router in routers(engine.model):

@@ -23,7 +23,7 @@ from apps.sandbox import Config, SandboxServer
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.sandbox import CellError, Image, Limits, RemotePool, Result, SandboxError, SandboxPool, Usage
-from forge_rl.sandbox.providers.wire import WireError, result_from_json, result_to_json
+from forge_rl.sandbox.providers.wire import SandboxWireError, result_from_json, result_to_json
 from tests.sandbox_pool import left_in_cgroups
 
 LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, transfer_bytes=64 << 10)
@@ -133,7 +133,7 @@ def test_every_field_of_a_result_survives_json_and_a_wrong_one_is_refused():
     sent = json.dumps(result_to_json(whole))
     assert result_from_json(json.loads(sent), LIMITS) == whole
     for name, wrong in (("stdout", 1), ("status", True), ("usage", []), ("error", "x"), ("image", {"media_type": "x"})):
-        with pytest.raises(WireError):
+        with pytest.raises(SandboxWireError):
             result_from_json({**json.loads(sent), name: wrong}, LIMITS)
 
 

@@ -13,7 +13,7 @@ from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.lengths import Length
 from forge_rl.rewards.protocol import Shaping, form_of
 from forge_rl.rewards.shaping import AdaptiveLength, CosineLength, StopProperly, repeated_share
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.types import Episode, Outcome, Score, Task, Turn
 
 TASK = Task(id="t", source="s", messages=(), truth={"answer": "5"})
@@ -108,4 +108,4 @@ def test_a_part_that_is_not_there_or_itself_shapes_is_refused(of: str):
 
 def test_such_a_reward_cannot_score_alone():
     with pytest.raises(ConfigError, match="StopProperly depends on another reward and cannot score alone"):
-        Reward(cast(Any, None), StopProperly())
+        RewardService(cast(Any, None), StopProperly())

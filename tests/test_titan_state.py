@@ -31,7 +31,7 @@ from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.shards import block, freeze, local_shards, named_weights, specs
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.runtime.far_files import OpenFolder
+from forge_rl.runtime.far_files import FolderServer
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
 from forge_rl.weights.slices import TensorSlice
@@ -108,7 +108,7 @@ def test_a_run_is_saved_and_resumed_on_a_disk_that_it_reaches_by_requests(tmp_pa
     save(engine, tmp_path / "near", tmp_path / "hf")
     for part in ("model", "training"):
         (tmp_path / "far" / part).mkdir(parents=True)
-    disk = OpenFolder(tmp_path / "far")
+    disk = FolderServer(tmp_path / "far")
     answered(disk, lambda folder: engine.save(folder, tmp_path / "hf", version=7).result())
     for part in ("model", "training"):
         near, far = (
@@ -117,7 +117,7 @@ def test_a_run_is_saved_and_resumed_on_a_disk_that_it_reaches_by_requests(tmp_pa
         assert near.keys() == far.keys()
         assert part == "training" or near == far
     resumed = engine_of(tmp_path / "hf")
-    training = OpenFolder(tmp_path / "far" / "training", read_only=True)
+    training = FolderServer(tmp_path / "far" / "training", read_only=True)
     assert answered(training, resumed.load_training_state, most=2000) == 7
     for each in (engine, resumed):
         train(each, range(1, 2))

@@ -23,7 +23,7 @@ from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.types import Batch, Score
 from tests.fakes import empty_row, hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import PlainTrainer
@@ -47,7 +47,7 @@ def engine_of(folder: Path, *, reference: bool = False, **settings: Any) -> Tita
     return TitanEngine(folder, TrainSettings(**given), reference=reference)
 
 
-def step(engine: TitanEngine, laid: Packed, *, loss: Loss = LOSS, **settings: Any) -> dict:
+def step(engine: TitanEngine, laid: PackedBatch, *, loss: Loss = LOSS, **settings: Any) -> dict:
     return train_batch(engine, laid, loss, total_updates=TOTAL_UPDATES, **settings)
 
 

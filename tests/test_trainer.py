@@ -20,7 +20,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.packing.unpacking import read_scores, unpack
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.replica import Replica
@@ -173,7 +173,7 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
     asyncio.run(run())
 
 
-def check_scored(trainer: Trainer, laid: Packed, before: Sequence[torch.Tensor], rows: int | None = None) -> None:
+def check_scored(trainer: Trainer, laid: PackedBatch, before: Sequence[torch.Tensor], rows: int | None = None) -> None:
     """Checks that the last step kept gaps and entropies of each row, and those of the first `rows` of them."""
     assert trainer.scored is not None
     of, found = trainer.scored

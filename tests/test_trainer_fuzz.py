@@ -22,7 +22,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.metrics import Value, merge_all, reduce
-from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.types import Batch, Episode, Group, Score, Turn
 from tests.fakes import TASK, hf_weights, make_model
 from tests.plain_trainer import PlainTrainer
@@ -46,7 +46,7 @@ class Case:
     temperature: float
     total_updates: int
 
-    def packed(self, **parallel: int) -> Packed:
+    def packed(self, **parallel: int) -> PackedBatch:
         """Minibatches that train something, of a layout."""
         laid = pack(
             self.batch,
@@ -176,7 +176,7 @@ def normalised(values: list[np.ndarray], estimator: str) -> list[np.ndarray]:
     return [np.nan_to_num((each - known.mean()) / divisor) for each in values]
 
 
-def updates_of(engine: TitanEngine, case: Case, laid: Packed, own: slice = slice(None)) -> list[dict[str, Value]]:
+def updates_of(engine: TitanEngine, case: Case, laid: PackedBatch, own: slice = slice(None)) -> list[dict[str, Value]]:
     found = engine.train_batch(
         [replace(each, rows=each.rows[own]) for each in laid.minibatches],
         case.loss,

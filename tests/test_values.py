@@ -21,7 +21,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import ExplainedVariance, merge_all, reduce
-from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch
 from tests.fakes import hf_weights, make_model, random_batch
@@ -60,7 +60,7 @@ def columns_of(batch: Batch) -> dict[str, list[list[np.ndarray]]]:
     return {"returns": noise(), "old_values": noise()}
 
 
-def packed(batch: Batch, **layout: Any) -> Packed:
+def packed(batch: Batch, **layout: Any) -> PackedBatch:
     return pack(
         batch,
         torch.zeros(batch.rewards.shape),

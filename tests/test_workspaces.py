@@ -11,7 +11,7 @@ import pytest
 
 from forge_rl.sandbox import SandboxError, bodies
 from forge_rl.sandbox.inside import kernel
-from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry, OpenFolder, read_changes
+from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry, FolderDescriptor, read_changes
 from forge_rl.sandbox.workspaces.diffs import diff_text
 from tests.sandbox_pool import LIMITS, SharedPool
 
@@ -378,7 +378,7 @@ def test_changes_are_bounded_in_number_and_bytes(tmp_path: Path):
     mine.mkdir()
     for number in range(9):
         (mine / str(number)).write_bytes(bytes(10))
-    folder = OpenFolder(os.open(mine, os.O_RDONLY), is_overlay=False)
+    folder = FolderDescriptor(os.open(mine, os.O_RDONLY), is_overlay=False)
     found = read_changes(str(tmp_path / "base"), folder, most_changes=4, most_bytes=25)
     assert [change.after.data for change in found.changes if change.after] == [bytes(10), bytes(10), None, None]
     assert len(found.left_out) == 3

@@ -16,7 +16,7 @@ from forge_rl.algorithms.logprobs import TokenScores
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
-from forge_rl.packing.rows import Layout, Minibatch, Packed, Row, pack
+from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, Row, pack
 from forge_rl.types import Batch as Episodes
 from forge_rl.types import Episode, Group, Task, Turn
 
@@ -24,7 +24,9 @@ _SEQ_LEN = 100
 """Tokens of a row: a batch fills several, which are not the shares of the peers' ranks."""
 
 
-def packed_batch(batch: Batch, loss: Loss, columns: Mapping[str, Any], *, group_size: int, minibatches: int) -> Packed:
+def packed_batch(
+    batch: Batch, loss: Loss, columns: Mapping[str, Any], *, group_size: int, minibatches: int
+) -> PackedBatch:
     """Pack a batch: token t of episode n is n * T + t + 1, so that rows lead back to it.
 
     Tokens of the batch that are not trained are the world's, between two turns, in every other episode, and in the

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Several(Loss):
+class _NamedLosses(Loss):
     """Several losses by name, with all of their needs."""
 
     losses: Mapping[str, Loss]
@@ -68,7 +68,7 @@ class _Several(Loss):
 
 
 @dataclass(frozen=True)
-class LossSum(_Several):
+class LossSum(_NamedLosses):
     """A weighted sum of named losses, each with its own mean, so that none dilutes another.
 
         LossSum({"policy": Cispo(), "entropy": Entropy()}, {"entropy": -0.01})
@@ -98,7 +98,7 @@ class LossSum(_Several):
 
 
 @dataclass(frozen=True)
-class LossBySource(_Several):
+class LossBySource(_NamedLosses):
     """A loss for each source of the mixture, and one, "", for all other sources.
 
         LossBySource({"math": ClippedSurrogate(), "": Cispo()})

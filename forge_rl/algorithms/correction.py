@@ -23,7 +23,7 @@ Mode = Literal["none", "truncate", "mask"]
 _CRITERION = re.compile(r"(token|seq_sum|seq_mean|seq_max)_(k[123]):(?:([^_]+)_)?([^_]+)")
 
 
-class Criterion(NamedTuple):
+class RejectionCriterion(NamedTuple):
     """One criterion of `Correction.reject`."""
 
     level: str
@@ -95,7 +95,7 @@ class Correction:
         _ = self.criteria
 
     @property
-    def criteria(self) -> Sequence[Criterion]:
+    def criteria(self) -> Sequence[RejectionCriterion]:
         """Criteria that `reject` names.
 
         Raises:
@@ -178,7 +178,7 @@ class Correction:
             }
         return factor, sums
 
-    def _rejected(self, criteria: Sequence[Criterion], tokens: LossInputs) -> torch.Tensor:
+    def _rejected(self, criteria: Sequence[RejectionCriterion], tokens: LossInputs) -> torch.Tensor:
         """Return which tokens do not meet one of the criteria, [L] bool."""
         trainer_logprobs = tokens.logprobs.detach() if self.proximal == "behaviour" else self.old_logprobs(tokens)
         difference = log_ratios(trainer_logprobs, tokens.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -191,7 +191,7 @@ class Correction:
         return is_rejected
 
 
-def _criterion(text: str) -> Criterion:
+def _criterion(text: str) -> RejectionCriterion:
     """Read one criterion of `Correction.reject`."""
     match = _CRITERION.fullmatch(text.strip())
     try:
@@ -206,9 +206,9 @@ def _criterion(text: str) -> Criterion:
             hint="write LEVEL_KIND:BOUND, as seq_mean_k1:0.999_1.001, token_k3:0.1 or seq_max_k2:2, joined by +",
         )
     if not is_k1:
-        return Criterion(match[1], match[2], -math.inf, bounds[0])
+        return RejectionCriterion(match[1], match[2], -math.inf, bounds[0])
     low = bounds[0] if len(bounds) == 2 else 1 / bounds[0]
-    return Criterion(match[1], match[2], math.log(low), math.log(bounds[-1]))
+    return RejectionCriterion(match[1], match[2], math.log(low), math.log(bounds[-1]))
 
 
 def loglinear(logprobs: torch.Tensor, behaviour: torch.Tensor, versions: torch.Tensor, version: float) -> torch.Tensor:

@@ -78,7 +78,7 @@ def token_scores(
     chunk_tokens = chunk_tokens or (16 if logits.device.type == "cpu" else 64)
     assert logits.ndim == 2, f"logits have shape {list(logits.shape)}, not [N, V]"
     assert targets.shape[:1] == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
-    return TokenScores(*_TokenScores.apply(logits, targets, scoring, chunk_tokens, overwrite_logits))
+    return TokenScores(*_TokenScoresFunction.apply(logits, targets, scoring, chunk_tokens, overwrite_logits))
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tens
     return {"abs_sum": gap.sum(), "max": largest, "count": mask.sum().to(torch.float32)}
 
 
-class _TokenScores(torch.autograd.Function):
+class _TokenScoresFunction(torch.autograd.Function):
     """Handwritten gradients, so that no [N, V] softmax is saved. With z = logits / temperature:
     d logprob / d z = onehot - p, and d entropy / d z = -p * (log p + entropy)."""
 

@@ -95,7 +95,7 @@ def _hub_table(definition: Benchmark, revision: str) -> Table:
 
 def _file_tables(definition: Benchmark, file: str) -> list[Table]:
     tables = open_tables(find_files(file))
-    return [_Answered(table) for table in tables] if "ground_truth" in definition.columns else tables
+    return [_AnsweredTable(table) for table in tables] if "ground_truth" in definition.columns else tables
 
 
 def _rows(definition: Benchmark, tables: Sequence[Table]) -> Iterator[Row]:
@@ -114,7 +114,7 @@ def _rows(definition: Benchmark, tables: Sequence[Table]) -> Iterator[Row]:
                 ) from error
 
 
-class _Answered:
+class _AnsweredTable:
     """Rows of a table, each with its `ground_truth` from the file of the same name in the folder possible_answer."""
 
     def __init__(self, table: Table) -> None:

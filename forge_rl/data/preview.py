@@ -26,7 +26,7 @@ _BINS = 10
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTasks:
     """Tasks that were looked at, and what of them is trained."""
 
     tasks: list[Task] = field(default_factory=list)
@@ -77,13 +77,13 @@ def trained_text(episode: Episode, tokenizer: Tokenizer) -> Text:
     return text
 
 
-def measure(lengths: Lengths, tasks: Sequence[Task]) -> Measured:
+def measure(lengths: Lengths, tasks: Sequence[Task]) -> MeasuredTasks:
     """Measure tasks.
 
     Raises:
         TaskError: none can be used; it is the first one's error.
     """
-    measurement = Measured()
+    measurement = MeasuredTasks()
     lengths.take_note()  # the scan has told of its own
     for task in tasks:
         try:

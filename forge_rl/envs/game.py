@@ -34,8 +34,8 @@ class GuessNumber:
     def __post_init__(self) -> None:
         check_flags(self, "--env game: ", minimum={"highest": 2, "max_turns": 1})
 
-    def __call__(self, task: Task) -> Guessing:
-        return Guessing(self, task)
+    def __call__(self, task: Task) -> GuessingGame:
+        return GuessingGame(self, task)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the game's tasks."""
@@ -57,7 +57,7 @@ class GuessNumber:
         )
 
 
-class Guessing:
+class GuessingGame:
     """One game."""
 
     def __init__(self, config: GuessNumber, task: Task) -> None:

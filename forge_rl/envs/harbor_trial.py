@@ -16,7 +16,7 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.shell import TOOL, shown_result
 from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import TaskError
-from forge_rl.sandbox import DurableSession, DurableSessions, Limits, SandboxError, Session, shared_pool
+from forge_rl.sandbox import DurableSession, DurableSessions, Limits, PoolSession, SandboxError, shared_pool
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.types import Task, ToolCall
 
@@ -125,7 +125,7 @@ class HarborTrial:
                         raise
         raise AssertionError("unreachable")
 
-    async def _verify(self, session: Session) -> tuple[float, dict[str, float]]:
+    async def _verify(self, session: PoolSession) -> tuple[float, dict[str, float]]:
         folders = {self._work: "work", _TESTS: "tests", _LOGS: "verifier"}  # two of which the model has never seen
         tests = self._folder / "tests"
         result = await session.run([*_UNPACK, _TESTS], stdin=_packed(tests), folders=folders)

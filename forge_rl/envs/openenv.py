@@ -213,7 +213,7 @@ class OpenEnvSession:
         """Send an action; return the text for the model, the reward, and whether the episode is done."""
         try:
             data = await self._ask("step", action)
-        except _RefusedError as error:
+        except _RejectedActionError as error:
             return f"error: {error}", None, False
         reward = data.get("reward")
         return self._shown(data), None if reward is None else float(reward), bool(data.get("done"))
@@ -321,7 +321,7 @@ class OpenEnvSession:
                 raise _FullError(error_data.get("message", ""))
             errors = f": {error_data['errors']}" if error_data.get("errors") else ""
             if kind == "step" and error_data.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
-                raise _RefusedError(f"{error_data.get('message')}{errors}")
+                raise _RejectedActionError(f"{error_data.get('message')}{errors}")
             raise ForgeError(
                 f"{self._factory.shown_url} answered `{kind}` with {error_data.get('code')}: "
                 f"{error_data.get('message')}{errors}",
@@ -338,7 +338,7 @@ class _FullError(Exception):
     """The server has no free session."""
 
 
-class _RefusedError(Exception):
+class _RejectedActionError(Exception):
     """The environment rejected an action; the model sees the message."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.token_arrays import Compact
+from forge_rl.token_arrays import CompactRecord
 from forge_rl.types import Episode, Message, Score, Task, ToolCall
 
 Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
@@ -22,7 +22,7 @@ Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observation(Compact):
+class Observation(CompactRecord):
     """The messages that start an episode, and the tools."""
 
     messages: tuple[Message, ...]
@@ -31,7 +31,7 @@ class Observation(Compact):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step(Compact):
+class Step(CompactRecord):
     """The environment's response to a completion."""
 
     messages: tuple[Message, ...] = ()

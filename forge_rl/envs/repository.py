@@ -16,7 +16,7 @@ from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.tool import Tool
 from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import ConfigError, TaskError, check_flags
-from forge_rl.sandbox import Checkout, Limits, RepositoryStore, SandboxError, Session, shared_pool
+from forge_rl.sandbox import Checkout, Limits, PoolSession, RepositoryStore, SandboxError, shared_pool
 from forge_rl.sandbox.durable import DivergedError, repeatable
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.workspaces.changes import Change
@@ -136,7 +136,7 @@ class RepositoryUse:
         self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
         self._opened = contextlib.AsyncExitStack()
         self._checkout: Checkout | None = None
-        self._session: Session | None = None
+        self._session: PoolSession | None = None
         self._log: list[tuple[str, str]] = []
         """Commands so far, and what the model was shown of each."""
 
@@ -174,7 +174,7 @@ class RepositoryUse:
                 await self._end()
         raise AssertionError("unreachable")
 
-    async def _rerun(self) -> Session:
+    async def _rerun(self) -> PoolSession:
         """Open a session and repeat the commands so far in it."""
         self._session = await self._open()
         for number, (command, old_output) in enumerate(self._log, 1):
@@ -213,7 +213,7 @@ class RepositoryUse:
             session, self._session = self._session, None
             await session.close()
 
-    async def _open(self, *, of_tests: bool = False) -> Session:
+    async def _open(self, *, of_tests: bool = False) -> PoolSession:
         """Open a session in a fresh workspace."""
         if self._checkout is None:
             checkout = _store(self._config.store).checkout(self._truth["repository"], self._truth["revision"])
@@ -223,7 +223,7 @@ class RepositoryUse:
         await session.run(_START.format(packages=self._config.packages))
         return session
 
-    async def _replace(self, session: Session) -> Session:
+    async def _replace(self, session: PoolSession) -> PoolSession:
         """Continue in a new session with the files of a session that its commands killed."""
         changes = await session.changes(leave_out=())
         await session.close()

@@ -48,11 +48,11 @@ def read(path: Path, kind: type[C]) -> C:
         raise ConfigError(f"--config {path}: {error.strerror or error}", hint="name an existing file") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or too deep
         raise ConfigError(f"--config {path} is not TOML: {error}", hint="fix it; --dump-config shows one") from None
-    return _ConfigFile(path, text, tuple(flags_of(kind))).filled(kind, None, table, ())
+    return _FlagFile(path, text, tuple(flags_of(kind))).filled(kind, None, table, ())
 
 
 @dataclasses.dataclass(frozen=True)
-class _ConfigFile:
+class _FlagFile:
     path: Path
     text: str
     flags: tuple[Flag, ...]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.sessions import Session
-from forge_rl.token_arrays import ByValue, TokenArray, TokenIds
+from forge_rl.token_arrays import TokenArray, TokenIds, ValueRecord
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall
 
@@ -33,24 +33,24 @@ _ITEM_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 """Required fields of a response's input items other than messages, each with its type."""
 
 
-class _Lenient(BaseModel):
+class _LenientModel(BaseModel):
     """Parts of messages; ignores unknown fields such as cache hints, which do not affect sampling."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class _RawFunction(_Lenient):
+class _RawFunction(_LenientModel):
     name: str
     arguments: str = ""
 
 
-class _RawCall(_Lenient):
+class _RawCall(_LenientModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _RawFunction
 
 
-class _RawMessage(_Lenient):
+class _RawMessage(_LenientModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_calls: list[_RawCall] | None = Field(None, fail_fast=True)
@@ -114,7 +114,7 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Prompt(ByValue):
+class Prompt(ValueRecord):
     """Prompt token ids, with the state that lets a later request continue from the completion."""
 
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)

@@ -13,9 +13,9 @@ from forge_rl.errors import ServiceError
 from forge_rl.gateway import vllm_internals as vllm
 from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.request_state import REQUEST, Added, Choice, RequestState
+from forge_rl.gateway.request_state import REQUEST, CompletionChoice, CompletionDelta, RequestState
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.shared import Shared
+from forge_rl.gateway.shared import GatewayContext
 from forge_rl.services.completion import GATHER_S
 from forge_rl.system.seeds import derive_seed
 from forge_rl.system.tasks import task_group
@@ -44,7 +44,7 @@ class EngineClient:
     errored = False
     vllm_config = input_processor = None
 
-    def __init__(self, shared: Shared, model_config: SimpleNamespace, renderer: SimpleNamespace) -> None:
+    def __init__(self, shared: GatewayContext, model_config: SimpleNamespace, renderer: SimpleNamespace) -> None:
         self.model_config = model_config
         self.renderer = renderer
         self._shared = shared
@@ -71,7 +71,7 @@ class EngineClient:
             of_prompt = self._of_prompt(choices[0])
             return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, is_finished)
 
-        def show(choice: Choice, added: Added) -> None:
+        def show(choice: CompletionChoice, added: CompletionDelta) -> None:
             output_queue.put_nowait(output([_output(choice, added)]))
 
         async def decode() -> None:
@@ -93,7 +93,12 @@ class EngineClient:
             state.fail(error)
             raise
 
-    async def _decode(self, choice: Choice, state: RequestState, show: Callable[[Choice, Added], None] | None) -> None:
+    async def _decode(
+        self,
+        choice: CompletionChoice,
+        state: RequestState,
+        show: Callable[[CompletionChoice, CompletionDelta], None] | None,
+    ) -> None:
         """Decode one completion; call `show` with what each chunk adds, or gather chunks if it is None.
 
         All completions of the request are recorded when the last one ends, before the client can see that.
@@ -143,8 +148,8 @@ class EngineClient:
                 case "structural_tag", str():
                     await self._shared.constraints.check("tag", value, caller)
 
-    def _choice(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> Choice:
-        return Choice(
+    def _choice(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> CompletionChoice:
+        return CompletionChoice(
             index=index,
             prompt=prompt,
             sampling=self._sampling(prompt, params, index, session),
@@ -216,7 +221,7 @@ class EngineClient:
                 text=prompt.text + choice.full_text if prompt.text is not None else None,
             )
 
-    def _of_prompt(self, choice: Choice) -> list[dict[int, Any] | None] | None:
+    def _of_prompt(self, choice: CompletionChoice) -> list[dict[int, Any] | None] | None:
         """Return the prompt's logprobs in vLLM's format; None if not requested."""
         return [
             {
@@ -233,7 +238,7 @@ def _changes(value: Any, default: Any) -> bool:
     return value != default and (value or default) not in (None, {}, [], -1)
 
 
-def _output(choice: Choice, added: Added) -> Any:
+def _output(choice: CompletionChoice, added: CompletionDelta) -> Any:
     return vllm.CompletionOutput(
         index=choice.index,
         text=added.text,
@@ -245,7 +250,7 @@ def _output(choice: Choice, added: Added) -> Any:
     )
 
 
-def _message(choice: Choice) -> ChatMessage:
+def _message(choice: CompletionChoice) -> ChatMessage:
     """Return a completion as the message that the client receives and sends back."""
     reads = choice.prompt.reads
     content, calls = (choice.text, ()) if reads is None else reads(choice.text, choice.ids)

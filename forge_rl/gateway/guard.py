@@ -24,7 +24,7 @@ _BODIES_AT_ONCE = 32
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
-class InFlight:
+class InFlightLimit:
     """Counts each caller's completions in flight, and enforces a limit.
 
     Args:
@@ -72,7 +72,7 @@ class Guard:
     (403); wrong key (401); too many requests (429); the body's type (415), length (413) and time (408). /health and
     /metrics need no key. WebSockets are closed.
 
-        app = Guard(other_app, GatewayConfig(), caller=KeyRing("secret").caller, in_flight=InFlight(256))
+        app = Guard(other_app, GatewayConfig(), caller=KeyRing("secret").caller, in_flight=InFlightLimit(256))
 
     Args:
         app: serves accepted requests.
@@ -89,7 +89,7 @@ class Guard:
         config: GatewayConfig,
         *,
         caller: Callable[[Headers], Hashable],
-        in_flight: InFlight,
+        in_flight: InFlightLimit,
         refused: Callable[[str, Hashable, ApiError], None] = lambda path, caller, error: None,
         open_paths: frozenset[str] = _OPEN_PATHS,
     ) -> None:
@@ -179,7 +179,7 @@ class Guard:
             except ApiError as error:
                 await self._refuse(error, caller, scope, receive, send)
                 return
-            except _GoneError:
+            except _IncompleteRequestError:
                 return
             state = {**scope.get("state", {}), "caller": caller}
             await self._app({**scope, "state": state}, receive, send)
@@ -189,7 +189,7 @@ class Guard:
 
         Raises:
             ApiError: the body is too long, too slow, or not JSON by its header.
-            _GoneError: the client disconnected before the end of the body.
+            _IncompleteRequestError: the client disconnected before the end of the body.
         """
         max_bytes, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
         length = headers.get("content-length", "0")
@@ -209,7 +209,7 @@ class Guard:
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
-                        raise _GoneError
+                        raise _IncompleteRequestError
                     part, more = message.get("body", b""), message.get("more_body", False)
                     body += part
                     self._arriving_bytes += len(part)
@@ -228,7 +228,7 @@ class Guard:
         await error.response(scope["path"])(scope, receive, send)
 
 
-class _GoneError(Exception):
+class _IncompleteRequestError(Exception):
     """The client closed its connection before its request was complete."""
 
 

@@ -51,7 +51,7 @@ class HttpServer:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """URL of the server on this machine."""
-        self._server = _Server(
+        self._server = _UvicornServer(
             uvicorn.Config(
                 app,
                 http=partial(HttpProtocol, open_connections=self._connections),  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def check_address(config: GatewayConfig) -> None:
         listener.close()
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """A uvicorn server that does not handle signals, as the program does."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -144,7 +144,7 @@ def encode(body: object, *, is_long: bool = False) -> bytes:
     return text.encode(errors="replace")
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client closed its connection, or read nothing for too long."""
 
 
@@ -203,7 +203,7 @@ class ResponseWriter:
             async with asyncio.timeout(self._deadline_s):
                 await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         except TimeoutError:
-            raise ClientGone from None
+            raise ClientGoneError from None
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, running: set[asyncio.Task[None]]) -> None:
@@ -215,7 +215,7 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         running: set that holds the work's task while it runs; cancelling the task aborts the request.
 
     Raises:
-        ClientGone: the client disconnected.
+        ClientGoneError: the client disconnected.
         ApiError: the work was cancelled.
     """
 
@@ -229,7 +229,7 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGoneError
         if task.cancelled():
             raise ApiError(503, "the session or the server was closed", code="closed")
         task.result()

@@ -13,7 +13,7 @@ from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder, response_m
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.requests import most_scored_tokens, scores_prompt, template_settings
-from forge_rl.gateway.shared import Shared
+from forge_rl.gateway.shared import GatewayContext
 from forge_rl.gateway.tools import read_calls
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class PromptRenderer(vllm.OnlineRenderer):
     """Builds prompts in which recorded turns keep their tokens, and text is never parsed as control tokens."""
 
-    def __init__(self, shared: Shared, model_config: Any, renderer: Any) -> None:
+    def __init__(self, shared: GatewayContext, model_config: Any, renderer: Any) -> None:
         super().__init__(
             model_config,
             renderer,

@@ -39,7 +39,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class CompletionDelta:
     """Text and tokens that one chunk adds to a completion."""
 
     text: str
@@ -48,7 +48,7 @@ class Added:
 
 
 @dataclass(kw_only=True, eq=False)
-class Choice:
+class CompletionChoice:
     """One of a request's completions: the engine's tokens so far, and the text shown to the client."""
 
     index: int
@@ -88,7 +88,7 @@ class Choice:
         """Weight version of the last token; -1 before the first."""
         return self._versions[-1] if self._versions else -1
 
-    def add(self, chunk: Chunk) -> Added:
+    def add(self, chunk: Chunk) -> CompletionDelta:
         """Add decoded tokens; return what may be shown to the client."""
         ids = chunk.token_ids.tolist()
         self.ids += ids
@@ -102,11 +102,11 @@ class Choice:
             is_stop_token = chunk.finish == "stop" and count == len(ids) and token in self.tokenizer.stop_ids
             if not is_stop_token:
                 self.text += self._stream.add(token)
-        return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
+        return CompletionDelta(text=self._next_text(), token_ids=ids, logprobs=logprobs)
 
-    def all(self) -> Added:
+    def all(self) -> CompletionDelta:
         """Return all text and tokens so far."""
-        return Added(text=self.text, token_ids=self.ids, logprobs=None if self.top is None else self.logprobs)
+        return CompletionDelta(text=self.text, token_ids=self.ids, logprobs=None if self.top is None else self.logprobs)
 
     def turn(self, *, trained: bool, agent: str = "", calls: tuple[ToolCall, ...] = ()) -> Turn:
         """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks.
@@ -189,7 +189,7 @@ class RequestState:
     """True if the request only counts tokens and decodes no completion."""
     converted: Any = None
     """vLLM's chat request for Anthropic's API; the raw input for Responses; None otherwise."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[CompletionChoice] = field(default_factory=list)
     """Completions started so far, of all prompts."""
     started: bool = False
     """True once an engine has answered."""

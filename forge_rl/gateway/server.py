@@ -24,13 +24,13 @@ from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ANTHROPIC_PATH, ApiError, to_api_error
 from forge_rl.gateway.gateway_config import GatewayConfig
-from forge_rl.gateway.guard import Guard, InFlight
+from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.gateway.keys import KeyRing, read_key
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
-from forge_rl.gateway.shared import Shared
+from forge_rl.gateway.shared import GatewayContext
 from forge_rl.gateway.tools import ToolParser, parser_for, reasoning_parser_for
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
@@ -102,7 +102,7 @@ class Gateway:
         self._started_s = int(time.time())
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""
-        self._in_flight = InFlight(config.max_concurrent)
+        self._in_flight = InFlightLimit(config.max_concurrent)
         """Completions in flight by session; None outside of sessions."""
         self._closing = False
         self._metrics = GatewayMetrics(self._in_flight.total, lambda: len(self._keys))
@@ -122,7 +122,7 @@ class Gateway:
         parser = ToolParser(name, self._tokenizer, reasoning if reasoning != "none" else "", self._warn)
         await parser.load()
 
-        shared = Shared(
+        shared = GatewayContext(
             config=self.config,
             backend=self._backend,
             tokenizer=self._tokenizer,
@@ -231,7 +231,7 @@ class Gateway:
             del body  # else it stays in memory until the response is done
             await http.while_connected(work, receive, running)
             status = 200
-        except (http.ClientGone, ClientDisconnect):
+        except (http.ClientGoneError, ClientDisconnect):
             status = http.CLIENT_GONE
         except Exception as error:
             api_error = to_api_error(error)
@@ -239,7 +239,7 @@ class Gateway:
             is_bug = not isinstance(error, ApiError | ForgeError)
             if session is not None and not is_bug:
                 session.refusal = api_error
-            with contextlib.suppress(http.ClientGone):
+            with contextlib.suppress(http.ClientGoneError):
                 await writer.write_error(api_error, path.startswith(ANTHROPIC_PATH))
             if is_bug:
                 raise

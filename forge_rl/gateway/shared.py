@@ -14,7 +14,7 @@ from forge_rl.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class GatewayContext:
     """What the engine client, the prompt renderer and the handlers of a gateway share."""
 
     config: GatewayConfig

@@ -238,7 +238,7 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
     """
     from forge_rl.gateway import vllm_internals as vllm
 
-    class Forgiving(parser):
+    class ForgivingParser(parser):
         def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
             state = REQUEST.get(None)
             if state is None:
@@ -268,7 +268,7 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
             except Exception:
                 return vllm.DeltaMessage(content=delta_text)
 
-    return Forgiving
+    return ForgivingParser
 
 
 class LateError(BaseException):

@@ -16,7 +16,7 @@ from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.prompt_renderer import PromptRenderer
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.requests import Api
-from forge_rl.gateway.shared import Shared
+from forge_rl.gateway.shared import GatewayContext
 from forge_rl.gateway.vllm_handlers import AnthropicHandler, ChatHandler, CompletionHandler, ResponsesHandler
 
 _MOST_MESSAGE = 500
@@ -59,7 +59,7 @@ APIS = {
 class VLLMServer:
     """Answers requests with vLLM's handlers."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: GatewayContext) -> None:
         tokenizer, parser = shared.tokenizer, shared.parser.cls
         # vLLM logs a trace of each client error; errors for the server's owner are raised by `answer`.
         logging.getLogger("vllm").setLevel(logging.CRITICAL)

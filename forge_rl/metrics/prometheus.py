@@ -54,7 +54,7 @@ class PrometheusSink(Sink):
         self._lock = threading.Lock()
         registry = CollectorRegistry()
         registry.register(_Collector(self._families))
-        self._server = _Server(listener, make_wsgi_app(registry))
+        self._server = _MetricsServer(listener, make_wsgi_app(registry))
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
 
@@ -140,7 +140,7 @@ class _Handler(WSGIRequestHandler):
         """Print nothing."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsServer(ThreadingMixIn, WSGIServer):
     """Serves an application on a socket that listens already, to a bounded number of clients."""
 
     daemon_threads = True

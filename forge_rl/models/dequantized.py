@@ -72,7 +72,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
             files_by_tensor: dict[str, Any] = {}
             for file in open_files.values():
                 files_by_tensor |= dict.fromkeys(file.keys(), file)
-            reader = _Reader(config, files_by_tensor)
+            reader = _WeightReader(config, files_by_tensor)
             reader.check_space(target)
             for num_done, (path, file) in enumerate(open_files.items()):
                 report("dequantising", num_done / len(open_files))
@@ -86,7 +86,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
     complete_folder(files[0].parent, target, dtype="bfloat16", weight_map=weight_map, total_bytes=total)
 
 
-class _Reader:
+class _WeightReader:
     """Reads the weights of quantised files.
 
     Args:

@@ -15,7 +15,7 @@ Parts = Mapping[str, "torch.Tensor"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class QuantizationFormat:
     """A way to store a weight as several tensors, whose names end in different suffixes."""
 
     main: str
@@ -55,7 +55,7 @@ def refusal(config: object, model_type: str) -> str:
     return ", ".join(name for name, applies in wrong.items() if applies)
 
 
-def formats(config: Mapping[str, Any]) -> tuple[Format, ...]:
+def formats(config: Mapping[str, Any]) -> tuple[QuantizationFormat, ...]:
     """Return the formats that a model's files hold, by its quantization_config, which `refusal` accepts."""
     return _METHODS[config["quant_method"]](config)
 
@@ -173,18 +173,20 @@ def _bits8(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     return values * (largest / 127)[:, None]
 
 
-_MXFP4 = Format(main="_blocks", needed="_scales", other_suffixes=("_scales",), weight="", read=_mxfp4, packed=2)
-_FP8 = Format(
+_MXFP4 = QuantizationFormat(
+    main="_blocks", needed="_scales", other_suffixes=("_scales",), weight="", read=_mxfp4, packed=2
+)
+_FP8 = QuantizationFormat(
     main=".weight", needed=".weight_scale_inv", other_suffixes=(".weight_scale_inv",), weight=".weight", read=_fp8
 )
-_GPTQ = Format(
+_GPTQ = QuantizationFormat(
     main=".qweight", needed=".qzeros", other_suffixes=(".qzeros", ".scales", ".g_idx"), weight=".weight", read=_gptq
 )
-_AWQ = Format(
+_AWQ = QuantizationFormat(
     main=".qweight", needed=".qzeros", other_suffixes=(".qzeros", ".scales"), weight=".weight", read=_awq, packed=2
 )
 _NESTED = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
-_BITS4 = Format(
+_BITS4 = QuantizationFormat(
     main=".weight",
     needed=".weight.absmax",
     other_suffixes=(*_NESTED, ".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
@@ -192,8 +194,10 @@ _BITS4 = Format(
     read=_bits4,
     packed=2,
 )
-_BITS8 = Format(main=".weight", needed=".SCB", other_suffixes=(".SCB", ".weight_format"), weight=".weight", read=_bits8)
-_METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
+_BITS8 = QuantizationFormat(
+    main=".weight", needed=".SCB", other_suffixes=(".SCB", ".weight_format"), weight=".weight", read=_bits8
+)
+_METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[QuantizationFormat, ...]]] = {
     "mxfp4": lambda config: (_MXFP4,),
     "fp8": lambda config: (_FP8,),
     "gptq": lambda config: (replace(_GPTQ, packed=8 // int(config.get("bits", 4))),),

@@ -169,7 +169,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedBatch:
     """A packed batch."""
 
     minibatches: tuple[Minibatch, ...]
@@ -204,7 +204,7 @@ class Packed:
         return sum(len(row) for row in self.rows)
 
     @cached_property
-    def without_uniform(self) -> Packed:
+    def without_uniform(self) -> PackedBatch:
         """The batch without the rows that a loss can spare, see `Loss.keeps_uniform`; the same object each time."""
         if not self.uniform_tokens:
             return self
@@ -246,7 +246,7 @@ def pack(
     *,
     drop_uniform: bool = True,
     columns: Columns = MappingProxyType({}),
-) -> Packed:
+) -> PackedBatch:
     """Lay the segments of a batch into rows with shared prefixes, balanced over data-parallel shares; deterministic.
 
         packed = pack(batch, batch_advantages(batch), run.trainer.layout)
@@ -293,7 +293,7 @@ def pack(
     seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
     spared_groups = [group for group in groups if drop_uniform and group.uniform]
-    return Packed(
+    return PackedBatch(
         minibatches=tuple(
             _minibatch([groups[p] for p in part], layout, shape[1], tuple(sources), drop_uniform) for part in parts
         ),
@@ -380,7 +380,7 @@ def _summed(
 
 
 @dataclass(frozen=True)
-class _Group:
+class _GroupTrees:
     """A group's trees and lengths, to be put into a minibatch."""
 
     trees: list[Tree]
@@ -403,7 +403,7 @@ def _lay(
     layout: Layout,
     *,
     columns: Mapping[str, Sequence[npt.NDArray[Any]]],
-) -> _Group:
+) -> _GroupTrees:
     """Lay the segments of group `index` of a batch into trees."""
     branches: list[Branch] = []
     lengths: dict[int, int] = {}
@@ -431,7 +431,7 @@ def _lay(
         context_tokens = sum(len(episode.turns[turn].token_ids) for turn in context_turns)
         unscored += episode.response_tokens - context_tokens - lengths[place]
         branches += [branch for branch in episode_branches if branch.mask.any()]
-    return _Group(
+    return _GroupTrees(
         trees=build_trees(branches, index, share_prefixes=layout.share_prefixes),
         lengths=lengths,
         observations=sum(int(branch.observed.sum()) for branch in branches),
@@ -442,7 +442,7 @@ def _lay(
 
 
 def _minibatch(
-    groups: list[_Group], layout: Layout, group_size: int, sources: tuple[str, ...], drop_uniform: bool
+    groups: list[_GroupTrees], layout: Layout, group_size: int, sources: tuple[str, ...], drop_uniform: bool
 ) -> Minibatch:
     lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
     parts = [

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forge_rl.packing.rows import Packed, Row
+from forge_rl.packing.rows import PackedBatch, Row
 from forge_rl.packing.trees import first_holders
 from forge_rl.types import Batch, Episode
 
 
-def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+def unpack(packed: PackedBatch, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Regroup per-position results by episode.
 
         logprobs = unpack(packed, await run.trainer.logprobs(packed))
@@ -34,7 +34,7 @@ def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Te
     return {episode: sorted_values[place] for episode, place in places.items()}
 
 
-def trained_order(packed: Packed) -> tuple[npt.NDArray[np.int64], dict[int, slice]]:
+def trained_order(packed: PackedBatch) -> tuple[npt.NDArray[np.int64], dict[int, slice]]:
     """Return the order that sorts the trained tokens of all rows, [N] row after row, by episode and turn.
 
     Returns:
@@ -98,7 +98,9 @@ def trained_tokens(batch: Batch) -> list[npt.NDArray[np.bool_]]:
     ]
 
 
-def values_of_episodes(batch: Batch, packed: Packed, values: Sequence[torch.Tensor]) -> list[npt.NDArray[np.float32]]:
+def values_of_episodes(
+    batch: Batch, packed: PackedBatch, values: Sequence[torch.Tensor]
+) -> list[npt.NDArray[np.float32]]:
     """Arrange a critic's values by episode, with one for each token that the model generated, as `gae` needs them.
 
     A token that is not trained, as the engine returned no finite logprob for it, has the value of the token before it

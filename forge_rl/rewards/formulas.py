@@ -78,7 +78,7 @@ def read_formula(text: str) -> Node:
         raise ValueError("the formula is too long")
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
-    reader = _Reader(text.strip())
+    reader = _FormulaReader(text.strip())
     tree = reader.sum()
     if reader.place < len(reader.text):
         raise ValueError(f"{reader.text[reader.place :]!r:.20} is left over")
@@ -93,7 +93,7 @@ def symbols_of(node: Node) -> set[str]:
 
 
 @dataclass(eq=False)
-class _Reader:
+class _FormulaReader:
     text: str
     place: int = 0
     _nodes: int = field(default=0, init=False)

@@ -107,7 +107,7 @@ class Judge:
     """Folder of cached replies, to share them between runs; defaults to the run folder."""
     template: str = field(init=False, repr=False)
     """Text of the rubric."""
-    _live: _Live | None = field(default=None, init=False, repr=False, compare=False)
+    _live: _JudgeState | None = field(default=None, init=False, repr=False, compare=False)
     deadline_s: ClassVar[float] = 3600.0
     """Deadline of one score, including time in the queue."""
 
@@ -134,7 +134,7 @@ class Judge:
         """Open the cache of replies: in a run's folder, or in memory."""
         spending = JudgeStore(folder)
         replies = spending if self.cache is None else JudgeStore(self.cache)
-        object.__setattr__(self, "_live", _Live(replies, spending, asyncio.Semaphore(self.concurrent)))
+        object.__setattr__(self, "_live", _JudgeState(replies, spending, asyncio.Semaphore(self.concurrent)))
 
     def __getstate__(self) -> Mapping[str, object]:
         return self.__dict__ | {"_live": None}
@@ -219,7 +219,7 @@ class Judge:
             request["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         return request
 
-    async def _ask(self, live: _Live, request: dict[str, Any]) -> str:
+    async def _ask(self, live: _JudgeState, request: dict[str, Any]) -> str:
         """Return a reply that contains a grade."""
         import openai
 
@@ -265,7 +265,7 @@ class Judge:
             hint="check the endpoint, and model, base_url and api_key_env in --reward judge:...",
         )
 
-    def _reserve(self, live: _Live) -> None:
+    def _reserve(self, live: _JudgeState) -> None:
         if live.spending.reserve(self._identity, max_calls=self.max_calls, max_tokens=self.max_spent_tokens):
             return
         calls, tokens = live.spending.spent(self._identity)
@@ -299,7 +299,7 @@ class Judge:
 
 
 @dataclass(eq=False)
-class _Live:
+class _JudgeState:
     """State of a judge in the process that grades."""
 
     replies: JudgeStore

@@ -48,7 +48,7 @@ class RewardModel:
     """Maximum tokens of a conversation; longer ones are truncated at the beginning."""
     sigmoid: bool = False
     """Apply a sigmoid to the logit of a classifier with one label."""
-    _scorer: _Scorer | None = field(default=None, init=False, repr=False, compare=False)
+    _scorer: _ModelScorer | None = field(default=None, init=False, repr=False, compare=False)
     deadline_s: ClassVar[float] = 3600.0
     """Deadline of one score, including time in the queue."""
 
@@ -87,7 +87,7 @@ class RewardModel:
         """
         with _LOADING:
             if self._scorer is None:
-                object.__setattr__(self, "_scorer", _Scorer(self))
+                object.__setattr__(self, "_scorer", _ModelScorer(self))
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Return the model's score."""
@@ -99,7 +99,7 @@ class RewardModel:
         return Score(total=await self._scorer.score(messages, task.tools))
 
 
-class _Scorer:
+class _ModelScorer:
     """Loaded model and its queue of episodes."""
 
     def __init__(self, config: RewardModel) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.protocol import TextReward
-from forge_rl.sandbox import Limits, Result, SandboxError, Session
+from forge_rl.sandbox import Limits, PoolSession, Result, SandboxError
 from forge_rl.sandbox.fences import last_code
 from forge_rl.sandbox.shared import a_cpu_of_shared_pool, check_shared_pool
 from forge_rl.types import Score, Task
@@ -128,14 +128,16 @@ async def run_tests(
         solution = _Solution(solution_session)
         if failure := await solution.load(code):
             return 0, failure[:_MOST_TOLD]
-        results = await _Tests(tests_session, task, len(tests) * limits.wall_s).run(setup, tests, target, solution)
+        results = await _TestsSession(tests_session, task, len(tests) * limits.wall_s).run(
+            setup, tests, target, solution
+        )
     return results.count(""), next((result for result in results if result), "")[:_MOST_TOLD]
 
 
 class _Solution:
     """The session of the model's code. Its answers come from that code, and may be any text."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: PoolSession) -> None:
         self._session = session
         self._over = ""
         """Why the session can answer no more calls; "" while it can."""
@@ -160,10 +162,10 @@ class _Solution:
         return result.error.name, result.error.message
 
 
-class _Tests:
+class _TestsSession:
     """The session of the tests, which runs nothing of the solution and is believed."""
 
-    def __init__(self, session: Session, task: Task, limit_s: float) -> None:
+    def __init__(self, session: PoolSession, task: Task, limit_s: float) -> None:
         self._session, self._task = session, task
         self._limit_s = limit_s
 

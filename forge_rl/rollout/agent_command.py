@@ -19,7 +19,7 @@ from typing import Self
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.texts import names_code
 from forge_rl.gateway.sessions import Session
-from forge_rl.runtime.commands import CommandLimits, Finished, run_command
+from forge_rl.runtime.commands import CommandLimits, CommandResult, run_command
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import handed_on
 from forge_rl.types import Task
@@ -120,7 +120,7 @@ class AgentCommand:
         log = f"; its stderr is in {self.log}" if self.log else ""
         return f"run it by hand: {shlex.join(self.command)}{log}"
 
-    def _note(self, session: Session, process: Finished) -> None:
+    def _note(self, session: Session, process: CommandResult) -> None:
         """Log a process's stderr; raise AgentStartError once too many in a row failed for one cause."""
         if self.log is not None and process.errors:
             stderr = process.errors.encode(errors="replace")[-_LOGGED_BYTES:]

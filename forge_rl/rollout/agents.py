@@ -30,7 +30,7 @@ from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 
 if TYPE_CHECKING:
-    from forge_rl.services.reward import Reward
+    from forge_rl.services.reward import RewardService
 
 _GRACE_S = 1.0
 """Time for an agent to end once it is cancelled, before it is left behind."""
@@ -94,7 +94,7 @@ class AgentEpisodeRunner:
     gateway: Gateway
     backend: SessionBackend
     """The gateway's backend."""
-    reward: Reward
+    reward: RewardService
     """Scores the text that the agent returns."""
     deadline_s: float
     """Maximum own time of an episode, in seconds."""
@@ -280,7 +280,7 @@ async def serving_agents(
     config: GatewayConfig,
     outside: Backend,
     tokenizer: Tokenizer,
-    reward: Reward,
+    reward: RewardService,
     warn: Callable[[str], None] = lambda text: None,
     logs: Path | None = None,
 ) -> AsyncIterator[AgentEpisodeRunner]:

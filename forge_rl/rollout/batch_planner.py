@@ -31,7 +31,7 @@ Reason = Literal["uniform", "weak", "failed", "too_long"]
 
 
 @dataclass(kw_only=True)
-class _Batch:
+class _BatchPlan:
     """The plan of one batch."""
 
     number: int
@@ -85,7 +85,7 @@ class BatchPlanner:
         self._groups, self._episodes = groups, episodes
         self._tasks = tasks
         self._on_planned, self._on_dropped = on_planned, on_dropped
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, _BatchPlan] = {}
         self._source_order: deque[str] = deque()
         self._unused: Counter[tuple[str, str]] = Counter()
         """Consecutive unusable groups, by source and reason."""
@@ -273,12 +273,12 @@ class BatchPlanner:
             self._unused[source, reason] = 0
             raise error(f"source {source} yielded {count} unusable groups in a row; {problem}", hint=hint)
 
-    def _batch(self, number: int) -> _Batch:
+    def _batch(self, number: int) -> _BatchPlan:
         for batch_number in range(self.next_batch, number + 1):
             if batch_number not in self._batches:
                 sources = self._tasks.source_order(self._groups) if self._config.exact else []
                 needed = Counter(sources) if self._config.exact else Counter({_ANY: self._groups})
-                self._batches[batch_number] = _Batch(number=batch_number, sources=sources, needed=needed)
+                self._batches[batch_number] = _BatchPlan(number=batch_number, sources=sources, needed=needed)
         return self._batches[number]
 
     def _quota_of(self, group: GroupState) -> str:
@@ -294,7 +294,7 @@ class BatchPlanner:
         """Return the number of the last batch that a group (by default one starting now) may be in."""
         return self.next_batch + (self._newest(group) - self._due) // self._pace
 
-    def _choose(self, batch: _Batch) -> set[GroupState] | None:
+    def _choose(self, batch: _BatchPlan) -> set[GroupState] | None:
         """Choose the groups of the batch; None while it is incomplete."""
         if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
@@ -317,7 +317,7 @@ class BatchPlanner:
             return None
         return batch_groups
 
-    def _others_fit(self, batch: _Batch, batch_groups: set[GroupState]) -> bool:
+    def _others_fit(self, batch: _BatchPlan, batch_groups: set[GroupState]) -> bool:
         """Check that all groups outside `batch_groups` fit into later batches in time.
 
         If not, it is better to wait for older groups, unless there are none to wait for.
@@ -365,7 +365,7 @@ class BatchPlanner:
             started = [group for group in batch.groups if group.first_version is not None]
             self._age(batch, [group for group in started if self._newest(group) < self.published])
 
-    def _age(self, batch: _Batch, groups: Iterable[GroupState]) -> None:
+    def _age(self, batch: _BatchPlan, groups: Iterable[GroupState]) -> None:
         for group in groups:
             batch.groups.remove(group)
             batch.completed -= group.completed is not None
@@ -382,12 +382,12 @@ class BatchPlanner:
                 batch.changed = True
         self._on_dropped(group)
 
-    def _plan_extra(self, source: str, batch: _Batch) -> None:
+    def _plan_extra(self, source: str, batch: _BatchPlan) -> None:
         place = max(len(batch.sources), 1 + max(batch.filled, default=0))
         batch.filled.add(place)
         self._plan(source, batch, (batch.number, place, 0))
 
-    def _plan(self, source: str, batch: _Batch, place: tuple[int, int, int]) -> None:
+    def _plan(self, source: str, batch: _BatchPlan, place: tuple[int, int, int]) -> None:
         group = GroupState(self._tasks.draw_from(source), batch.number, place, order=self._planned)
         self._planned += 1
         group.episodes = [InflightEpisode(group, index) for index in range(self._episodes)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from forge_rl.envs.protocol import Parsed, Step
     from forge_rl.rollout.state import InflightEpisode
     from forge_rl.services.environment import Environment, EnvSession, LocalSession
-    from forge_rl.services.reward import Reward
+    from forge_rl.services.reward import RewardService
 
 Tools = Sequence["Mapping[str, object]"]
 Parse = Callable[[Turn, Tools], Awaitable["Parsed"]]
@@ -68,7 +68,7 @@ class EpisodeRunner:
 
     tokenizer: Tokenizer
     environment: Environment
-    reward: Reward
+    reward: RewardService
     """Scores episodes that their environment does not score. A reward that needs the whole group is called later."""
     parse: Parse | None = None
     """Parses tool calls from turns if the task has tools."""

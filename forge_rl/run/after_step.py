@@ -12,7 +12,7 @@ from forge_rl.runtime.hold import Hold
 T = TypeVar("T")
 
 
-class AfterStep:
+class AfterStepQueue:
     """Runs work between steps, where nothing else touches the run.
 
     folder = await after_step.add(run.checkpoint)  # in the task of a client

@@ -33,13 +33,13 @@ from forge_rl.run.control import Control, serving_control
 from forge_rl.run.elastic import ElasticHosts
 from forge_rl.run.ending import Ending
 from forge_rl.run.endpoints import check_reachable, listen
-from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
+from forge_rl.run.evaluator import Evaluations, Evaluator, RolloutEvaluations
 from forge_rl.run.example_evaluation import AnswerEvaluations, ExampleEvaluations
 from forge_rl.run.hosts import RunHosts
 from forge_rl.run.live import LiveSettings, Scalable
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.policy_gateway import PolicyGateway
-from forge_rl.run.preparation import Checked, Prepared, longest_example
+from forge_rl.run.preparation import CheckedRun, PreparedRun, longest_example
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import RolloutServices, Services, gpus_taken
@@ -53,8 +53,8 @@ C = TypeVar("C", bound=RunConfig)
 
 @contextlib.asynccontextmanager
 async def assemble(
-    prepared: Prepared,
-    checked: Checked[C],
+    prepared: PreparedRun,
+    checked: CheckedRun[C],
     hosts: RunHosts,
     services: Services,
     mixture: Mixture,
@@ -115,8 +115,8 @@ async def assemble(
 
 @contextlib.asynccontextmanager
 async def _checkpointing(
-    prepared: Prepared,
-    checked: Checked[C],
+    prepared: PreparedRun,
+    checked: CheckedRun[C],
     services: Services,
     batches: RolloutExecutor | Examples,
     evaluator: Evaluator,
@@ -143,7 +143,7 @@ async def _checkpointing(
         yield checkpointer
 
 
-async def _resume(prepared: Prepared, checkpointer: Checkpointer, *, generates: bool) -> None:
+async def _resume(prepared: PreparedRun, checkpointer: Checkpointer, *, generates: bool) -> None:
     """Resume from the checkpoint, if there is one, and publish the first weights, if there are engines."""
     display = prepared.monitor.display
     await checkpointer.resume(prepared.checkpoint)
@@ -189,7 +189,7 @@ def _scalable(services: RolloutServices | None) -> dict[str, Scalable]:
 
 
 def _trained(
-    checked: Checked[C],
+    checked: CheckedRun[C],
     services: Services,
     mixture: Mixture,
     rollouts: RolloutExecutor | None,
@@ -197,7 +197,7 @@ def _trained(
     tokenizer: Tokenizer,
     loss: Loss,
     warn: Callable[[str], None],
-) -> tuple[RolloutExecutor | Examples, Evaluates]:
+) -> tuple[RolloutExecutor | Examples, Evaluations]:
     """Return the source of batches (rollouts or given examples) and the evaluations: of answers, the loss or both."""
     config = checked.config
     answers = None
@@ -219,7 +219,7 @@ def _trained(
 
 @contextlib.asynccontextmanager
 async def _running_episodes(
-    prepared: Prepared,
+    prepared: PreparedRun,
     config: RunConfig,
     services: RolloutServices,
     backend: GeneratorBackend,

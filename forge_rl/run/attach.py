@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.local_socket import connect
-from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
+from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
 from forge_rl.system.folders import check_own
 from forge_rl.system.terminal import visible
 
@@ -375,7 +375,7 @@ def _asked_elsewhere(folder: Path, line: bytes) -> bytes:
     with connection, connection.makefile("rb") as replies:
         client_nonce = nonce()
         run_nonce = replies.readline(NONCE_BYTES + 1).strip()
-        sealed = Sealed(str(place["key"]).encode(), run_nonce, client_nonce)
+        sealed = SealedChannel(str(place["key"]).encode(), run_nonce, client_nonce)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(client_nonce + sealed.seal("request", line))
         connection.settimeout(None)

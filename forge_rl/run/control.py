@@ -30,7 +30,7 @@ from forge_rl.run.live import LiveSettings, changes_by
 from forge_rl.run.recording import trained_episodes
 from forge_rl.run.services import nothing_generated
 from forge_rl.runtime.local_socket import listening, peer_is_own
-from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
+from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
 
 if TYPE_CHECKING:
     from forge_rl.run.elastic import ElasticHosts
@@ -185,7 +185,7 @@ async def serving_control(
         warn: called with a line for the user.
         tcp_socket: also serve clients that reach this listening socket and know the key in the folder.
     """
-    server = _Server(control, warn)
+    server = _ControlServer(control, warn)
     async with contextlib.AsyncExitStack() as stack:
         try:
             listener = stack.enter_context(listening(folder, SOCKET))
@@ -201,7 +201,7 @@ async def serving_control(
 
 
 @contextlib.asynccontextmanager
-async def _serving_outside(folder: Path, server: _Server, tcp_socket: socket.socket) -> AsyncIterator[None]:
+async def _serving_outside(folder: Path, server: _ControlServer, tcp_socket: socket.socket) -> AsyncIterator[None]:
     """Serve clients of other machines, with a new key in the folder."""
     key, path = secrets.token_urlsafe(32), folder / ELSEWHERE
     host, port = tcp_socket.getsockname()[:2]
@@ -219,7 +219,7 @@ async def _serving_outside(folder: Path, server: _Server, tcp_socket: socket.soc
         await server.close()
 
 
-class _Server:
+class _ControlServer:
     def __init__(self, control: object, warn: Callable[[str], None]) -> None:
         self._control = control
         self._warn = warn
@@ -239,7 +239,7 @@ class _Server:
 
     async def handle_outside(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection over TCP; without the key, it gets nothing but a nonce."""
-        run_nonce, sealed = nonce(), [Sealed(secrets.token_bytes(), b"", b"")]  # which opens nothing
+        run_nonce, sealed = nonce(), [SealedChannel(secrets.token_bytes(), b"", b"")]  # which opens nothing
 
         async def read() -> bytes:
             writer.write(run_nonce + b"\n")
@@ -248,7 +248,7 @@ class _Server:
                 line = await reader.readline()
             except ValueError:
                 raise PermissionError("too long") from None
-            sealed[0] = Sealed(key, run_nonce, client_nonce)
+            sealed[0] = SealedChannel(key, run_nonce, client_nonce)
             return sealed[0].open("request", line)
 
         await self._serve(self._outside, _MOST_OUTSIDE, writer, read, lambda reply: sealed[0].seal("reply", reply))

@@ -10,7 +10,7 @@ from pathlib import Path
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run.hosts import RunHosts, ask_hosts, sound_hosts, write_hosts
-from forge_rl.run.preparation import Prepared
+from forge_rl.run.preparation import PreparedRun
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services, nothing_generated
 from forge_rl.runtime.cluster import THIS_HOST
@@ -38,7 +38,7 @@ class ElasticHosts:
     def __init__(
         self,
         config: RunConfig,
-        prepared: Prepared,
+        prepared: PreparedRun,
         hosts: RunHosts,
         model: Path,
         services: Services,

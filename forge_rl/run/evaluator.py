@@ -34,7 +34,7 @@ class EvaluationResult:
     """Episodes of each task, by set."""
 
 
-class Evaluates(Protocol):
+class Evaluations(Protocol):
     """Carries out evaluations, one at a time."""
 
     blocking: bool
@@ -147,7 +147,7 @@ class Evaluator:
         measure: describes the current reward; only scores by the same reward are compared.
     """
 
-    def __init__(self, sets: Sets, evaluations: Evaluates, measure: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, sets: Sets, evaluations: Evaluations, measure: Callable[[], str] = lambda: "") -> None:
         self.sets = {name: tasks for name, tasks in sets.items() if tasks}
         self.scores: dict[int, float] = {}
         """Score of the first set, by step."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.errors import TaskError
 from forge_rl.rollout.examples import ExampleMaker
-from forge_rl.run.evaluator import HELD_OUT, Evaluates, EvaluationResult, Sets
+from forge_rl.run.evaluator import HELD_OUT, EvaluationResult, Evaluations, Sets
 from forge_rl.types import Batch, Group, Task
 
 if TYPE_CHECKING:
-    from forge_rl.packing.rows import Packed
+    from forge_rl.packing.rows import PackedBatch
     from forge_rl.rollout.executor import RolloutExecutor
     from forge_rl.rollout.placement import DeviceHandover
     from forge_rl.services.trainer import Trainer
@@ -42,7 +42,7 @@ class ExampleEvaluations:
         self._maker = maker
         self._warn = warn
         self._sets: Sets = {}
-        self._packed: dict[str, Packed] = {}
+        self._packed: dict[str, PackedBatch] = {}
         """Examples of each set, once made."""
         self._found: dict[str, dict[str, float]] | None = None
         """Metrics by set; None until they are complete."""
@@ -92,7 +92,7 @@ class ExampleEvaluations:
         """Forget the evaluation."""
         self._sets, self._found = {}, None
 
-    def _pack(self, name: str, tasks: Sequence[Task]) -> Packed:
+    def _pack(self, name: str, tasks: Sequence[Task]) -> PackedBatch:
         """Make the examples of a set, and lay them into rows."""
         import torch
 
@@ -129,8 +129,8 @@ class AnswerEvaluations:
 
     def __init__(
         self,
-        losses: Evaluates,
-        answers: Evaluates,
+        losses: Evaluations,
+        answers: Evaluations,
         rollouts: RolloutExecutor,
         devices: DeviceHandover,
         publish: Callable[[], Awaitable[int]],

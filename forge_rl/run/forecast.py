@@ -78,7 +78,7 @@ class Machines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class PlannedPolicy:
     """The model to plan for, and the extra state of its loss."""
 
     folder: Path
@@ -117,7 +117,7 @@ class Forecast:
         return self.rollout.seconds + self.train.seconds + self.publish.seconds + self.handover_s
 
 
-def read_policy(folder: Path, *, reference: bool, values: bool) -> Policy:
+def read_policy(folder: Path, *, reference: bool, values: bool) -> PlannedPolicy:
     """Read the model to plan for from its folder's config.json, which is not trusted.
 
     Raises:
@@ -140,10 +140,10 @@ def read_policy(folder: Path, *, reference: bool, values: bool) -> Policy:
                 f"{path} describes a model with {name} {sizes[name]}",
                 hint=f"plans are for models with at most {maximum}",
             )
-    return Policy(folder=folder, architecture=architecture, reference=reference, values=values, traces={})
+    return PlannedPolicy(folder=folder, architecture=architecture, reference=reference, values=values, traces={})
 
 
-def workload(config: RunConfig, policy: Policy) -> Workload:
+def workload(config: RunConfig, policy: PlannedPolicy) -> Workload:
     """Return what a step computes: lengths are the flags' maxima where they give no means."""
     answer = config.target.answer_tokens or config.generator.max_tokens
     max_answer = max(answer, config.generator.max_tokens)
@@ -159,7 +159,7 @@ def workload(config: RunConfig, policy: Policy) -> Workload:
     )
 
 
-def search(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
+def search(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Forecast:
     """Find the layout with the shortest step among those that fit.
 
     Degrees above 1 that the config gives are kept. More context parallelism is only tried if nothing fits with less.
@@ -186,7 +186,7 @@ def search(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
     raise refused or ConfigError(f"{machines} have no layout", hint="leave out the parallel degrees")
 
 
-def nearest(config: RunConfig, policy: Policy, machines: Machines) -> list[tuple[str, Forecast]]:
+def nearest(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> list[tuple[str, Forecast]]:
     """Find what fits where `machines` do not: the fewest more hosts, the smallest larger device, and the longest
     shorter context."""
     alternatives = []
@@ -229,7 +229,7 @@ def _check_own_engines(config: RunConfig) -> None:
         )
 
 
-def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
+def measured_forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Forecast:
     """Predict a step of a run as configured, on this machine's CPU: its ranks and engines share the cores.
 
     Raises:
@@ -266,7 +266,7 @@ def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> 
     )
 
 
-def _check_engine(config: RunConfig, policy: Policy, machines: Machines) -> None:
+def _check_engine(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> None:
     """Refuse a model that no engine can hold, which no layout of the trainer changes; each engine is on one host.
 
     Raises:
@@ -339,7 +339,7 @@ def _choices(degree: int, max_degree: int) -> list[int]:
     return [degree] if degree > 1 else [2**n for n in range(max_degree.bit_length()) if 2**n <= max_degree]
 
 
-def _forecast(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
+def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Forecast:
     """Plan one layout.
 
     Raises:

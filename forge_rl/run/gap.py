@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forge_rl.errors import ConfigError
-from forge_rl.packing.rows import Packed, pack
+from forge_rl.packing.rows import PackedBatch, pack
 from forge_rl.types import Batch, Episode, Group
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
 
 
 def explain(
-    fresh: tuple[Packed, Sequence[torch.Tensor]],
-    last: tuple[Packed, Sequence[torch.Tensor]],
+    fresh: tuple[PackedBatch, Sequence[torch.Tensor]],
+    last: tuple[PackedBatch, Sequence[torch.Tensor]],
     layers: Sequence[float],
 ) -> GapReport:
     """Group tokens by what may explain their gap.
@@ -153,7 +153,7 @@ def explain(
     return GapReport(fresh=everything, tables=tables, layers=layers)
 
 
-def _tokens(packed: Packed, logprobs: Sequence[torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
+def _tokens(packed: PackedBatch, logprobs: Sequence[torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
     """Return each trained token's gap and its possible causes, [N] each; routed experts are [N, layers, top_k]."""
     columns: dict[str, list[npt.NDArray[Any]]] = {}
     (minibatch, *_) = packed.minibatches

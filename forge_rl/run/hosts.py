@@ -19,7 +19,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.run.host_checks import failed_hosts, judge_facts
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.placing import PlacedServices, place
-from forge_rl.run.preparation import Prepared
+from forge_rl.run.preparation import PreparedRun
 from forge_rl.run.replacements import Replacements, replacing
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import write_json
@@ -78,7 +78,9 @@ def device_defaults() -> dict[str, dict[str, Any]]:
     return {"trainer": {"seq_len": trainer.seq_len}, "generator": {name: getattr(generator, name) for name in names}}
 
 
-def _tell_of_hosts(prepared: Prepared, cluster: Cluster, infos: Mapping[str, HostInfo], placed: PlacedServices) -> None:
+def _tell_of_hosts(
+    prepared: PreparedRun, cluster: Cluster, infos: Mapping[str, HostInfo], placed: PlacedServices
+) -> None:
     log = prepared.monitor.log
     if far_hosts := [host for host in infos if not cluster.shares_files(host)]:
         send_modules()
@@ -90,7 +92,7 @@ def _tell_of_hosts(prepared: Prepared, cluster: Cluster, infos: Mapping[str, Hos
 
 
 @contextlib.asynccontextmanager
-async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[RunHosts]:
+async def open_hosts(config: RunConfig, prepared: PreparedRun) -> AsyncIterator[RunHosts]:
     """Acquire the job's hosts while the body runs, and place the services on them.
 
     Raises:
@@ -179,7 +181,7 @@ def sound_hosts(
 
 
 async def ask_hosts(
-    cluster: Cluster, prepared: Prepared, model: Path, hosts: Sequence[str]
+    cluster: Cluster, prepared: PreparedRun, model: Path, hosts: Sequence[str]
 ) -> tuple[dict[str, Answer], list[str]]:
     """Return what each host has, and the hosts without the model; note in the cluster which see the run's folder."""
     service = Service("host", cluster, prepared.monitor.faults)

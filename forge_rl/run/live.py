@@ -25,7 +25,7 @@ from forge_rl.rewards.composition import described
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.attach import LiveSchedule
-from forge_rl.services.reward import Reward, RewardFunction
+from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.trainer import Trainer
 
 _BOUNDS = ("max_lag", "over_sampling", "max_episodes")
@@ -229,7 +229,7 @@ class OptimizerKnob:
 class RewardKnob:
     """The reward: strings as in `--reward`, or a function given by code."""
 
-    def __init__(self, reward: Reward, changed: Callable[[str], None], tell: Callable[[str], None]) -> None:
+    def __init__(self, reward: RewardService, changed: Callable[[str], None], tell: Callable[[str], None]) -> None:
         self._reward = reward
         self._changed = changed
         self._tell = tell
@@ -369,7 +369,7 @@ class LiveSettings:
         rollouts: RolloutExecutor | None,
         mixture: Mixture,
         adapting: Adapting,
-        reward: Reward | None,
+        reward: RewardService | None,
         trainer: Trainer,
         tell: Callable[[str], None],
         *,

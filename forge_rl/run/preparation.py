@@ -68,7 +68,7 @@ C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRun:
     """The folder of a run, locked, and what watches the run."""
 
     folder: Path
@@ -81,7 +81,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked(Generic[C]):
+class CheckedRun(Generic[C]):
     """What was found or chosen by the checks."""
 
     config: C
@@ -110,7 +110,7 @@ class Checked(Generic[C]):
 
 
 @contextlib.asynccontextmanager
-async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> AsyncIterator[Prepared]:
+async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> AsyncIterator[PreparedRun]:
     """Create the run folder, or find the one to resume, and log to it while the body runs.
 
     Args:
@@ -183,7 +183,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
             if warning:
                 log.warn(warning)
         faults.install()
-        yield Prepared(folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, monitor=monitor, mirror=mirror)
+        yield PreparedRun(folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, monitor=monitor, mirror=mirror)
 
 
 def _sinks(config: RunConfig, folder: Path, notes: list[str]) -> list[Sink]:
@@ -216,7 +216,7 @@ def _serving_metrics(config: RunConfig) -> str:
 
 async def check(
     config: C,
-    prepared: Prepared,
+    prepared: PreparedRun,
     mixture: Mixture,
     placed: PlacedServices,
     *,
@@ -226,7 +226,7 @@ async def check(
     teachers: TeachersConfig | None = None,
     examples: ExampleFn | None = None,
     uses_tools: bool = False,
-) -> Checked[C]:
+) -> CheckedRun[C]:
     """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
 
     Args:
@@ -281,7 +281,7 @@ async def check(
         )
     _tell_of_model(config, model, architecture, loss, log)
     await _check_use(config, prepared, mixture, model, architecture, examples, uses_tools=uses_tools)
-    return Checked(
+    return CheckedRun(
         config=config,
         model=model,
         reference=reference,
@@ -367,7 +367,7 @@ def _resolved(
 
 async def _check_use(
     config: RunConfig,
-    prepared: Prepared,
+    prepared: PreparedRun,
     mixture: Mixture,
     model: Path,
     architecture: Architecture,
@@ -396,7 +396,7 @@ async def _check_use(
 
 
 async def _check_tasks(
-    config: RunConfig, prepared: Prepared, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
+    config: RunConfig, prepared: PreparedRun, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
 ) -> None:
     """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found."""
     match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:

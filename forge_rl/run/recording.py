@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.metrics.episode_files import RecordedEpisode
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.packing.unpacking import read_scores, trained_order, trained_tokens
 from forge_rl.types import Batch, Episode
 
 
 def trained_episodes(
-    step: int, batch: Batch, packed: Packed | None, scored: Sequence[npt.NDArray[np.uint16]] | None
+    step: int, batch: Batch, packed: PackedBatch | None, scored: Sequence[npt.NDArray[np.uint16]] | None
 ) -> Iterator[RecordedEpisode]:
     """Make the records of a batch.
 

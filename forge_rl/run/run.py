@@ -13,10 +13,10 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError, ReplicaError, RunStopped
 from forge_rl.metrics import Metric
 from forge_rl.metrics.display.format import duration
-from forge_rl.packing.rows import Packed, pack
+from forge_rl.packing.rows import PackedBatch, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.after_step import AfterStep
+from forge_rl.run.after_step import AfterStepQueue
 from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
@@ -33,7 +33,7 @@ from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.processes import idle_collection
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
@@ -85,7 +85,7 @@ class Run(Generic[C]):
         self._log = monitor.log
         self._seed = config.seed
         self._metrics = StepMetrics(config, services, batches, self.mixture, monitor)
-        self._after_step = AfterStep()
+        self._after_step = AfterStepQueue()
         self._stopping = False
 
     @property
@@ -143,7 +143,7 @@ class Run(Generic[C]):
         return self._rollout.weights
 
     @property
-    def reward(self) -> Reward:
+    def reward(self) -> RewardService:
         """The reward."""
         return self._rollout.reward
 
@@ -233,7 +233,7 @@ class Run(Generic[C]):
             yield
 
     def log(
-        self, stats: Mapping[str, float], batch: Batch | None = None, packed: Packed | None = None
+        self, stats: Mapping[str, float], batch: Batch | None = None, packed: PackedBatch | None = None
     ) -> dict[str, Metric]:
         """End a step and send its metrics to the display and every sink.
 

@@ -25,7 +25,7 @@ from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.protocol import ReplacingJob
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator_config import GeneratorConfig
-from forge_rl.services.reward import Reward
+from forge_rl.services.reward import RewardService
 from forge_rl.services.trainer_config import TrainerConfig
 from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
@@ -117,7 +117,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightStoreConfig = field(default_factory=WeightStoreConfig)
-    reward: Reward.Config = field(default_factory=Reward.Config)
+    reward: RewardService.Config = field(default_factory=RewardService.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 

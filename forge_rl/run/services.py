@@ -19,13 +19,13 @@ from forge_rl.metrics import Display
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.hosts import RunHosts
-from forge_rl.run.preparation import Checked, Prepared
+from forge_rl.run.preparation import CheckedRun, PreparedRun
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.service import Service
 from forge_rl.services.environment import Environment
 from forge_rl.services.far_hosts import copy_folders
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward, RewardFunction
+from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainerConfig
@@ -38,12 +38,12 @@ _COPY_DEADLINE_S = 6 * 3600.0
 """Maximum time of copying models to a host: 2 TB at 100 MB/s."""
 
 
-class _Started(Protocol):
+class _Stoppable(Protocol):
     async def stop(self) -> None: ...
 
 
 C = TypeVar("C", bound=RunConfig)
-S = TypeVar("S", bound=_Started)
+S = TypeVar("S", bound=_Stoppable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class RolloutServices:
 
     generator: Generator
     weights: WeightStore
-    reward: Reward
+    reward: RewardService
     environment: Environment | None
     """None if an agent plays the episodes."""
     devices: DeviceHandover
@@ -102,8 +102,8 @@ def nothing_generated() -> ConfigError:
 
 @contextlib.asynccontextmanager
 async def running_services(
-    prepared: Prepared,
-    checked: Checked[C],
+    prepared: PreparedRun,
+    checked: CheckedRun[C],
     hosts: RunHosts,
     *,
     reward: RewardFunction | None,
@@ -119,7 +119,7 @@ async def running_services(
     Raises:
         ForgeError: a service did not start; the others are stopped.
     """
-    started: list[_Started] = []
+    started: list[_Stoppable] = []
     try:
         yield await _start_services(prepared, checked, hosts, started, reward=reward, environment=environment)
     finally:
@@ -130,10 +130,10 @@ async def running_services(
 
 
 async def _start_services(
-    prepared: Prepared,
-    checked: Checked[C],
+    prepared: PreparedRun,
+    checked: CheckedRun[C],
     hosts: RunHosts,
-    started: list[_Started],
+    started: list[_Stoppable],
     *,
     reward: RewardFunction | None,
     environment: EnvFactory | None,
@@ -181,7 +181,7 @@ async def _start_services(
     return replace(services, rollout=rollout)
 
 
-async def _copy_models(checked: Checked[C], hosts: RunHosts, prepared: Prepared) -> None:
+async def _copy_models(checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun) -> None:
     """Copy the models into the caches of hosts that do not see them."""
     display, drafting = prepared.monitor.display, read_speculation(checked.config.generator.speculation)
     folders = {checked.model, checked.critic_model, *checked.teacher_folders.values()}
@@ -203,7 +203,7 @@ def _ranks(config: TrainerConfig) -> str:
     return f"torchtitan, {config.ranks} rank{'s' * (config.ranks > 1)}"
 
 
-async def _start_store(checked: Checked[C], hosts: RunHosts, prepared: Prepared) -> WeightStore:
+async def _start_store(checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun) -> WeightStore:
     config = checked.config
     weights = config.weights
     if config.generator.hosts_per_replica > 1:  # each host of an engine reads a copy of its own
@@ -218,8 +218,10 @@ async def _start_store(checked: Checked[C], hosts: RunHosts, prepared: Prepared)
     )
 
 
-async def _start_reward(checked: Checked[C], hosts: RunHosts, prepared: Prepared, function: RewardFunction) -> Reward:
-    return await Reward.start(
+async def _start_reward(
+    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, function: RewardFunction
+) -> RewardService:
+    return await RewardService.start(
         checked.config.reward,
         hosts.cluster,
         prepared.monitor.faults,
@@ -231,7 +233,7 @@ async def _start_reward(checked: Checked[C], hosts: RunHosts, prepared: Prepared
 
 
 async def _start_environment(
-    checked: Checked[C], hosts: RunHosts, prepared: Prepared, factory: EnvFactory
+    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, factory: EnvFactory
 ) -> Environment:
     return await Environment.start(
         checked.config.environment,
@@ -243,7 +245,7 @@ async def _start_environment(
     )
 
 
-async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_Started], display: Display) -> S:
+async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_Stoppable], display: Display) -> S:
     """Show the start of a service, and note it in `started`."""
     display.startup(name, "starting", detail)
     try:
@@ -267,7 +269,7 @@ def _engines(config: RunConfig) -> str:
 
 
 async def _start_generator(
-    checked: Checked[C], hosts: RunHosts, prepared: Prepared, handover: asyncio.Future[DeviceHandover]
+    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, handover: asyncio.Future[DeviceHandover]
 ) -> Generator:
     @contextlib.asynccontextmanager
     async def start_engine(index: int) -> AsyncIterator[None]:
@@ -292,7 +294,7 @@ async def _start_generator(
 
 
 async def _start_trainer(
-    checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, after: asyncio.Task[Generator] | None
+    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
     return await Trainer.start(
         checked.config.trainer,
@@ -311,13 +313,13 @@ async def _start_trainer(
     )
 
 
-def _devices_free(checked: Checked[C], engines: asyncio.Task[Generator] | None) -> asyncio.Task[Generator] | None:
+def _devices_free(checked: CheckedRun[C], engines: asyncio.Task[Generator] | None) -> asyncio.Task[Generator] | None:
     """Return what trainers wait for before they allocate memory: vLLM would count theirs as its own."""
     return engines if (checked.shares_devices or checked.config.generator.guests) and gpus() else None
 
 
 async def _start_critic(
-    checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, after: asyncio.Task[Generator] | None
+    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
     assert checked.critic is not None
     return await Trainer.start(
@@ -339,7 +341,7 @@ async def _start_critic(
 
 
 async def _start_teachers(
-    checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, policy: asyncio.Task[Generator]
+    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, *, policy: asyncio.Task[Generator]
 ) -> Teachers:
     assert checked.teachers is not None
     config = checked.config
@@ -357,7 +359,7 @@ async def _start_teachers(
     )
 
 
-def gpus_taken(checked: Checked[C], hosts: RunHosts, *, engines: bool) -> dict[str, int]:
+def gpus_taken(checked: CheckedRun[C], hosts: RunHosts, *, engines: bool) -> dict[str, int]:
     """Return the number of GPUs of each host that are not free: the trainer's unless engines share them, and with
     `engines` the policy's engines' as well."""
     config, placed = checked.config, hosts.placed

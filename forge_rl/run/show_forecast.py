@@ -18,7 +18,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.run.forecast import (
     Forecast,
     Machines,
-    Policy,
+    PlannedPolicy,
     measured_forecast,
     nearest,
     read_policy,
@@ -74,14 +74,16 @@ def _folder(config: RunConfig) -> Path:
     return path.parent
 
 
-def _this_machine(config: RunConfig, policy: Policy) -> Machines:
+def _this_machine(config: RunConfig, policy: PlannedPolicy) -> Machines:
     """Measure this machine."""
     a = policy.architecture
     device = this_device(a.dim, a.hidden_dim, resolve_dtype(config.trainer.dtype))
     return Machines(device=device, per_host=1, use=CPU_EFFICIENCY)
 
 
-def _show_nearest(console: Console, config: RunConfig, policy: Policy, machines: Machines, error: ConfigError) -> None:
+def _show_nearest(
+    console: Console, config: RunConfig, policy: PlannedPolicy, machines: Machines, error: ConfigError
+) -> None:
     console.print(f"{machines} cannot hold this run: {error.message}", markup=False, soft_wrap=True)
     with console.status("looking for the nearest that fits"):
         alternatives = nearest(config, policy, machines)
@@ -171,7 +173,7 @@ def _show_memory(console: Console, forecast: Forecast, machines: Machines) -> No
     console.print(table)
 
 
-def _show_times(console: Console, forecast: Forecast, policy: Policy, machines: Machines) -> None:
+def _show_times(console: Console, forecast: Forecast, policy: PlannedPolicy, machines: Machines) -> None:
     config, work = forecast.config, workload(forecast.config, policy)
     generator = config.generator
     bytes_per_token = sequence_bytes(policy.architecture, generator) / generator.max_model_len

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from forge_rl.data.mixture import Mixture
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.metrics import Metric, batch_metrics
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.packing.trees import decoded_tokens
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
@@ -60,7 +60,9 @@ class StepMetrics:
         if decodes:
             self._count_busy(name)
 
-    def end_step(self, stats: Mapping[str, float], batch: Batch | None, packed: Packed | None) -> dict[str, Metric]:
+    def end_step(
+        self, stats: Mapping[str, float], batch: Batch | None, packed: PackedBatch | None
+    ) -> dict[str, Metric]:
         """End a step and return its metrics.
 
         Args:
@@ -89,7 +91,7 @@ class StepMetrics:
                 values["completed/tokens_per_s"] = tokens / seconds
         return values
 
-    def warn(self, step: int, stats: Mapping[str, float], packed: Packed | None) -> None:
+    def warn(self, step: int, stats: Mapping[str, float], packed: PackedBatch | None) -> None:
         """Warn of skipped updates, of a gap between the logprobs of engines and trainer, and of advantages that are 0.
 
         The latter is said of what the method made of the rewards: equal ones in a group may teach it all the same.

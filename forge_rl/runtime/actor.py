@@ -12,7 +12,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from forge_rl.runtime.in_hand import InHand
+from forge_rl.runtime.in_hand import RunningCalls
 from forge_rl.runtime.link import LinkEnd
 from forge_rl.runtime.processes import process_space
 
@@ -40,7 +40,7 @@ class ServiceActor(Actor):
     @concurrent_endpoint
     async def note_in_hand(self, path: Path) -> None:
         """Record the calls being executed in this file from now on; print all stacks to the log on SIGUSR2."""
-        self._link_end.in_hand = InHand(path)
+        self._link_end.in_hand = RunningCalls(path)
         faulthandler.register(signal.SIGUSR2)  # works even while something holds the GIL
 
     @concurrent_endpoint

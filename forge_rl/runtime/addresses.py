@@ -42,7 +42,7 @@ class Address:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class HostNetwork:
     """How a host can be reached."""
 
     space: str
@@ -50,7 +50,7 @@ class Network:
     addresses: tuple[Address, ...]
 
     @staticmethod
-    def of_this_host(interfaces: str = "") -> Network:
+    def of_this_host(interfaces: str = "") -> HostNetwork:
         """Return this host's addresses, on the named interfaces (comma-separated) if any are given."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -58,10 +58,10 @@ class Network:
         addresses = tuple(
             address for address in _addresses() if not interface_names or address.interface in interface_names
         )
-        return Network(space=space, addresses=addresses)
+        return HostNetwork(space=space, addresses=addresses)
 
 
-def meeting_address(networks: Sequence[Network], *, may_be_public: bool = False) -> str:
+def meeting_address(networks: Sequence[HostNetwork], *, may_be_public: bool = False) -> str:
     """Choose the first host's address at which processes of all hosts meet: loopback if they share a machine.
 
     An address in a network that all hosts have is preferred, and a private one to a public one.

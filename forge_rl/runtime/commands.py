@@ -49,7 +49,7 @@ class CommandLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class CommandResult:
     """Result of a command."""
 
     status: int
@@ -79,7 +79,7 @@ async def run_command(
     variables: Mapping[str, str],
     stdin: bytes,
     observe: Callable[[bytes], None] = lambda part: None,
-) -> Finished:
+) -> CommandResult:
     """Run a command until it exits; cancellation or the end of this process kills it.
 
     Args:
@@ -108,7 +108,7 @@ async def run_command(
             status = await process.wait()
     finally:
         await _end(process)
-    return Finished(status=status, output=output.result(), errors=errors.result())
+    return CommandResult(status=status, output=output.result(), errors=errors.result())
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -27,7 +27,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class FileRequest:
     """An operation on one file of the folder that the controller has opened to a process."""
 
     action: Literal["size", "read", "write", "rename", "mkdir"]
@@ -45,10 +45,10 @@ class Request:
 Answer: TypeAlias = int | bytes | OSError | None
 
 
-class OpenFolder:
+class FolderServer:
     """Answers requests about one folder of this machine, from processes that can reach nothing else here.
 
-        answer = OpenFolder(folder).answer(request)
+        answer = FolderServer(folder).answer(request)
 
     Args:
         folder: existing folder. Its subfolders can be used, and none can be created.
@@ -59,7 +59,7 @@ class OpenFolder:
         self._folder = folder.resolve()
         self._read_only = read_only
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: FileRequest) -> Answer:
         """Carry out a request; return a file's size or bytes, None after a change, or the file system's error."""
         try:
             if self._read_only and request.action not in ("size", "read"):
@@ -118,7 +118,7 @@ class FileDesk:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._requests: asyncio.Queue[tuple[Request, Future[Answer]] | None] = asyncio.Queue()
+        self._requests: asyncio.Queue[tuple[FileRequest, Future[Answer]] | None] = asyncio.Queue()
         self._unanswered: Future[Answer] | None = None
 
     def open(self) -> None:
@@ -129,7 +129,7 @@ class FileDesk:
         """Return a folder of the controller's machine as this process can use it: by requests if open, else itself."""
         return folder if self._loop is None else FarFolder(desk=self, path=folder)
 
-    def ask(self, request: Request) -> Any:
+    def ask(self, request: FileRequest) -> Any:
         """Return the controller's answer; blocks.
 
         Raises:
@@ -143,7 +143,7 @@ class FileDesk:
             raise answer
         return answer
 
-    async def exchange(self, answer: Answer) -> Request | None:
+    async def exchange(self, answer: Answer) -> FileRequest | None:
         """Take the answer to the last request, and return the next one; None once closed."""
         if self._unanswered is not None:
             self._unanswered.set_result(answer)
@@ -189,15 +189,15 @@ class FarFolder:
 
     def size(self, name: str) -> int:
         """Return the bytes of a regular file; raises OSError for anything else."""
-        return cast(int, self.desk.ask(Request(action="size", name=self._name(name))))
+        return cast(int, self.desk.ask(FileRequest(action="size", name=self._name(name))))
 
     def rename(self, name: str, to: str) -> None:
         """Rename a file of this folder."""
-        self.desk.ask(Request(action="rename", name=self._name(name), to=self._name(to)))
+        self.desk.ask(FileRequest(action="rename", name=self._name(name), to=self._name(to)))
 
     def mkdir(self, name: str) -> None:
         """Make a folder in this one, unless it exists."""
-        self.desk.ask(Request(action="mkdir", name=self._name(name)))
+        self.desk.ask(FileRequest(action="mkdir", name=self._name(name)))
 
     def open(self, name: str, mode: str) -> BinaryIO:
         """Open a file to read ("rb") or to write from its beginning ("wb")."""
@@ -205,7 +205,7 @@ class FarFolder:
             raw = _FarFile(self.desk, self._name(name), size=self.size(name))
             return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
         assert mode == "wb", mode
-        self.desk.ask(Request(action="write", name=self._name(name)))
+        self.desk.ask(FileRequest(action="write", name=self._name(name)))
         return cast(BinaryIO, io.BufferedWriter(_FarFile(self.desk, self._name(name), size=None), _BUFFER_BYTES))
 
     def _name(self, name: str) -> str:
@@ -270,13 +270,13 @@ class _FarFile(io.RawIOBase):
 
     def _read(self, length: int) -> bytes:
         length = min(length, _PIECE_BYTES)
-        data = self._desk.ask(Request(action="read", name=self._name, offset=self._offset, length=length))
+        data = self._desk.ask(FileRequest(action="read", name=self._name, offset=self._offset, length=length))
         self._offset += len(data)
         return cast(bytes, data)
 
     def write(self, data: ReadableBuffer) -> int:
         piece = bytes(memoryview(data).cast("B")[:_PIECE_BYTES])
         if piece:
-            self._desk.ask(Request(action="write", name=self._name, offset=self._offset, data=piece))
+            self._desk.ask(FileRequest(action="write", name=self._name, offset=self._offset, data=piece))
             self._offset += len(piece)
         return len(piece)

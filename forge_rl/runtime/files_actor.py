@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from forge_rl.runtime.far_files import Answer, Request, process_desk
+from forge_rl.runtime.far_files import Answer, FileRequest, process_desk
 
 
 class FilesActor(Actor):
@@ -15,5 +15,5 @@ class FilesActor(Actor):
         process_desk().open()
 
     @concurrent_endpoint
-    async def exchange(self, answer: Answer) -> Request | None:
+    async def exchange(self, answer: Answer) -> FileRequest | None:
         return await process_desk().exchange(answer)

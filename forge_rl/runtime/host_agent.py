@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Watched:
+class _ProcessWatch:
     tree: ProcessTree
     descendants: bool
     """True if a stopped descendant counts too."""
@@ -49,7 +49,7 @@ class HostAgent(Actor):
 
     def __init__(self, variable: str) -> None:
         self._variable = variable
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _ProcessWatch] = {}
         self._events: deque[Event] = deque()
         self._news = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class HostAgent(Actor):
     async def watch(self, mark: str, pids: list[int], descendants: bool) -> None:
         """Report the end of these processes from now on, and once one is stopped, also a descendant if wanted."""
         tree = ProcessTree(self._variable, mark)
-        self._watched[mark] = _Watched(tree=tree, descendants=descendants)
+        self._watched[mark] = _ProcessWatch(tree=tree, descendants=descendants)
         for pid in pids:
             try:
                 if not is_marked(pid, self._variable, mark):

@@ -81,7 +81,7 @@ class Clock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
+class SampledTokens:
     """Tokens that an engine sampled, with its logprobs."""
 
     prompt_ids: Sequence[int]
@@ -92,7 +92,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainStepResult:
     """Result of a training step on sampled tokens."""
 
     mean_gap: float

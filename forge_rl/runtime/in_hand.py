@@ -19,10 +19,10 @@ number_of_call: ContextVar[int] = ContextVar("number_of_call", default=-1)
 """Number of the call that the current task serves."""
 
 
-class InHand:
+class RunningCalls:
     """Records the calls currently running in a process's event loop and in its worker thread.
 
-        in_hand = InHand(path)
+        in_hand = RunningCalls(path)
         answer = await in_hand.noting(7, method())
         with in_hand.in_thread(8):
             function()

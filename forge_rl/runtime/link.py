@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
-from forge_rl.runtime.in_hand import InHand, number_of_call
+from forge_rl.runtime.in_hand import RunningCalls, number_of_call
 from forge_rl.system.tasks import TaskGroup
 from forge_rl.system.terminal import TRACE_LETTERS, shortened
 
@@ -302,7 +302,7 @@ class LinkEnd:
         self._waiting_bytes = 0
         self._ready = asyncio.Event()
         self._room = asyncio.Event()
-        self.in_hand: InHand | None = None
+        self.in_hand: RunningCalls | None = None
         """Records the running calls, if enabled."""
 
     def post(self, messages: bytes) -> None:

@@ -20,7 +20,7 @@ def nonce() -> bytes:
     return secrets.token_hex(NONCE_BYTES // 2).encode()
 
 
-class Sealed:
+class SealedChannel:
     """One connection's messages.
 
     Args:

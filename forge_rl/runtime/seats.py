@@ -189,7 +189,7 @@ class Seats:
         )
 
 
-class Bounded(Protocol):
+class ReplicaBounds(Protocol):
     """Settings of a service whose number of replicas has bounds; 0 stands for `replicas`."""
 
     @property
@@ -200,7 +200,7 @@ class Bounded(Protocol):
     def most_replicas(self) -> int: ...
 
 
-def check_bounds(config: Bounded, prefix: str) -> None:
+def check_bounds(config: ReplicaBounds, prefix: str) -> None:
     """Check that the number of replicas is within its bounds.
 
     Raises:

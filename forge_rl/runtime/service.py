@@ -33,7 +33,7 @@ def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
     return best
 
 
-class Supervises(Protocol):
+class ReplicaKeeper(Protocol):
     """Keeps a service at its number of replicas; see `Supervisor`."""
 
     def is_starting(self, index: int) -> bool:
@@ -87,7 +87,7 @@ class Service:
         """Called after every change of the set of serving replicas."""
         self.recoverable = False
         """True if the owner replaces dead replicas itself: a death is then not fatal even without a supervisor."""
-        self.supervisor: Supervises | None = None
+        self.supervisor: ReplicaKeeper | None = None
         """Replaces dead replicas, once the first ones have started; by default a death is fatal."""
         self.wanted: set[int] = set()
         """Indices that should have a replica."""

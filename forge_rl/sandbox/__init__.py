@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.protocol import SandboxSession as SandboxSession
     from forge_rl.sandbox.providers.e2b import E2BPool as E2BPool
     from forge_rl.sandbox.providers.remote import RemotePool as RemotePool
-    from forge_rl.sandbox.session import Session as Session
+    from forge_rl.sandbox.session import PoolSession as PoolSession
     from forge_rl.sandbox.shared import run_code as run_code
     from forge_rl.sandbox.shared import shared_pool as shared_pool
     from forge_rl.sandbox.workspaces.repositories import Checkout as Checkout
@@ -40,7 +40,7 @@ _HOMES = {
     "SandboxPool": "protocol",
     "SandboxSession": "protocol",
     **dict.fromkeys(("Checkout", "RepositoryStore"), "workspaces.repositories"),
-    "Session": "session",
+    "PoolSession": "session",
     **dict.fromkeys(("run_code", "shared_pool"), "shared"),
 }
 __all__ = [
@@ -52,13 +52,13 @@ __all__ = [
     "Image",
     "Limits",
     "Pool",
+    "PoolSession",
     "RemotePool",
     "RepositoryStore",
     "Result",
     "SandboxError",
     "SandboxPool",
     "SandboxSession",
-    "Session",
     "Usage",
     "run_code",
     "shared_pool",

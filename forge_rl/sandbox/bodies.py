@@ -8,12 +8,12 @@ import os
 import socket
 from dataclasses import dataclass, replace
 
-from forge_rl.sandbox.host import Host, Watched, readable, writable
+from forge_rl.sandbox.host import Host, SessionStatus, readable, writable
 from forge_rl.sandbox.inside import frames, kernel
 from forge_rl.sandbox.inside.overlays import fork_name
 from forge_rl.sandbox.limits import CellError, Limits, SandboxError
-from forge_rl.sandbox.network import Network
-from forge_rl.sandbox.workspaces.changes import OpenFolder
+from forge_rl.sandbox.network import SessionNetwork
+from forge_rl.sandbox.workspaces.changes import FolderDescriptor
 
 _READY_S, _FORK_S, _CAUSE_S = 60.0, 30.0, 2.0
 _WORKSPACE = "workspace"
@@ -27,7 +27,7 @@ class OpenWorkspace:
     """A folder that a session sees as its own."""
 
     base: str
-    changed: OpenFolder
+    changed: FolderDescriptor
     copied: str
     """Why the session works in a copy; "" if it has an overlay, which costs nothing until something changes."""
 
@@ -39,9 +39,9 @@ class Body:
     name: str
     host: Host
     channel: socket.socket
-    watched: Watched
+    watched: SessionStatus
     workspace: OpenWorkspace | None = None
-    network: Network | None = None
+    network: SessionNetwork | None = None
     folder: str = "0"
     """Name of its own folder, a neighbour of its workspace."""
 
@@ -103,7 +103,7 @@ async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> B
         except BaseException:
             await asyncio.shield(body.end())
             raise
-    return replace(body, workspace=OpenWorkspace(folder, OpenFolder(changes, is_overlay=not reason), reason))
+    return replace(body, workspace=OpenWorkspace(folder, FolderDescriptor(changes, is_overlay=not reason), reason))
 
 
 def _given_workspace(channel: socket.socket) -> tuple[str, int]:
@@ -163,7 +163,7 @@ async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     try:
-        body = await _prepared(Body(name, parent.host, ours, Watched(), folder=name), parent, limits, our_birth)
+        body = await _prepared(Body(name, parent.host, ours, SessionStatus(), folder=name), parent, limits, our_birth)
     except BaseException:
         for endpoint in (ours, theirs, birth):
             endpoint.close()
@@ -223,7 +223,7 @@ async def _prepared(fork: Body, parent: Body, limits: Limits, birth: socket.sock
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"a workspace was not copied within {_FORK_S:.0f} s") from None
             raise
-    return replace(fork, workspace=replace(workspace, changed=OpenFolder(changes, is_overlay=is_overlay)))
+    return replace(fork, workspace=replace(workspace, changed=FolderDescriptor(changes, is_overlay=is_overlay)))
 
 
 async def with_network(body: Body, addresses: frozenset[str]) -> Body:
@@ -232,7 +232,7 @@ async def with_network(body: Body, addresses: frozenset[str]) -> Body:
     Raises:
         SandboxError: it does not take it, and was killed.
     """
-    network = Network(addresses)
+    network = SessionNetwork(addresses)
     new_body = replace(body, network=network)
     try:
         with network.theirs as theirs:

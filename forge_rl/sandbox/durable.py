@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from forge_rl.sandbox.inside import cells
 from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.pool import Pool
-from forge_rl.sandbox.providers.wire import WireError, result_from_json, result_to_json
-from forge_rl.sandbox.session import Session
+from forge_rl.sandbox.providers.wire import SandboxWireError, result_from_json, result_to_json
+from forge_rl.sandbox.session import PoolSession
 from forge_rl.system.result_cache import ResultCache, content_key
 
 T = TypeVar("T")
@@ -41,10 +41,10 @@ class _LostError(SandboxError):
 
 
 @dataclass(eq=False)
-class _Live:
+class _SessionState:
     """A session with the state after some cells."""
 
-    session: Session
+    session: PoolSession
     key: bytes
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     owned: bool = True
@@ -58,7 +58,7 @@ class _Action:
     code: str | Sequence[str] = ""
     wall_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Other arguments of a command; see `Session.run`."""
+    """Other arguments of a command; see `PoolSession.run`."""
     result_text: str = ""
     path: str = ""
     """For a file that was put, its name."""
@@ -103,9 +103,9 @@ class DurableSessions:
         ("repeated")."""
         self._most_parked = parked if cache is not None else 0
         self._root = [version, sys.version, Path(cells.__file__).read_text(), pool.signature()]
-        self._live: OrderedDict[bytes, _Live] = OrderedDict()
+        self._live: OrderedDict[bytes, _SessionState] = OrderedDict()
         """By key, a session in that state, also those in use."""
-        self._parked: OrderedDict[_Live, None] = OrderedDict()
+        self._parked: OrderedDict[_SessionState, None] = OrderedDict()
 
     def open(self, *, limits: Limits | None = None) -> DurableSession:
         """Return a session, which starts nothing before a cell must run; its caller closes it."""
@@ -117,7 +117,7 @@ class DurableSessions:
         while self._parked:
             await self._drop_parked()
 
-    async def nearest(self, keys: Sequence[bytes], limits: Limits) -> tuple[Session, int]:
+    async def nearest(self, keys: Sequence[bytes], limits: Limits) -> tuple[PoolSession, int]:
         """Return a new session whose state includes as many of the actions as possible.
 
         Args:
@@ -144,19 +144,19 @@ class DurableSessions:
             await self._drop_parked()
         return await self.pool.open(limits=session_limits), 0
 
-    def changes(self, live: _Live) -> None:
+    def changes(self, live: _SessionState) -> None:
         """Note that a session's state is about to change."""
         if self._live.get(live.key) is live:
             del self._live[live.key]
 
-    def is_at(self, live: _Live, key: bytes) -> None:
+    def is_at(self, live: _SessionState, key: bytes) -> None:
         """Note the state that a session is in now."""
         self.changes(live)
         live.key = key
         if self.cache is not None and live.owned:
             self._live[key] = live
 
-    async def end(self, live: _Live, *, park: bool) -> None:
+    async def end(self, live: _SessionState, *, park: bool) -> None:
         """Close a session, or keep it for others if it may be of use."""
         live.owned = False
         if not park or not live.session.alive or self._live.get(live.key) is not live or not self._most_parked:
@@ -185,7 +185,7 @@ class DurableSession:
         self._sessions = sessions
         self._keys = list(keys)
         self._log = list(log)
-        self._live: _Live | None = None
+        self._live: _SessionState | None = None
         self._done = 0
         """How many actions the live session's state includes."""
         self._lost = False
@@ -208,7 +208,7 @@ class DurableSession:
         folder: str = "",
         folders: Mapping[str, str] | None = None,
     ) -> Result:
-        """Run a cell as `Session.run` does, or return its result from the cache; then `usage` is 0.
+        """Run a cell as `PoolSession.run` does, or return its result from the cache; then `usage` is 0.
 
         If the processes are lost, they are replaced, and the session's earlier cells are run again first.
 
@@ -240,7 +240,7 @@ class DurableSession:
                 if not ran:
                     try:
                         ran.append(result_from_json(json.loads(text), self.limits))
-                    except (ValueError, RecursionError, WireError):  # not by this version
+                    except (ValueError, RecursionError, SandboxWireError):  # not by this version
                         cache.forget(key)
                         await compute()
             self._append(replace(action, result_text=_shown(ran[0])))
@@ -277,7 +277,7 @@ class DurableSession:
             self._check()
             return DurableSession(self._sessions, self.limits, tuple(self._keys), tuple(self._log))
 
-    async def branch(self) -> Session:
+    async def branch(self) -> PoolSession:
         """Return a plain session in the same state, which is not rebuilt if it dies. The caller closes it.
 
         Raises:
@@ -314,7 +314,7 @@ class DurableSession:
     async def _run(self, action: _Action) -> Result:
         """Run the next cell, in another session if that one is lost or killed."""
 
-        async def run(live: _Live) -> Result:
+        async def run(live: _SessionState) -> Result:
             self._sessions.counts["run"] += 1
             self._sessions.changes(live)
             return await live.session.run(action.code, wall_s=action.wall_s, **action.options)
@@ -333,7 +333,7 @@ class DurableSession:
                 self._ended = result.error.message
                 return result
 
-    async def _surviving(self, use: Callable[[_Live], Awaitable[T]]) -> tuple[_Live, T]:
+    async def _surviving(self, use: Callable[[_SessionState], Awaitable[T]]) -> tuple[_SessionState, T]:
         """Use the session's processes, and new ones if they are lost; return the processes and the result."""
         failures = 0
         while True:
@@ -352,7 +352,7 @@ class DurableSession:
                     raise
                 await self._lose()
 
-    async def _caught_up(self) -> _Live:
+    async def _caught_up(self) -> _SessionState:
         """Return the session's processes in the state after all of its actions."""
         live = self._live
         if live is not None and not live.session.alive:
@@ -360,7 +360,7 @@ class DurableSession:
             live = None
         if live is None:
             session, self._done = await self._sessions.nearest(self._keys, self.limits)
-            live = self._live = _Live(session, self._keys[self._done])
+            live = self._live = _SessionState(session, self._keys[self._done])
             if self._lost:
                 self._sessions.counts["rebuilt"] += 1
                 self._lost = False
@@ -373,7 +373,7 @@ class DurableSession:
         self._sessions.is_at(live, self._keys[-1])
         return live
 
-    async def _repeat(self, live: _Live, action: _Action) -> None:
+    async def _repeat(self, live: _SessionState, action: _Action) -> None:
         if action.path:
             await live.session.put(action.path, action.data)
             return

@@ -27,7 +27,7 @@ _START_S, _END_S = 60.0, 20.0
 
 
 @dataclass(eq=False)
-class Watched:
+class SessionStatus:
     """What the server has said about a session."""
 
     exited: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,7 +57,7 @@ class Host:
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, lifeline: int, tree: str) -> None:
         self.process = process
-        self.sessions: dict[str, Watched] = {}
+        self.sessions: dict[str, SessionStatus] = {}
         self.lost = ""
         """Why the server is gone; "" while it serves."""
         self.missing: dict[str, str] = {}
@@ -119,28 +119,28 @@ class Host:
         host._loop.add_reader(ours, host._receive)
         return host
 
-    async def begin(self, name: str, limits: Limits, control: socket.socket, *workspace: int) -> Watched:
+    async def begin(self, name: str, limits: Limits, control: socket.socket, *workspace: int) -> SessionStatus:
         """Ask for a session that answers on a channel; its descriptor, and the others, may be closed afterwards.
 
         Args:
             workspace: descriptors of its folder, from `kernel.detached`, and of a channel by which the server sends
                 where changes are kept. None for a session without a workspace.
         """
-        watched = self.sessions[name] = Watched()
+        watched = self.sessions[name] = SessionStatus()
         message = {"do": "start", "session": name, "limits": _as_json(limits)}
         await self._send(message, [control.fileno(), *workspace])
         return watched
 
     async def prepare_fork(
         self, name: str, parent: str, limits: Limits, birth: socket.socket, *workspace: int, is_overlay: bool = False
-    ) -> Watched:
+    ) -> SessionStatus:
         """Ask for the cgroups of a fork, which it enters by the other end of a birth channel; closes this one.
 
         Args:
             workspace: descriptors as in `begin`, and of the folder with the parent's changes; none without a workspace.
             is_overlay: True if the server copies the changes, False if the fork copies its whole workspace.
         """
-        watched = self.sessions[name] = Watched()
+        watched = self.sessions[name] = SessionStatus()
         with birth:
             message = {
                 "do": "fork",
@@ -183,7 +183,7 @@ class Host:
             hierarchy for hierarchy in cgroups.here() if os.path.isdir(os.path.join(hierarchy.folder, self.tree))
         ]
         if hierarchies:
-            cgroups.Tree(self.tree, hierarchies).remove_all()
+            cgroups.CgroupTree(self.tree, hierarchies).remove_all()
 
     def _lose(self, cause: str) -> None:
         if self.lost:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import Result
-from forge_rl.sandbox.session import Session
+from forge_rl.sandbox.session import PoolSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
 """The languages by name. Go compiles its standard library on first use: give it 512 MiB of files and a minute."""
 
 
-async def installed(session: Session) -> dict[str, str]:
+async def installed(session: PoolSession) -> dict[str, str]:
     """Return the version of each language that a session has."""
     versions = {}
     for name, language in LANGUAGES.items():
@@ -81,7 +81,7 @@ async def installed(session: Session) -> dict[str, str]:
 
 
 async def run_source(
-    session: Session, language: str, source: str, *, stdin: bytes = b"", wall_s: float | None = None
+    session: PoolSession, language: str, source: str, *, stdin: bytes = b"", wall_s: float | None = None
 ) -> Result:
     """Compile and run a source file in a session's folder; return the result of the run, or of a failed compilation.
 

@@ -28,7 +28,7 @@ _TRANSLATED = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48"
 """Networks of IPv6 whose addresses stand for ones of IPv4."""
 
 
-class _RefusedError(Exception):
+class _RefusedConnectionError(Exception):
     """A refusal, whose text the session gets."""
 
 
@@ -50,7 +50,7 @@ def named_addresses(addresses: Iterable[str]) -> frozenset[str]:
     return frozenset(named)
 
 
-class Network:
+class SessionNetwork:
     """The connections of one session; `close` ends them, as the end of the session does.
 
     Args:
@@ -79,7 +79,7 @@ class Network:
             while request := await loop.sock_recv(self._channel, MOST_ADDRESS):
                 try:
                     outside = await self._dial(request.decode("ascii", "replace"))
-                except _RefusedError as refused:
+                except _RefusedConnectionError as refused:
                     self._channel.send(b"-" + str(refused).encode()[:MOST_ADDRESS])
                     continue
                 ours, theirs = socket.socketpair()
@@ -100,9 +100,9 @@ class Network:
 
     async def _dial(self, address: str) -> socket.socket:
         if address not in self.addresses:
-            raise _RefusedError("this address is not one of the session's network=(...)")
+            raise _RefusedConnectionError("this address is not one of the session's network=(...)")
         if len(self._relays) >= _CONNECTIONS:
-            raise _RefusedError(f"the session has {_CONNECTIONS} open connections")
+            raise _RefusedConnectionError(f"the session has {_CONNECTIONS} open connections")
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
         try:
@@ -110,7 +110,9 @@ class Network:
                 address_infos = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
                 reachable = [info for info in address_infos if _may_lead_to(host, str(info[4][0]))]
                 if not reachable:
-                    raise _RefusedError("its name leads to private addresses, which have to be named themselves")
+                    raise _RefusedConnectionError(
+                        "its name leads to private addresses, which have to be named themselves"
+                    )
                 family, kind, protocol, _, target = reachable[0]
                 outside = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
                 outside.setblocking(False)
@@ -121,11 +123,11 @@ class Network:
                     raise
                 return outside
         except TimeoutError:
-            raise _RefusedError(f"no connection within {_DIAL_S:g} s") from None
+            raise _RefusedConnectionError(f"no connection within {_DIAL_S:g} s") from None
         except (socket.gaierror, UnicodeError):
-            raise _RefusedError("it cannot be reached: unknown name") from None
+            raise _RefusedConnectionError("it cannot be reached: unknown name") from None
         except OSError as error:  # asyncio's own text would tell the address
-            raise _RefusedError(f"it cannot be reached: {os.strerror(error.errno or 0)}") from None
+            raise _RefusedConnectionError(f"it cannot be reached: {os.strerror(error.errno or 0)}") from None
 
 
 def _plain(host: str) -> str:

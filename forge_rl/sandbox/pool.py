@@ -18,7 +18,7 @@ from forge_rl.sandbox.bodies import Body, fork_body, start_body, start_body_in, 
 from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
-from forge_rl.sandbox.session import Session
+from forge_rl.sandbox.session import PoolSession
 from forge_rl.system.tasks import TaskGroup
 
 PRELOADED = (
@@ -138,7 +138,7 @@ class Pool:
         workspace: str | Path | None = None,
         network: Sequence[str] = (),
         wait_s: float | None = None,
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[PoolSession]:
         """Open a session for a block of code; see `open`."""
         async with await self.open(
             limits=limits, undo=undo, workspace=workspace, network=network, wait_s=wait_s
@@ -153,12 +153,12 @@ class Pool:
         workspace: str | Path | None = None,
         network: Sequence[str] = (),
         wait_s: float | None = None,
-    ) -> Session:
+    ) -> PoolSession:
         """Open a session, which its caller closes. Those who wait for a place get it in the order in which they came.
 
         Args:
             limits: instead of the pool's.
-            undo: keep the state before each cell, for `Session.restore`; takes a second place.
+            undo: keep the state before each cell, for `PoolSession.restore`; takes a second place.
             workspace: a folder in which the session works as if it was its own, with its owner's files as the
                 session's. The folder never changes, and nobody should change it meanwhile; many sessions share it.
                 Where the kernel has no overlays for it, each session gets a copy, within its limits, and this warns.
@@ -197,7 +197,7 @@ class Pool:
                 raise SandboxError(f"a session did not start: {error}", hint=hint) from None
             raise
         self._refill()
-        return Session(body, limits, fork_body=self._fork, release=self._places.release, undo=undo)
+        return PoolSession(body, limits, fork_body=self._fork, release=self._places.release, undo=undo)
 
     def signature(self) -> list[object]:
         """Return what the results of cells depend on besides their code and limits, as JSON values."""

@@ -9,7 +9,7 @@ from forge_rl.sandbox.limits import Limits, Result
 
 
 class SandboxSession(Protocol):
-    """A session that runs cells one at a time and keeps their state; `forge_rl.sandbox.Session` says more.
+    """A session that runs cells one at a time and keeps their state; `forge_rl.sandbox.PoolSession` says more.
 
     All methods raise `SandboxError` if the sandbox fails, or cannot do this; a cell that fails is a `Result`.
     """

@@ -31,7 +31,7 @@ _TAKEN = ("/proc", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/li
 """Places of the system, or of a session's own folders, where a command sees nothing else."""
 
 
-class Session:
+class PoolSession:
     """Runs cells one at a time; made by `Pool.session`.
 
         async with pool.session() as session:
@@ -232,7 +232,7 @@ class Session:
             )
             raise SandboxError(f"the changes do not apply: {cause[-500:]}")
 
-    async def fork(self) -> Session:
+    async def fork(self) -> PoolSession:
         """Return an independent copy of the session: its variables, and its folder and workspace under other names.
 
         Threads and the programs that the session has started are not copied. Both have the same limits, each its own;
@@ -244,7 +244,7 @@ class Session:
         async with self._lock:
             self._check_alive()
             body = await self._fork_body(self._body, self.limits)
-        return Session(body, self.limits, fork_body=self._fork_body, release=self._release, undo=self._undo)
+        return PoolSession(body, self.limits, fork_body=self._fork_body, release=self._release, undo=self._undo)
 
     async def restore(self) -> None:
         """Go back to the state before the latest cell, also if it has killed the session.
@@ -269,7 +269,7 @@ class Session:
         body, self._body = self._body, replace(self._body, workspace=None)
         await self._end(body)
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> PoolSession:
         return self
 
     async def __aexit__(self, *raised: object) -> None:

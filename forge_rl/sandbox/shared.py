@@ -52,7 +52,7 @@ async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = No
     entry = pools.get(key := (loop, tuple(packages), profile))
     if entry is None or entry.holder.done():
         opened: asyncio.Future[Pool] = loop.create_future()
-        entry = pools[key] = _Held(opened, loop.create_task(_hold(opened, packages, profile)))
+        entry = pools[key] = _PoolEntry(opened, loop.create_task(_hold(opened, packages, profile)))
     return await asyncio.shield(entry.opened)
 
 
@@ -94,7 +94,7 @@ def pop_opened_sessions() -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _PoolEntry:
     opened: asyncio.Future[Pool]
     holder: asyncio.Task[None]
     counted: Counter[str] = field(default_factory=Counter)
@@ -103,7 +103,7 @@ class _Held:
 
 
 @functools.lru_cache(maxsize=1)
-def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...], Profile], _Held]:
+def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...], Profile], _PoolEntry]:
     return {}
 
 

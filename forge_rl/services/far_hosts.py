@@ -11,7 +11,7 @@ from typing import Any
 from forge_rl.errors import ReplicaError
 from forge_rl.models.copies import contents_of
 from forge_rl.runtime.cluster import SpawnedMesh
-from forge_rl.runtime.far_files import Answer, OpenFolder, Request
+from forge_rl.runtime.far_files import Answer, FileRequest, FolderServer
 from forge_rl.runtime.files_actor import FilesActor
 from forge_rl.runtime.processes import cause_of
 from forge_rl.runtime.replica import Replica
@@ -24,7 +24,7 @@ _NOTICE_S = 3.0
 """Maximum delay until the death of a process is noticed after a failed call."""
 
 
-async def open_files(service: Service, replica: Replica, meshes: Iterable[SpawnedMesh], files: OpenFolder) -> None:
+async def open_files(service: Service, replica: Replica, meshes: Iterable[SpawnedMesh], files: FolderServer) -> None:
     """Let each process of these meshes of a replica use a folder, until it closes its `process_desk`.
 
     A process that cannot be served any more counts as dead.
@@ -46,7 +46,7 @@ async def open_files(service: Service, replica: Replica, meshes: Iterable[Spawne
             service.in_background(serving, replica.index, "files are no longer served")
 
 
-async def _serve(service: Service, replica: Replica, actor: Any, files: OpenFolder) -> None:
+async def _serve(service: Service, replica: Replica, actor: Any, files: FolderServer) -> None:
     """Answer the requests of a process until its work has ended, or the replica is dead."""
     answer: Answer = None
     try:
@@ -71,9 +71,9 @@ async def _dead(service: Service, replica: Replica, error: Exception) -> None:
         service.mark_failed(replica, f"files cannot be sent to it: {cause}")
 
 
-async def _exchange(actor: Any, answer: Answer) -> Request | None:
+async def _exchange(actor: Any, answer: Answer) -> FileRequest | None:
     """Wrap Monarch's future in a coroutine, as asyncio requires."""
-    request: Request | None = await actor.exchange.call_one(answer)
+    request: FileRequest | None = await actor.exchange.call_one(answer)
     return request
 
 
@@ -100,7 +100,7 @@ async def copy_folders(
         await service.watch(replica, deadline_s=deadline_s)
         copies = {}
         for folder, expected in contents.items():
-            await open_files(service, replica, replica.meshes, OpenFolder(folder, read_only=True))
+            await open_files(service, replica, replica.meshes, FolderServer(folder, read_only=True))
             copies[host, folder] = await replica.call("copy", folder, expected, cache, deadline_s=deadline_s)
         return copies
 

@@ -25,7 +25,7 @@ from forge_rl.engines.parts import BucketOnHosts, EnginePart
 from forge_rl.engines.platform import open_store
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.engines.remote import RemoteServer
-from forge_rl.runtime.addresses import Network, interface_towards, own_address
+from forge_rl.runtime.addresses import HostNetwork, interface_towards, own_address
 from forge_rl.runtime.priority import low_priority
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.system.variables import set_here
@@ -52,9 +52,9 @@ class GeneratorActor(ServiceActor):
         """Where the workers of several hosts meet, if this is the first one."""
 
     @concurrent_endpoint
-    async def network(self) -> Network:
+    async def network(self) -> HostNetwork:
         """Return how other hosts can reach this one."""
-        return Network.of_this_host(chosen_interfaces())
+        return HostNetwork.of_this_host(chosen_interfaces())
 
     @concurrent_endpoint
     async def open_store(self, address: str) -> int:

@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.models.bundled import default_cache
-from forge_rl.runtime.host_facts import Sampled, Trained, write_rate
+from forge_rl.runtime.host_facts import SampledTokens, TrainStepResult, write_rate
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.services.host_actor import HostActor
 from forge_rl.system.variables import set_here
@@ -129,7 +129,7 @@ class DecodeCheckActor(ServiceActor):
     """Starts an engine and samples a few tokens."""
 
     @concurrent_endpoint
-    async def sample(self, model: Path) -> Sampled:
+    async def sample(self, model: Path) -> SampledTokens:
         from forge_rl.engines.factory import start_decode_engine
         from forge_rl.engines.protocol import DecodeSettings
         from forge_rl.types import Sampling
@@ -149,14 +149,14 @@ class DecodeCheckActor(ServiceActor):
             seconds = time.perf_counter() - start_time
         finally:
             engine.close()
-        return Sampled(prompt_ids=prompt, token_ids=token_ids, logprobs=logprobs, seconds=seconds)
+        return SampledTokens(prompt_ids=prompt, token_ids=token_ids, logprobs=logprobs, seconds=seconds)
 
 
 class TrainCheckActor(ServiceActor):
     """Makes one update on the tokens that an engine sampled."""
 
     @concurrent_endpoint
-    async def train(self, model: Path, sampled: Sampled) -> Trained:
+    async def train(self, model: Path, sampled: SampledTokens) -> TrainStepResult:
         from forge_rl.engines.titan.checks import train_once
 
         return await asyncio.to_thread(train_once, model, sampled)

@@ -35,7 +35,7 @@ _QUEUE_DEADLINE_S = 3600.0
 """Timeout of a score, including time in the queue."""
 
 
-class Reward:
+class RewardService:
     """Typed handle of the Reward service.
 
     [score] = await reward.score([episode])
@@ -69,7 +69,7 @@ class Reward:
         """The current function."""
         self._made = itertools.count(1)
         """Number of the next pool of a part."""
-        self._shared = _Pool(setting, "reward", shared_parts, replicas=setting.config.replicas)
+        self._shared = _ReplicaPool(setting, "reward", shared_parts, replicas=setting.config.replicas)
         self._own = {name: self._own_pool(name, part) for name, part in own_parts.items()}
         """Pools of the parts that have their own replicas, by part name."""
         self.replaced: list[Callable[[], None]] = []
@@ -89,7 +89,7 @@ class Reward:
         deadline_s: float,
         folder: Path | None = None,
         hosts: ServiceHosts | None = None,
-    ) -> Reward:
+    ) -> RewardService:
         """Spawn the service with a reward function, and a pool for each part that requests its own replicas.
 
         Args:
@@ -132,7 +132,7 @@ class Reward:
         function: RewardFunction,
         form: Form,
         version: int,
-        pools: Mapping[str, _Pool],
+        pools: Mapping[str, _ReplicaPool],
     ) -> Sequence[Score]:
         """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
@@ -191,7 +191,7 @@ class Reward:
                 for pool in old_pools:
                     await pool.service.stop()
 
-    async def _try(self, function: RewardFunction, form: Form, version: int, pools: Mapping[str, _Pool]) -> None:
+    async def _try(self, function: RewardFunction, form: Form, version: int, pools: Mapping[str, _ReplicaPool]) -> None:
         """Score samples with a function that is not in use yet.
 
         Raises:
@@ -209,10 +209,10 @@ class Reward:
                     hint="fix it, and set it again",
                 ) from error
 
-    def _own_pool(self, name: str, part: protocol.RewardFunction) -> _Pool:
+    def _own_pool(self, name: str, part: protocol.RewardFunction) -> _ReplicaPool:
         """Create the pool of a part with its own replicas."""
         number = next(self._made)
-        return _Pool(
+        return _ReplicaPool(
             self._setting,
             f"reward-{name}" + f"-{number}" * (number > 1),
             {name: part},
@@ -261,7 +261,7 @@ def _divided(
 class _Setting:
     """What all pools share."""
 
-    config: Reward.Config
+    config: RewardService.Config
     cluster: Cluster
     faults: Faults
     folder: Path | None
@@ -271,7 +271,7 @@ class _Setting:
     """Sums of what the processes counted since the last `Reward.pop_metrics`."""
 
 
-class _Pool:
+class _ReplicaPool:
     """Replicas that score with the same functions."""
 
     def __init__(

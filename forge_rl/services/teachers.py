@@ -181,7 +181,7 @@ class Teachers:
         if hint != "none":
             prompts = dict(await asyncio.to_thread(self._hinted, batch, hint))
         errors: list[ForgeError] = []
-        scores_by_place: dict[tuple[int, int], _Scored] = {}
+        scores_by_place: dict[tuple[int, int], _EpisodeScores] = {}
         rooms: dict[Generator, asyncio.Semaphore] = {}
 
         async def score_episode(place: tuple[int, int], teacher: Generator, episode: Episode) -> None:
@@ -204,7 +204,10 @@ class Teachers:
             self._warn(f"{len(errors)} of {len(prompts)} episodes were not scored by their teacher: {errors[0]}")
         unscored = _unscored(scores_by_place.values())
         rows = [
-            [scores_by_place.get((p, g)) or _Scored.empty(episode, top_k) for g, episode in enumerate(group.episodes)]
+            [
+                scores_by_place.get((p, g)) or _EpisodeScores.empty(episode, top_k)
+                for g, episode in enumerate(group.episodes)
+            ]
             for p, group in enumerate(batch.groups)
         ]
         return TeacherScores(
@@ -299,7 +302,7 @@ def _logprobs(episode: Episode) -> npt.NDArray[np.float32]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scored:
+class _EpisodeScores:
     """The scores of an episode, [T] and [T, k]."""
 
     logprobs: npt.NDArray[np.float32]
@@ -307,7 +310,7 @@ class _Scored:
     top_logprobs: npt.NDArray[np.float32]
 
     @classmethod
-    def empty(cls, episode: Episode, top_k: int) -> _Scored:
+    def empty(cls, episode: Episode, top_k: int) -> _EpisodeScores:
         count = episode.response_tokens
         return cls(
             logprobs=np.full(count, np.nan, np.float32),
@@ -321,7 +324,7 @@ class _Scored:
         self.top_ids[rows] = scored.top_ids[mask]
         self.top_logprobs[rows] = scored.top_logprobs[mask]
 
-    def cleaned(self, vocab_size: int) -> _Scored:
+    def cleaned(self, vocab_size: int) -> _EpisodeScores:
         """Leave out tokens whose logprob is not finite, and those in whose place the teacher has ids that the policy
         lacks: rows that pad its vocabulary."""
         self.logprobs[~np.isfinite(self.logprobs)] = np.nan
@@ -335,7 +338,7 @@ def _part_of(hosts: ServiceHosts, number: int, gpus: int) -> ServiceHosts:
     return replace(hosts, gpus={host: host_gpus[number * gpus :] for host, host_gpus in hosts.gpus.items()})
 
 
-def _unscored(episode_scores: Iterable[_Scored]) -> int:
+def _unscored(episode_scores: Iterable[_EpisodeScores]) -> int:
     """Count tokens without a finite logprob.
 
     Raises:
@@ -351,12 +354,12 @@ def _unscored(episode_scores: Iterable[_Scored]) -> int:
 
 async def _score(
     teacher: Generator, episode: Episode, prompt: TokenIds | None, temperature: float, top_k: int
-) -> _Scored:
+) -> _EpisodeScores:
     """Score an episode's tokens, segment by segment.
 
     With a prompt, it replaces the episode's first prompt; segments that do not begin with that are not scored.
     """
-    scores = _Scored.empty(episode, top_k)
+    scores = _EpisodeScores.empty(episode, top_k)
     turn_ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
     first_prompt = episode.turns[0].prompt_ids if episode.turns else ()
     for segment in episode.segments:

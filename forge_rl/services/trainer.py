@@ -17,7 +17,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ForgeError, ReplicaError
 from forge_rl.metrics import merge_all, reduce
-from forge_rl.packing.rows import Layout, Minibatch, Packed, pack
+from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, pack
 from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -67,7 +67,7 @@ class Trainer:
         """Whether the last step left out groups whose advantages are all 0."""
         self.keeps_logprobs = False
         """Whether each step also fetches the trained tokens' logprobs and entropies."""
-        self.scored: tuple[Packed, list[npt.NDArray[np.uint16]]] | None = None
+        self.scored: tuple[PackedBatch, list[npt.NDArray[np.uint16]]] | None = None
         """The last step's packed batch and, for each of its rows, what `rounded_scores` keeps of the targets' logprobs
         just before their first update, and of their entropies; None without `keeps_logprobs`."""
 
@@ -200,7 +200,7 @@ class Trainer:
             seed=self._seed,
         )
 
-    async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
+    async def step(self, packed: PackedBatch, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
         """Train on a batch packed with this trainer's layout; see `TrainEngine.train_batch`.
 
         Groups whose advantages are all 0 are left out if the loss allows it, see `Loss.keeps_uniform`. Each minibatch
@@ -290,7 +290,7 @@ class Trainer:
             return f"it could not be saved in {path}: {error.strerror or error}"
         return f"torch.load('{path}')"
 
-    async def evaluate(self, packed: Packed, loss: Loss) -> dict[str, float]:
+    async def evaluate(self, packed: PackedBatch, loss: Loss) -> dict[str, float]:
         """Compute a loss on a packed batch under the current weights, without an update; see `TrainEngine.evaluate`.
 
         Returns:
@@ -311,7 +311,7 @@ class Trainer:
         )
         return reduce(merge_all(parts[rank] for rank in config.head_ranks))
 
-    async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
+    async def logprobs(self, packed: PackedBatch, *, temperature: float = 1.0) -> list[torch.Tensor]:
         """Compute the logprob of every trained target under the current weights; see `TrainEngine.logprobs`.
 
         Returns:
@@ -319,7 +319,7 @@ class Trainer:
         """
         return await self._score(packed, "logprobs", temperature)
 
-    async def values(self, packed: Packed) -> list[torch.Tensor]:
+    async def values(self, packed: PackedBatch) -> list[torch.Tensor]:
         """Compute the value of the state before every trained target, of a critic; see `TrainEngine.values`.
 
         Returns:
@@ -339,7 +339,7 @@ class Trainer:
         packed = await asyncio.to_thread(pack, batch, zero_advantages, self.layout, drop_uniform=False)
         return values_of_episodes(batch, packed, await self.values(packed))
 
-    async def _score(self, packed: Packed, method: str, *args: object) -> list[torch.Tensor]:
+    async def _score(self, packed: PackedBatch, method: str, *args: object) -> list[torch.Tensor]:
         """Call a method that computes a tensor for each row, on the ranks that have them."""
         config, shares = self.config, self.config.shares
         parts = await self._all(
@@ -348,7 +348,7 @@ class Trainer:
         head_results = [parts[rank] for rank in config.head_ranks]
         return [head_results[index % shares][index // shares] for index in range(len(packed.rows))]
 
-    async def layer_noise(self, packed: Packed, *, temperature: float = 1.0, relative: float) -> list[float]:
+    async def layer_noise(self, packed: PackedBatch, *, temperature: float = 1.0, relative: float) -> list[float]:
         """Return, for each layer, the mean absolute change of a target's logprob if the layer's output is off by
         `relative`, a share of each element; see `TrainEngine.layer_noise`."""
         config = self.config

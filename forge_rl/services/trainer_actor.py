@@ -26,7 +26,7 @@ from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
 from forge_rl.packing.unpacking import rounded_scores
-from forge_rl.runtime.addresses import Network, interface_towards
+from forge_rl.runtime.addresses import HostNetwork, interface_towards
 from forge_rl.runtime.far_files import process_desk
 from forge_rl.runtime.progress import ProgressWriter
 from forge_rl.runtime.service import ServiceActor
@@ -54,9 +54,9 @@ class TrainerActor(ServiceActor):
         await asyncio.to_thread(import_train_engine)
 
     @concurrent_endpoint
-    async def network(self) -> Network:
+    async def network(self) -> HostNetwork:
         """Return how other hosts can reach this one."""
-        return Network.of_this_host(chosen_interfaces())
+        return HostNetwork.of_this_host(chosen_interfaces())
 
     @concurrent_endpoint
     async def free_port(self, address: str) -> int:

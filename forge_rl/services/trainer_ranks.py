@@ -18,7 +18,7 @@ from forge_rl.errors import (
     ServiceError,
 )
 from forge_rl.runtime.addresses import meeting_address
-from forge_rl.runtime.far_files import OpenFolder
+from forge_rl.runtime.far_files import FolderServer
 from forge_rl.runtime.progress import create_progress, read_progress
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import ServiceHosts, ranks_by_host
@@ -229,7 +229,7 @@ class TrainerRanks:
     async def open_files(self, replica: Replica, folder: Path) -> None:
         """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
         far_meshes = [mesh for mesh in replica.meshes if not self.service.cluster.shares_files(mesh.host)]
-        await open_files(self.service, replica, far_meshes, OpenFolder(folder))
+        await open_files(self.service, replica, far_meshes, FolderServer(folder))
 
     async def finish_save(self) -> None:
         """Wait until the checkpoint begun by `save` is written; meanwhile the ranks keep training.

@@ -18,7 +18,7 @@ from forge_rl.runtime.processes import process_space, when_process_ends
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.fanout import Fanout
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
-from forge_rl.weights.transports.remote import Puller, Shared, ask
+from forge_rl.weights.transports.remote import Puller, SegmentBuffers, ask
 from forge_rl.weights.versions import VersionIndex
 from forge_rl.weights.volume import Volume
 
@@ -36,7 +36,7 @@ class Holder:
         return Holder(os.getpid(), process_space())
 
 
-class _Peers:
+class _PeerVolumes:
     """This host's way to the other hosts' volumes, the first of which has the index."""
 
     def __init__(
@@ -87,7 +87,7 @@ class WeightStoreActor(ServiceActor):
         """Actor of each host's volume, the index's first."""
         self._volume: Volume | None = None
         self._puller: Puller | None = None
-        self._shared = Shared()
+        self._shared = SegmentBuffers()
 
     @concurrent_endpoint
     async def open_volume(
@@ -106,7 +106,7 @@ class WeightStoreActor(ServiceActor):
         self._volumes = {**volumes, **self._volumes}  # keep processes that introduced themselves meanwhile
         self._volume = Volume(self._shm, previous_folder=old_folder, previous_segments=segments)
         self._fanout = Fanout(len(volumes))
-        self._puller = Puller(self._host, self._volume, _Peers(self._host, self._volumes, self._free))
+        self._puller = Puller(self._host, self._volume, _PeerVolumes(self._host, self._volumes, self._free))
         return self._volume.folder, self._volume.reclaimed
 
     @concurrent_endpoint

@@ -23,7 +23,7 @@ _PRIVATE_CODES = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenMessages:
     """Messages without anything that reads as a control token: `control.encode(render(*hidden.parts), hidden)`."""
 
     parts: tuple[object, ...]
@@ -83,7 +83,7 @@ class ControlTokens:
         joined_texts = "\n".join(itertools.chain(texts, names))
         return any(letter in joined_texts for letter in self._telling) or any(map(self._all.completes, texts))
 
-    def hide(self, parts: tuple[Sequence[object], ...], rendered: str) -> Hidden:
+    def hide(self, parts: tuple[Sequence[object], ...], rendered: str) -> HiddenMessages:
         """Replace characters that can be part of a control token with private-use ones.
 
         Args:
@@ -102,7 +102,7 @@ class ControlTokens:
                 "the messages use nearly all of Unicode's private-use characters, and control tokens as well",
                 hint="send text without private-use characters",
             )
-        hiding = _Hiding(self._all, self._special, self._heads, table)
+        hiding = _CharacterMask(self._all, self._special, self._heads, table)
         try:
             hidden = tuple(
                 [hiding.value(entry, by_model=place == 0 and _is_answer(entry)) for entry in part]
@@ -110,7 +110,7 @@ class ControlTokens:
             )
         except RecursionError as error:
             raise ModelError("messages or tools are nested too deeply", hint="send less deeply nested JSON") from error
-        return Hidden(hidden, {private: letter for letter, private in table.items()})
+        return HiddenMessages(hidden, {private: letter for letter, private in table.items()})
 
     def only_those_of(self, rendered: str, ids: Sequence[int]) -> bool:
         """Return True if the control tokens among the ids are exactly those in the rendered text, in order."""
@@ -119,7 +119,7 @@ class ControlTokens:
         rendered_ids = [self._id_of[form] for form in self._all.pattern.findall(rendered)]
         return [id for id in ids if id in self._contents] == rendered_ids
 
-    def encode(self, rendered: str, hidden: Hidden) -> tuple[int, ...]:
+    def encode(self, rendered: str, hidden: HiddenMessages) -> tuple[int, ...]:
         """Return the token ids of rendered hidden messages; text that was hidden yields no control tokens."""
         twin, names, ids = self._twin
         text = hidden.uncover(self._all.pattern.sub(lambda match: names[match.group()], rendered))
@@ -210,7 +210,7 @@ class _Forms:
         return range(min(len(text), self._longest - 1), 0, -1)
 
 
-class _Hiding:
+class _CharacterMask:
     """Replaces the characters that control tokens need with private-use ones, one for one."""
 
     def __init__(self, strict: _Forms, special: _Forms, heads: str, table: Mapping[str, str]) -> None:

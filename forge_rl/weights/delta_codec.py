@@ -28,7 +28,7 @@ _CODEC = pa.Codec("zstd", compression_level=3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class EncodedChange:
     """A tensor's change."""
 
     kind: Kind
@@ -47,20 +47,20 @@ def words_of(tensor: torch.Tensor) -> Words:
     return tensor.detach().view(-1).view(torch.uint8).numpy().view(f"<u{tensor.dtype.itemsize}")
 
 
-def encode(new: Words, old: Words | None) -> Encoded:
+def encode(new: Words, old: Words | None) -> EncodedChange:
     """Encode a tensor's bit patterns, `[numel]`, as a change of its old ones; whole without old ones."""
     if old is not None:
         indices = np.flatnonzero(new != old)
         if not len(indices):
-            return Encoded(kind="same")
+            return EncodedChange(kind="same")
         gaps = np.diff(indices, prepend=-1) - 1
         gap_bytes = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << 8 * size)
         if len(indices) * (gap_bytes + new.itemsize) <= _DENSE * new.nbytes:
             steps = (new[indices] - old[indices]).view(f"<i{new.itemsize}")
             signed = ((steps << 1) ^ (steps >> (8 * new.itemsize - 1))).view(new.dtype)
             data = _CODEC.compress(_planes(gaps.astype(f"<u{gap_bytes}")) + _planes(signed), asbytes=True)
-            return Encoded(kind="changed", data=data, changes=len(indices), gap_bytes=gap_bytes)
-    return Encoded(kind="whole", data=_CODEC.compress(_planes(new), asbytes=True))
+            return EncodedChange(kind="changed", data=data, changes=len(indices), gap_bytes=gap_bytes)
+    return EncodedChange(kind="whole", data=_CODEC.compress(_planes(new), asbytes=True))
 
 
 def decode_whole(data: memoryview, *, numel: int, item_bytes: int) -> Words:

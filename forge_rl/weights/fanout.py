@@ -41,7 +41,7 @@ class Fanout:
 
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
-        self._trees: dict[tuple[str, str], _Tree] = {}
+        self._trees: dict[tuple[str, str], _CopyTree] = {}
         """Trees by the version that wrote the buckets, and by host."""
 
     def join(self, host: str, buckets: Sequence[Bucket], *, failed: Collection[str] = ()) -> dict[str, str]:
@@ -61,7 +61,7 @@ class Fanout:
         parents: dict[str, str] = {}
         for home, keys in keys_by_home.items():
             if home not in self._trees:
-                self._trees[home] = _Tree(home[1], most_children(max(1, self._hosts - 1), len(keys)))
+                self._trees[home] = _CopyTree(home[1], most_children(max(1, self._hosts - 1), len(keys)))
             self._trees[home].keys.update(keys)
             parents |= dict.fromkeys(keys, self._trees[home].place(host, failed))
         return parents
@@ -85,7 +85,7 @@ class Fanout:
         self._trees = {home: tree for home, tree in self._trees.items() if tree.keys}
 
 
-class _Tree:
+class _CopyTree:
     """Hosts that copy one version's buckets, below the host that wrote them."""
 
     def __init__(self, writer: str, max_children: int) -> None:

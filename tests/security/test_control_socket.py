@@ -25,7 +25,7 @@ from forge_rl.run.attach import ELSEWHERE, AttachedRun
 from forge_rl.run.control import MOST_BYTES, SOCKET, _check_types, serving_control
 from forge_rl.run.endpoints import check_reachable
 from forge_rl.runtime.local_socket import connect, listening
-from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
+from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
 from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, needs_root
 
 T = TypeVar("T")
@@ -446,7 +446,7 @@ def test_a_client_of_another_machine_is_served_with_the_key_of_the_folder(folder
 @pytest.mark.parametrize(
     "message",
     {
-        "another key": nonce() + Sealed(b"guessed", b"", nonce()).seal("request", REQUEST),
+        "another key": nonce() + SealedChannel(b"guessed", b"", nonce()).seal("request", REQUEST),
         "no key": REQUEST,
         "nothing": b"",
         "garbage": bytes(range(256)) * 10,
@@ -461,11 +461,11 @@ def test_a_request_that_was_overheard_is_not_taken_again_and_a_reply_neither(fol
     def attack(place: dict[str, Any]) -> bytes:
         with socket.create_connection((place["host"], place["port"]), timeout=20) as client:
             theirs, ours = client.recv(NONCE_BYTES + 1, socket.MSG_WAITALL).strip(), nonce()
-            overheard = ours + Sealed(place["key"].encode(), theirs, ours).seal("request", REQUEST)
+            overheard = ours + SealedChannel(place["key"].encode(), theirs, ours).seal("request", REQUEST)
             client.sendall(overheard)
             reply = client.makefile("rb").readline()
         with pytest.raises(PermissionError):
-            Sealed(place["key"].encode(), theirs, nonce()).open("reply", reply)
+            SealedChannel(place["key"].encode(), theirs, nonce()).open("reply", reply)
         return over_tcp(place, overheard)
 
     assert outside(folder, attack) == (b"", [7]), "once"

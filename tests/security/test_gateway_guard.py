@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from forge_rl.errors import ConfigError
 from forge_rl.gateway import GatewayConfig, keys
-from forge_rl.gateway.guard import Guard, InFlight
+from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.gateway.keys import KeyRing
 from forge_rl.types import Sampling
 from tests.fake_backend import FakeBackend, serving
@@ -34,7 +34,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 def client_of(config: GatewayConfig | None = None, key: str = "right") -> httpx.AsyncClient:
     """A client of that app behind a guard."""
     config = config or GatewayConfig(port=8000)
-    guard = Guard(app, config, caller=KeyRing(key, open_to_all=not key).caller, in_flight=InFlight(2))
+    guard = Guard(app, config, caller=KeyRing(key, open_to_all=not key).caller, in_flight=InFlightLimit(2))
     return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost:8000")
 
 
@@ -234,7 +234,7 @@ def test_no_more_reaches_an_app_than_may_be_in_flight():
             await gate.wait()
             await app(scope, receive, send)
 
-        counts = InFlight(2)
+        counts = InFlightLimit(2)
         guard = Guard(slow, GatewayConfig(), caller=KeyRing("right").caller, in_flight=counts)
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
@@ -251,7 +251,7 @@ def test_no_more_reaches_an_app_than_may_be_in_flight():
 
 def test_websockets_are_closed():
     async def check() -> None:
-        guard = Guard(app, GatewayConfig(), caller=KeyRing("right").caller, in_flight=InFlight(2))
+        guard = Guard(app, GatewayConfig(), caller=KeyRing("right").caller, in_flight=InFlightLimit(2))
         sent: list[Any] = []
 
         async def send(message: Any) -> None:

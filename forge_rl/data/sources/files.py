@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forge_rl.data.sources.columnar import open_arrow
 from forge_rl.data.sources.derived import decompressed
-from forge_rl.data.sources.lines import Delimited, JSONLines, open_json
+from forge_rl.data.sources.lines import DelimitedLines, JSONLines, open_json
 from forge_rl.data.sources.tables import Table
 from forge_rl.errors import TaskError
 from forge_rl.models.bundled import default_cache
@@ -91,9 +91,9 @@ def _open(path: Path, cache: Path) -> Table:
             return JSONLines(path, cache, text=decompressed(path, cache, COMPRESSIONS[path.suffix]))
         match _suffix(path):
             case ".csv":
-                return Delimited(path, cache, "")
+                return DelimitedLines(path, cache, "")
             case ".tsv":
-                return Delimited(path, cache, "\t")
+                return DelimitedLines(path, cache, "\t")
             case ".parquet" | ".feather" | ".arrow":
                 return open_arrow(path, cache)
             case ".json":

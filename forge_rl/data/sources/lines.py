@@ -83,7 +83,7 @@ class JSONLines:
         return f"line {lines}"
 
 
-class Delimited(JSONLines):
+class DelimitedLines(JSONLines):
     """Rows of strings of a CSV or TSV file (RFC 4180), with the columns named by the first row.
 
     Args:

@@ -89,7 +89,7 @@ class RemoteEngine:
             try:
                 answer = await self._ask("claim", {"owner": self._server.owner}, deadline_s=_CLAIM_S)
                 break
-            except (_GoneError, TimeoutError) as error:
+            except (_ConnectionLostError, TimeoutError) as error:
                 if clock() >= end:
                     raise ConfigError(
                         f"the engine at {self._server.url} does not answer: {error or 'it is silent'}",
@@ -201,7 +201,7 @@ class RemoteEngine:
         """Raise RuntimeError, as a failed engine does, if the server is gone or answers with something else."""
         try:
             yield
-        except (_GoneError, _StatusError, wire.WireError, StopAsyncIteration) as error:
+        except (_ConnectionLostError, _StatusError, wire.WireError, StopAsyncIteration) as error:
             raise RuntimeError(f"{self._server.url}: {error or 'its answer ends too early'}") from error
 
     async def _ask(self, route: str, body: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class RemoteEngine:
         """Send a request and yield the lines of its answer.
 
         Raises:
-            _GoneError: the server cannot be reached, or ends the connection.
+            _ConnectionLostError: the server cannot be reached, or ends the connection.
             _StatusError: the answer's status is an error's.
             WireError: the answer is not of lines of JSON, or a line is too long.
             ForgeError, RuntimeError: the server's error.
@@ -234,10 +234,10 @@ class RemoteEngine:
                             raise wire.error_from_json(answer)
                         yield answer
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise _GoneError(wire.shown(error) or type(error).__name__) from error
+            raise _ConnectionLostError(wire.shown(error) or type(error).__name__) from error
 
 
-class _GoneError(Exception):
+class _ConnectionLostError(Exception):
     """A server that cannot be reached, or ended the connection."""
 
 

@@ -146,7 +146,7 @@ class EngineServer:
 
     async def _run(self, name: str, receive: Receive, send: Send) -> None:
         """Run a request of the session until it ends, or its client is gone."""
-        reply = _Reply(send)
+        reply = _JSONLinesReply(send)
         task = asyncio.create_task(_ROUTES[name](self, receive, reply))
         self._work.add(task)
         try:
@@ -163,7 +163,7 @@ class EngineServer:
         if isinstance(error, Exception):
             await reply.end(wire.error_to_json(error))
 
-    async def _stream(self, receive: Receive, reply: _Reply) -> None:
+    async def _stream(self, receive: Receive, reply: _JSONLinesReply) -> None:
         body = await _whole(receive)
         prompt = np.array(wire.integers(body.get("prompt_ids"), "prompt ids"), np.int32)
         sampling, gather_s = wire.sampling_from_json(body.get("sampling")), float(body.get("gather_s", 0.0))
@@ -173,7 +173,7 @@ class EngineServer:
                     await reply.line(wire.chunk_to_json(replace(chunk, routed=None)))
             await reply.end()
 
-    async def _score(self, receive: Receive, reply: _Reply) -> None:
+    async def _score(self, receive: Receive, reply: _JSONLinesReply) -> None:
         body = await _whole(receive)
         prompt, tokens = (wire.integers(body.get(name), name) for name in ("prompt_ids", "token_ids"))
         async with _while_connected(receive):
@@ -182,20 +182,20 @@ class EngineServer:
             )
             await reply.end(wire.scores_to_json(scores))
 
-    async def _hold(self, receive: Receive, reply: _Reply) -> None:
+    async def _hold(self, receive: Receive, reply: _JSONLinesReply) -> None:
         body = await _whole(receive)
         has_weights = await self._engine.hold(paused=body.get("paused") is True, asleep=body.get("asleep") is True)
         await reply.end({"whole": has_weights})
 
-    async def _serve_model(self, receive: Receive, reply: _Reply) -> None:
+    async def _serve_model(self, receive: Receive, reply: _JSONLinesReply) -> None:
         await _whole(receive)
         if self._loaded:
             raise WeightsError("a run has replaced the weights of the server's model", hint="start the server again")
         await self._engine.serve_model()
         await reply.end({})
 
-    async def _load(self, receive: Receive, reply: _Reply) -> None:
-        body = _Body(receive)
+    async def _load(self, receive: Receive, reply: _JSONLinesReply) -> None:
+        body = _RequestBody(receive)
         header = await body.header()
         manifest = wire.manifest_from_json(header)
         self._loaded = True
@@ -219,7 +219,7 @@ _ROUTES: Mapping[str, Callable[[EngineServer, Receive, Any], Any]] = {
 }
 
 
-async def _buckets(body: _Body, manifest: Manifest) -> AsyncGenerator[segment.SegmentBucket, None]:
+async def _buckets(body: _RequestBody, manifest: Manifest) -> AsyncGenerator[segment.SegmentBucket, None]:
     """Yield the buckets that a request brings, each in shared memory of its own until the next one is asked for."""
     entries = {entry.name: entry for entry in manifest.tensors}
     while names := (header := await body.header()).get("tensors") or header.get("failed"):
@@ -249,7 +249,7 @@ async def _buckets(body: _Body, manifest: Manifest) -> AsyncGenerator[segment.Se
             os.close(fd)
 
 
-class _Body:
+class _RequestBody:
     """A request's body, read as it arrives."""
 
     def __init__(self, receive: Receive) -> None:
@@ -294,7 +294,7 @@ class _Body:
         self._rest, self._ended = message.get("body", b""), not message.get("more_body", False)
 
 
-class _Reply:
+class _JSONLinesReply:
     """An answer of lines of JSON, the last of which may hold an error."""
 
     def __init__(self, send: Send) -> None:

@@ -22,7 +22,7 @@ from forge_rl.engines.titan.small_adamw import SmallAdamW
 from forge_rl.weights.manifest import TensorSpec
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """One rank's part of a model."""
 
     model: PolicyModel
@@ -41,7 +41,7 @@ def load_model(
     *,
     values: bool,
     frozen: bool = False,
-) -> Loaded:
+) -> LoadedModel:
     """Build a model and load its weights; a frozen one has them in the dtype of the forward pass."""
     dtype = resolve_dtype(settings.dtype)
     state_dtype = torch.promote_types(dtype, torch.float32)
@@ -69,7 +69,7 @@ def load_model(
             setattr(module, name, buffer.to(device))
     if frozen:
         model.requires_grad_(False)
-    return Loaded(model, published, parameters)
+    return LoadedModel(model, published, parameters)
 
 
 def make_optimizer(model: PolicyModel, settings: TrainSettings) -> torch.optim.Optimizer:

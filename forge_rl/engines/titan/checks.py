@@ -16,7 +16,7 @@ from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.packing.rows import Layout, pack
-from forge_rl.runtime.host_facts import Sampled, Trained
+from forge_rl.runtime.host_facts import SampledTokens, TrainStepResult
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 
 _ROW = 256
@@ -25,7 +25,7 @@ _MATMUL = {"cuda": 8192, "cpu": 1024}
 _REPEATS = 5
 
 
-def train_once(model: Path, sampled: Sampled) -> Trained:
+def train_once(model: Path, sampled: SampledTokens) -> TrainStepResult:
     """Load a model into a trainer of one rank, compare its logprobs with the engine's, and make one update.
 
     Raises:
@@ -59,7 +59,7 @@ def train_once(model: Path, sampled: Sampled) -> Trained:
             for row, row_scores in zip(rows, scored, strict=True)
         ]
     )
-    return Trained(
+    return TrainStepResult(
         mean_gap=float(gaps.mean()),
         most_gap=float(gaps.max()),
         finite=None not in metrics,

@@ -175,11 +175,11 @@ def attend_trees(
     head_dim, width = q.shape[-1], v.shape[-1]
     if width != head_dim:  # the kernel requires equal widths
         q, k, v = (nn.functional.pad(x, (0, max(head_dim, width) - x.shape[-1])) for x in (q, k, v))
-    out, sums = _TreeAttention.apply(q, k, v, tuple(masks), scale or head_dim**-0.5)
+    out, sums = _TreeAttentionFunction.apply(q, k, v, tuple(masks), scale or head_dim**-0.5)
     return out[..., :width], sums
 
 
-class _Piece(NamedTuple):
+class _AttentionPiece(NamedTuple):
     """Queries of a row, and keys that they see; computed by one call of the kernel for each group of heads."""
 
     queries: slice
@@ -194,7 +194,7 @@ class _Piece(NamedTuple):
     """Whether an earlier piece has the same queries, with other keys."""
 
 
-def _pieces(masks: Sequence[TreeMask], q: torch.Tensor, k: torch.Tensor) -> Iterator[_Piece]:
+def _pieces(masks: Sequence[TreeMask], q: torch.Tensor, k: torch.Tensor) -> Iterator[_AttentionPiece]:
     """Yield the pieces of a row.
 
     Copies and gradients of many keys would take much memory for all heads at once: a group is then a single key head.
@@ -209,13 +209,13 @@ def _pieces(masks: Sequence[TreeMask], q: torch.Tensor, k: torch.Tensor) -> Iter
                 heads = group * q.shape[1] // k.shape[1]
                 yield from _causal_pieces(row_queries, slice(mask.first, mask.first + len(mask.until)), heads, group)
             elif isinstance(keys, slice):
-                yield _Piece(row_queries, slice(mask.first + keys.start, mask.first + keys.stop), group, bias)
+                yield _AttentionPiece(row_queries, slice(mask.first + keys.start, mask.first + keys.stop), group, bias)
             else:
-                yield _Piece(row_queries, mask.first + keys, group, bias)
+                yield _AttentionPiece(row_queries, mask.first + keys, group, bias)
         first_query += mask.queries
 
 
-def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Iterator[_Piece]:
+def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Iterator[_AttentionPiece]:
     """Yield the pieces of a causal mask of queries that are the last of the keys' tokens: blocks on the diagonal, and
     all keys before each.
 
@@ -229,10 +229,10 @@ def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Itera
         if not block_length:
             continue
         end = first + block_length * count
-        yield _Piece(slice(first, end), slice(key_offset + first, key_offset + end), group, diagonals=count)
+        yield _AttentionPiece(slice(first, end), slice(key_offset + first, key_offset + end), group, diagonals=count)
         for start in range(first, end, block_length):
             if key_offset + start > keys.start:
-                yield _Piece(
+                yield _AttentionPiece(
                     slice(start, start + block_length), slice(keys.start, key_offset + start), group, merges=True
                 )
 
@@ -244,7 +244,7 @@ def _parts(heads: int) -> int:
 
 
 def _groups(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _AttentionPiece
 ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
     """Yield groups of query heads, their key heads, and the keys and values, repeated for each query head."""
     repeats = q.shape[1] // k.shape[1]
@@ -265,7 +265,7 @@ def _folded(x: torch.Tensor, parts: int) -> torch.Tensor:
     return folded
 
 
-class _TreeAttention(torch.autograd.Function):
+class _TreeAttentionFunction(torch.autograd.Function):
     """The kernel's forward and backward, piece by piece; SDPA would save each layer's mask between them, and returns no
     logsumexp."""
 

@@ -36,7 +36,7 @@ class _Region:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Carried:
+class _CarriedTensor:
     """A tensor of the source that the trainer does not have, exported byte by byte."""
 
     name: str
@@ -85,7 +85,7 @@ class Export:
         self._dtype = dtype
         self._parts = parts
         self._valued = valued
-        self._files: list[list[_Region | _Carried]] = []
+        self._files: list[list[_Region | _CarriedTensor]] = []
         free_bytes = 0
         regions = list(self._regions(file_bytes))
         for item in (*regions, *(() if valued else self._carried(regions))):
@@ -122,7 +122,7 @@ class Export:
                 size = (min(rows, shape[0] - first), *shape[1:]) if rows else shape
                 yield _Region(name=name, shape=shape, tensor_slice=TensorSlice(start=start, size=size))
 
-    def _carried(self, regions: Sequence[_Region]) -> Iterator[_Carried]:
+    def _carried(self, regions: Sequence[_Region]) -> Iterator[_CarriedTensor]:
         """List the source's tensors that are not trained, except buffers and the copy of a tied head."""
         files = tensor_files(self._source)
         trained = {part.name for region in regions for part in self._parts_of(region)}
@@ -131,20 +131,22 @@ class Export:
             with open_weights(path) as file:
                 for name in untrained_names:
                     if files[name] == path:
-                        yield _Carried(name=name, path=path, bytes=file.get_tensor(name).nbytes)  # maps, reads nothing
+                        yield _CarriedTensor(
+                            name=name, path=path, bytes=file.get_tensor(name).nbytes
+                        )  # maps, reads nothing
 
     def _parts_of(self, region: _Region) -> Iterator[Part]:
         return self._parts(region.name, region.shape, region.tensor_slice)
 
-    def _bytes(self, item: _Region | _Carried) -> int:
-        if isinstance(item, _Carried):
+    def _bytes(self, item: _Region | _CarriedTensor) -> int:
+        if isinstance(item, _CarriedTensor):
             return item.bytes
         float32 = next(self._parts_of(item)).float32
         return item.tensor_slice.numel * (4 if float32 else self._dtype.itemsize)
 
-    def _read(self, item: _Region | _Carried) -> dict[str, torch.Tensor]:
+    def _read(self, item: _Region | _CarriedTensor) -> dict[str, torch.Tensor]:
         """Return the tensors of an item by Hugging Face name, each with its own storage."""
-        if isinstance(item, _Carried):
+        if isinstance(item, _CarriedTensor):
             with open_weights(item.path) as file:
                 return {item.name: file.get_tensor(item.name)}
         region = item
@@ -169,7 +171,9 @@ class Export:
         for index, file in enumerate(self._files):
             for item in file:
                 total += self._bytes(item)
-                names = [item.name] if isinstance(item, _Carried) else [part.name for part in self._parts_of(item)]
+                names = (
+                    [item.name] if isinstance(item, _CarriedTensor) else [part.name for part in self._parts_of(item)]
+                )
                 placed |= dict.fromkeys(names, self._name(index))
         dtype = str(self._dtype).removeprefix("torch.")
         complete_folder(

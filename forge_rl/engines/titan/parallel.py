@@ -223,7 +223,7 @@ class Parallelism:
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if self._order is not None:
-                k, v = (_InRowOrder.apply(x, self._order) for x in (k, v))
+                k, v = (_RowPlacement.apply(x, self._order) for x in (k, v))
             return attend(q, k, v, **kwargs)
 
         return forward
@@ -264,7 +264,7 @@ class _Gather(torch.autograd.Function):
         return grad.index_select(0, local_indices), None, None, None
 
 
-class _InRowOrder(torch.autograd.Function):
+class _RowPlacement(torch.autograd.Function):
     """Moves entries of dim 1 to the positions in `order`; index_copy's own gradient would keep more tensors."""
 
     @staticmethod

@@ -29,7 +29,7 @@ from forge_rl.engines.titan.shards import freeze
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class MemoryTrace:
     """A model's parameters, and the bytes of one row on one device, before anything is split over ranks."""
 
     count: int
@@ -51,7 +51,7 @@ class Trace:
     """Bytes that the output head adds."""
 
 
-Traces = MutableMapping[tuple[object, ...], Trace]
+Traces = MutableMapping[tuple[object, ...], MemoryTrace]
 """Traces of one model by the settings that they depend on, kept because making one takes seconds."""
 
 
@@ -130,7 +130,7 @@ def _layers_under_way(architecture: Architecture, stages: int) -> int:
     return max(len(stage) * (stages - index) for index, stage in enumerate(layers))
 
 
-def _heaviest_stage(trace: Trace, architecture: Architecture, stages: int, *, tied: bool) -> Trace:
+def _heaviest_stage(trace: MemoryTrace, architecture: Architecture, stages: int, *, tied: bool) -> MemoryTrace:
     """Return a trace with the weights of the stage that has the most, and the most activations of any stage."""
     a, layers = architecture, stage_layers(architecture, stages)
     stage_weights = [sum(sum(trace.units[number]) for number in stage) for stage in layers]
@@ -151,7 +151,7 @@ def _heaviest_stage(trace: Trace, architecture: Architecture, stages: int, *, ti
     )
 
 
-def _moments(trace: Trace, settings: TrainSettings, state_itemsize: int) -> int:
+def _moments(trace: MemoryTrace, settings: TrainSettings, state_itemsize: int) -> int:
     """Return the bytes of both moments; with int8, small tensors keep float32 ones."""
     if settings.optimizer_state == "float32":
         return 2 * state_itemsize * trace.trained
@@ -159,7 +159,7 @@ def _moments(trace: Trace, settings: TrainSettings, state_itemsize: int) -> int:
     return 8 * few + round(moments_bytes(settings.optimizer_state) * (trace.trained - few))
 
 
-def _trace(architecture: Architecture, settings: TrainSettings, values: bool, tokens: int) -> Trace:
+def _trace(architecture: Architecture, settings: TrainSettings, values: bool, tokens: int) -> MemoryTrace:
     """Build the model on the meta device and run a row through it."""
     with torch.device("meta"):
         model = build_model(architecture, settings, values=values)
@@ -176,7 +176,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     ]
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     row, head = _row_bytes(model, settings, resolve_dtype(settings.dtype), tokens, architecture.window is not None)
-    return Trace(
+    return MemoryTrace(
         count=sum(size for size, _ in sizes),
         trained=sum(size for size, is_trained in sizes if is_trained),
         few=sum(size for size, is_trained in sizes if is_trained and size < LEAST_INT8),
@@ -188,7 +188,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     )
 
 
-def _gathered(trace: Trace, dtype: torch.dtype, num_shards: int, ep: int) -> int:
+def _gathered(trace: MemoryTrace, dtype: torch.dtype, num_shards: int, ep: int) -> int:
     """Bytes of gathered weights in the dtype of the passes: two units, as FSDP prefetches one. A rank gathers only its
     own experts."""
     if num_shards == 1:  # they are cast once, and stay

@@ -22,7 +22,7 @@ from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import own_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.building import Loaded, load_model, make_optimizer
+from forge_rl.engines.titan.building import LoadedModel, load_model, make_optimizer
 from forge_rl.engines.titan.diagnostics import measure_tokens
 from forge_rl.engines.titan.exchange import shards_of_own_host
 from forge_rl.engines.titan.host_memory import OffloadedTensors
@@ -493,7 +493,7 @@ class TitanEngine:
             return [{}] * len(minibatch.rows)
         return minibatch_statistics(loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage)
 
-    def _load(self, *, frozen: bool = False) -> Loaded:
+    def _load(self, *, frozen: bool = False) -> LoadedModel:
         """Build a model in this rank's layout and load its weights."""
         return load_model(
             self._folder,

@@ -23,16 +23,16 @@ def scale_prompt_logits(runner: Any) -> None:
     """Have a worker's model runner, of either version, scale the logits of prompts that are scored."""
     if hasattr(runner, "prompt_logprobs_worker"):
         if runner.prompt_logprobs_worker is not None:  # None on all but the last pipeline stage
-            _ByRow(runner.prompt_logprobs_worker)
+            _RowHook(runner.prompt_logprobs_worker)
     else:
-        _ByRequest(runner)
+        _RequestHook(runner)
 
 
 def _temperature(sampling_params: Any) -> float:
     return float((getattr(sampling_params, "extra_args", None) or {}).get(TEMPERATURE, 1.0))
 
 
-class _ByRequest:
+class _RequestHook:
     """Hook for the first model runner, which scores request by request: one call for each temperature."""
 
     def __init__(self, runner: Any) -> None:
@@ -65,7 +65,7 @@ class _ByRequest:
         return logprobs
 
 
-class _ByRow:
+class _RowHook:
     """Hook for the second model runner, which scores the rows of all requests in chunks."""
 
     def __init__(self, worker: Any) -> None:

@@ -32,7 +32,7 @@ class _Memory(NamedTuple):
     """Slice of the whole tensor that these bytes hold."""
 
 
-class _Located(NamedTuple):
+class _SliceValues(NamedTuple):
     """A slice of a published tensor, and its values."""
 
     memory: _Memory
@@ -159,7 +159,7 @@ class SliceWatch(TorchDispatchMode):
                     self._fingerprint(located, None)
         return func(*args, **(kwargs or {}))
 
-    def _copies(self, target: torch.Tensor, source: torch.Tensor, located: _Located) -> bool:
+    def _copies(self, target: torch.Tensor, source: torch.Tensor, located: _SliceValues) -> bool:
         """Record a copy; returns True if it was also carried out."""
         entry, tensor_slice = located.memory.entry, located.tensor_slice
         places = self._places[entry.name]
@@ -186,7 +186,7 @@ class SliceWatch(TorchDispatchMode):
         self._fingerprints |= dict(zip(self._copied, move(list(self._copied.values())), strict=True))
         self._copied.clear()
 
-    def _fingerprint(self, located: _Located, target: torch.Tensor | None) -> None:
+    def _fingerprint(self, located: _SliceValues, target: torch.Tensor | None) -> None:
         """Fingerprint a slice that is repacked, copying it to the target if there is one."""
         entry, tensor_slice = located.memory.entry, located.tensor_slice
         self._places[entry.name][tensor_slice] = None
@@ -199,7 +199,7 @@ class SliceWatch(TorchDispatchMode):
         bisect.insort(self._memory, memory, key=lambda memory: memory.begin)
         return memory
 
-    def _locate(self, values: torch.Tensor) -> _Located | None:
+    def _locate(self, values: torch.Tensor) -> _SliceValues | None:
         """Find the slice of a published tensor that a view shows; None for other tensors."""
         if values.is_meta or not values.numel():
             return None
@@ -214,8 +214,8 @@ class SliceWatch(TorchDispatchMode):
         tensor.set_(storage, offset, block.size, _strides(block.size))
         view_slice = _slice_of(values, (address - memory.begin) // dtype.itemsize, block.size)
         if view_slice is None or values.dtype != dtype:
-            return _Located(memory, block, tensor)
-        return _Located(memory, view_slice.within(block), view_slice.of(tensor))
+            return _SliceValues(memory, block, tensor)
+        return _SliceValues(memory, view_slice.within(block), view_slice.of(tensor))
 
 
 def _format(values: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -249,7 +249,7 @@ class AnswerIndex:
         """Number of each task and the length of its prompt, by the prompt's hash; the most recently used last."""
         self._lengths: Counter[int] = Counter()
         self._made = 0
-        self._requests: OrderedDict[str, _Followed] = OrderedDict()
+        self._requests: OrderedDict[str, _IndexedRequest] = OrderedDict()
 
     def follow(self, request: str, tokens: npt.NDArray[np.int32], prompt_tokens: int) -> None:
         """Take up what a request has gained since the last call.
@@ -261,7 +261,7 @@ class AnswerIndex:
         followed = self._requests.get(request)
         if followed is None:
             task, shared = self._task(tokens[:prompt_tokens])
-            followed = self._requests[request] = _Followed(
+            followed = self._requests[request] = _IndexedRequest(
                 task=task, end=-1, num_seen=max(shared, prompt_tokens - _PROMPT)
             )
             if len(self._requests) > _FOLLOWED:
@@ -297,7 +297,7 @@ class AnswerIndex:
 
 
 @dataclass
-class _Followed:
+class _IndexedRequest:
     """A request whose tokens are in the index."""
 
     task: int

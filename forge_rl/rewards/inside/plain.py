@@ -16,7 +16,7 @@ _MOST_ITEMS = 100_000
 _EXACT = 1 << 53
 
 
-class NotPlain(TypeError):
+class NotPlainError(TypeError):
     """A value that cannot cross."""
 
 
@@ -24,7 +24,7 @@ def encode(value: object) -> str:
     """Return plain data as JSON.
 
     Raises:
-        NotPlain: it is not plain, deeper than 50 levels, or has more than 100,000 items.
+        NotPlainError: it is not plain, deeper than 50 levels, or has more than 100,000 items.
     """
     return json.dumps(_packed(value, _DEPTH, [_MOST_ITEMS]), allow_nan=False)
 
@@ -45,7 +45,7 @@ def _refused(name: str) -> object:
 def _packed(value: Any, depth: int, items_left: list[int]) -> object:
     items_left[0] -= 1
     if depth == 0 or items_left[0] < 0:
-        raise NotPlain("the data is too deep or too long")
+        raise NotPlainError("the data is too deep or too long")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -56,7 +56,7 @@ def _packed(value: Any, depth: int, items_left: list[int]) -> object:
     if isinstance(value, float):
         value = float.__float__(value)
         if value != value:
-            raise NotPlain("NaN equals nothing")
+            raise NotPlainError("NaN equals nothing")
         return value if value - value == 0 else ["float", repr(value)]
     if isinstance(value, complex):
         return ["complex", _packed(value.real, depth, items_left), _packed(value.imag, depth, items_left)]
@@ -73,7 +73,7 @@ def _packed(value: Any, depth: int, items_left: list[int]) -> object:
             return [kind.__name__, *(_packed(item, depth - 1, items_left) for item in kind.__iter__(value))]
     if isinstance(value, collections.abc.Iterator | collections.abc.KeysView | collections.abc.ValuesView):
         return ["iterator", *(_packed(item, depth - 1, items_left) for item in value)]
-    raise NotPlain(f"{type(value).__name__} is not plain data")
+    raise NotPlainError(f"{type(value).__name__} is not plain data")
 
 
 def _unpacked(packed: Any) -> Any:

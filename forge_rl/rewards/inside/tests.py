@@ -16,7 +16,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forge_rl.rewards.inside.plain import NotPlain, decode, encode
+    from forge_rl.rewards.inside.plain import NotPlainError, decode, encode
 
 _MOST_TOLD = 500
 _FILES = ("<setup>", "<test ")
@@ -29,11 +29,11 @@ class SolutionError(Exception):
     """The solution failed in a way that has no exception of Python's own."""
 
 
-class Broken(BaseException):
+class BrokenTestsError(BaseException):
     """The tests themselves cannot be run."""
 
 
-class Request:
+class RequestText:
     """JSON text whose `repr` is the text itself, because a cell returns its value's `repr`."""
 
     def __init__(self, **fields: object) -> None:
@@ -48,7 +48,7 @@ class Tests:
 
     def __init__(self, setup: str, tests: list[str], target: str) -> None:
         self.setup, self.tests, self.target = setup, tests, target
-        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[RequestText] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self.calling = threading.RLock()
         self.calls = 0
@@ -63,11 +63,11 @@ class Tests:
             for index, test in enumerate(self.tests):
                 results.append(self.told(index, test, names))
             if not self.calls:
-                raise Broken(f"they never call {' or '.join(names) or 'a function of the solution'}")
-        except Broken as error:
-            self.requests.put(Request(broken=str(error)[:_MOST_TOLD]))
+                raise BrokenTestsError(f"they never call {' or '.join(names) or 'a function of the solution'}")
+        except BrokenTestsError as error:
+            self.requests.put(RequestText(broken=str(error)[:_MOST_TOLD]))
         else:
-            self.requests.put(Request(results=results))
+            self.requests.put(RequestText(results=results))
 
     def prepare(self) -> list[str]:
         """Run the setup, and put functions that ask the solution where the tests name its functions."""
@@ -76,7 +76,7 @@ class Tests:
             exec(compile(self.setup, "<setup>", "exec"), space)
             trees = [ast.parse(test) for test in self.tests]
         except BaseException as error:
-            raise Broken(described(error)) from error
+            raise BrokenTestsError(described(error)) from error
         names = [self.target] if self.target else free_names(trees, space)
         for name in names:
             space[name.rpartition(".")[2]] = self.function(name)
@@ -86,11 +86,11 @@ class Tests:
         """Run one test; return "" if it passes, or why it does not."""
         try:
             self.run_one(test, f"<test {index + 1}>", names)
-        except Broken:
+        except BrokenTestsError:
             raise
         except BaseException as error:
             if error not in self.from_solution and self.is_own(error):
-                raise Broken(described(error)) from error
+                raise BrokenTestsError(described(error)) from error
             return described(error)[:_MOST_TOLD] or "it failed"
         return ""
 
@@ -131,11 +131,11 @@ class Tests:
         def ask(*arguments: object, **keywords: object) -> object:
             try:
                 packed_arguments = encode([list(arguments), dict(keywords)])
-            except NotPlain as error:
-                raise Broken(f"they call {name} with an argument that cannot cross: {error}") from None
+            except NotPlainError as error:
+                raise BrokenTestsError(f"they call {name} with an argument that cannot cross: {error}") from None
             with self.calling:
                 self.calls += 1
-                self.requests.put(Request(call=name, arguments=packed_arguments))
+                self.requests.put(RequestText(call=name, arguments=packed_arguments))
                 answer, text = self.answers.get()
             if answer == "value":
                 try:
@@ -185,14 +185,14 @@ def described(error: BaseException) -> str:
 _running: list[Tests] = []
 
 
-def start(setup: str, tests: list[str], target: str) -> Request:
+def start(setup: str, tests: list[str], target: str) -> RequestText:
     """Start the tests; return their first request, or the results."""
     _running.append(Tests(setup, tests, target))
     threading.Thread(target=_running[0].run, daemon=True).start()
     return _running[0].requests.get()
 
 
-def resume(answer: str, text: str) -> Request:
+def resume(answer: str, text: str) -> RequestText:
     """Give the tests the solution's answer; return their next request, or the results."""
     _running[0].answers.put([answer, text])
     return _running[0].requests.get()

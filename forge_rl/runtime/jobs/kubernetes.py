@@ -179,7 +179,7 @@ class KubernetesHosts:
         if is_inside:
             self._adopt(await asyncio.to_thread(pods.own_pod), policy, *manifests)
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
-            watched = _Watched(self.names, listener, saves=self.evicted == "save")
+            watched = _PodTracker(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
             create_task = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
             try:
@@ -280,12 +280,12 @@ class KubernetesHosts:
         from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION
         from monarch.job.kubernetes import KubeConfig, KubernetesJob
 
-        class Direct(KubeConfig):
+        class DirectKubeConfig(KubeConfig):
             """A kubeconfig of a cluster whose pods can be reached by their addresses."""
 
             out_of_cluster = False
 
-        class Bracketed(KubernetesJob):
+        class IPv6KubernetesJob(KubernetesJob):
             """A job whose pods may have IPv6 addresses."""
 
             def _wait_for_ready_pods(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -296,8 +296,8 @@ class KubernetesHosts:
         kubeconfig = None
         if not (is_inside and is_direct):
             path = str((self.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)).expanduser())
-            kubeconfig = (Direct if is_direct else KubeConfig).from_path(path)
-        job = Bracketed(self.namespace, timeout=_ATTACH_S, kubeconfig=kubeconfig)
+            kubeconfig = (DirectKubeConfig if is_direct else KubeConfig).from_path(path)
+        job = IPv6KubernetesJob(self.namespace, timeout=_ATTACH_S, kubeconfig=kubeconfig)
         if is_direct:
             controller_ip = own_address(list(addresses.values()), may_be_public=self.public)
             listen_on(controller_ip)
@@ -319,7 +319,7 @@ class KubernetesHosts:
 _ENDED = ("ending", "dead", "gone")
 
 
-class _Watched:
+class _PodTracker:
     """Tracks the states of a run's pods, and reports changes to the listener."""
 
     def __init__(self, names: Sequence[str], listener: JobListener, *, saves: bool) -> None:

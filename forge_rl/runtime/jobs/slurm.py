@@ -117,7 +117,7 @@ class SlurmJob:
 
         The first Ctrl-C lets the run save and end; the second one cancels the job at once.
         """
-        name, log = job_name(folder), _Log(folder / _LOG)
+        name, log = job_name(folder), _JobLog(folder / _LOG)
         try:
             job = slurm_queue.find_job(name)
             make_private(folder, CheckpointError)
@@ -142,7 +142,7 @@ class SlurmJob:
         write_whole(folder / "job.json", json.dumps({"kind": "slurm", "id": id, "cluster": cluster}) + "\n")
         return JobState(id=id, state="PENDING")
 
-    def _follow(self, name: str, job: JobState, log: _Log, say: Callable[[str], None]) -> int:
+    def _follow(self, name: str, job: JobState, log: _JobLog, say: Callable[[str], None]) -> int:
         """Show a job's place in the queue, then its log; return its exit status."""
         last_message, every_s, ask_at, ends = "", _ASK_S, 0.0, 0
         while ends < 2:  # Slurm may requeue a job that it has just counted as dead
@@ -165,7 +165,7 @@ class SlurmJob:
             hint=f"its output is in {log.path}; the same command continues from the last checkpoint",
         )
 
-    def _cancel(self, name: str, job: JobState, log: _Log, say: Callable[[str], None]) -> None:
+    def _cancel(self, name: str, job: JobState, log: _JobLog, say: Callable[[str], None]) -> None:
         saves = "" if job.waits else " once the run has saved; Ctrl-C again does not wait"
         say(f"cancelling Slurm job {job.id}{saves}")
         try:
@@ -229,7 +229,7 @@ class SlurmJob:
         return written("allocation", {name: value for name, value in options.items() if value})
 
 
-class _Log:
+class _JobLog:
     """The job's log, shown as it grows; its text may come from a model, so that control characters are escaped."""
 
     def __init__(self, path: Path) -> None:

@@ -34,7 +34,7 @@ class CellOverrun(BaseException):
     """The cell ran longer than it may; its effects so far stay."""
 
 
-class _Output(io.RawIOBase):
+class _OutputFile(io.RawIOBase):
     """A stream into a file in memory that drops what exceeds a limit. Programs that a cell starts write to the file."""
 
     def __init__(self, fd: int, max_bytes: int) -> None:
@@ -92,7 +92,7 @@ class Cells:
 
     def _open_streams(self) -> None:
         """Give both output streams a file of their own, which the session's memory limit bounds."""
-        self.out, self.err = _Output(1, self.output_bytes), _Output(2, self.output_bytes)
+        self.out, self.err = _OutputFile(1, self.output_bytes), _OutputFile(2, self.output_bytes)
         sys.stdout, sys.stderr = self.out.text, self.err.text
 
     def _overrun(self, number: int, frame: object) -> None:
@@ -210,7 +210,7 @@ class Cells:
         return become_two(self, message, descriptors, settle)
 
 
-class Serving(Protocol):
+class ChannelServer(Protocol):
     """Answers a session's owner on a channel: `Cells`, or `commands.Commands`."""
 
     channel: socket.socket
@@ -223,7 +223,7 @@ class Serving(Protocol):
 Answer = Callable[[dict[str, Any], bytes, list[int]], bytes]
 
 
-def serve(serving: Serving, answers: Mapping[str, Answer]) -> NoReturn:
+def serve(serving: ChannelServer, answers: Mapping[str, Answer]) -> NoReturn:
     """Say that the session is ready, and answer its owner until he closes the channel."""
     serving.channel.sendall(frames.encode({"ready": True}))
     try:
@@ -236,7 +236,7 @@ def serve(serving: Serving, answers: Mapping[str, Answer]) -> NoReturn:
 
 
 def become_two(
-    serving: Serving, message: dict[str, Any], descriptors: list[int], settle: Callable[[list[int]], None]
+    serving: ChannelServer, message: dict[str, Any], descriptors: list[int], settle: Callable[[list[int]], None]
 ) -> bytes:
     """Fork a session; the child answers on a channel of its own, in cgroups and a folder of its own.
 
@@ -273,7 +273,7 @@ def become_two(
     return frames.encode({"ready": True})
 
 
-def _move(serving: Serving, folder: str, workspace: str, *, is_copied: bool) -> None:
+def _move(serving: ChannelServer, folder: str, workspace: str, *, is_copied: bool) -> None:
     """Move this process to a copy of the session's folder and workspace, and to the same current folder there."""
     scratch, current_folder = os.path.dirname(serving.home), _current_folder(serving.workspace or serving.home)
     new_paths = {serving.home: os.path.join(scratch, folder)}

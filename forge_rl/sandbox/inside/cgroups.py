@@ -106,7 +106,7 @@ def remove_abandoned(hierarchies: list[Hierarchy]) -> None:
                 with contextlib.suppress(OSError, ValueError):
                     alive = name_of(int(name.split("-")[-2])) == name
                 if not alive:
-                    Tree(name, [hierarchy]).remove_all()
+                    CgroupTree(name, [hierarchy]).remove_all()
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ _METERS = (
 
 
 @dataclass
-class Tree:
+class CgroupTree:
     """The cgroups of one server. `close` or `remove_all` ends its use."""
 
     name: str

@@ -64,7 +64,7 @@ def _found(name: str) -> str | None:
 
 
 @dataclass
-class _Running:
+class _RunningCommand:
     """A command that runs."""
 
     pid: int
@@ -88,7 +88,7 @@ class _Running:
 
 
 @dataclass
-class _Ended:
+class _CommandEnd:
     """How a command ended."""
 
     status: int | None
@@ -148,7 +148,7 @@ class Commands:
                 folders=message["folders"],
             )
         except (OSError, ValueError) as raised:
-            ended = _Ended(None, b"", b"", "", False, 0.0, 0)
+            ended = _CommandEnd(None, b"", b"", "", False, 0.0, 0)
             error = ["NotStarted", str(raised), ""]
         if ended.overran:
             error = ["CellOverrun", f"the command exceeded its {ended.overran} limit: killed", ""]
@@ -213,7 +213,7 @@ class Commands:
         env: dict[str, str] | None = None,
         folder: str = "",
         folders: Mapping[str, str] = {},
-    ) -> _Ended:
+    ) -> _CommandEnd:
         """Run a command to its end, and to the end of all that it has started.
 
         Args:
@@ -235,7 +235,7 @@ class Commands:
             _end(running)
         out, err, report = (bytes(buffer) for buffer, _ in running.streams.values())
         memory = self._count("memory_bytes") or resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        return _Ended(
+        return _CommandEnd(
             status=_told(report, "exit-code"),
             out=out,
             err=err,
@@ -275,7 +275,7 @@ class Commands:
         arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
         return [*arguments, "--chdir", os.path.join(WORKSPACE if self.workspace else HOME, folder)]
 
-    def _start(self, arguments: list[str], output_bytes: int, cpu_s: float | None) -> tuple[_Running, int]:
+    def _start(self, arguments: list[str], output_bytes: int, cpu_s: float | None) -> tuple[_RunningCommand, int]:
         """Start bubblewrap; return it and the descriptor of the command's standard input."""
         pipes = [os.pipe() for _ in range(4)]
         their_ends = [pipes[0][0], *(writer for _, writer in pipes[1:])]
@@ -302,7 +302,7 @@ class Commands:
             os.set_blocking(fd, False)
         stdin, out, err, status = our_ends
         max_sizes = {out: output_bytes, err: output_bytes, status: 1 << 12}
-        return _Running(
+        return _RunningCommand(
             pid, {fd: (bytearray(), limit) for fd, limit in max_sizes.items()}, status, time.monotonic()
         ), stdin
 
@@ -337,7 +337,7 @@ class Commands:
         finally:
             os._exit(127)
 
-    def _attend(self, running: _Running, stdin: int, data: bytes, wall_s: float, cpu_end: float | None) -> None:
+    def _attend(self, running: _RunningCommand, stdin: int, data: bytes, wall_s: float, cpu_end: float | None) -> None:
         """Feed and read a command until it and all that it started have closed their outputs, or exceed a limit."""
         waiting = select.poll()
         for fd in running.streams:
@@ -380,7 +380,7 @@ class Commands:
             if data:
                 os.close(stdin)
 
-    def _take(self, running: _Running, fd: int) -> bool:
+    def _take(self, running: _RunningCommand, fd: int) -> bool:
         """Read what there is; return False at the end."""
         try:
             data = os.read(fd, 1 << 16)
@@ -406,7 +406,7 @@ class Commands:
         return 0
 
 
-def _end(running: _Running) -> None:
+def _end(running: _RunningCommand) -> None:
     """Kill the rest of a command and wait for its end."""
     running.kill()
     os.kill(running.pid, signal.SIGKILL)
@@ -430,7 +430,7 @@ def _told(text: bytes, name: str) -> int | None:
     return None
 
 
-def _complaint(ended: _Ended) -> str:
+def _complaint(ended: _CommandEnd) -> str:
     if ended.overran:
         return f"it took longer than {_FILE_S:.0f} s"
     return ended.err.decode("utf-8", "replace").strip() or f"status {ended.status}"

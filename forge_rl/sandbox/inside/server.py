@@ -74,7 +74,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     cgroups.remove_abandoned(hierarchies)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    tree = cgroups.Tree(cgroups.name_of(os.getpid()), hierarchies)
+    tree = cgroups.CgroupTree(cgroups.name_of(os.getpid()), hierarchies)
     keeper = os.getpid()
     try:
         tree.bound(memory_bytes=config["memory_bytes"], processes=config["processes"])
@@ -106,14 +106,14 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         tree.remove_all()
 
 
-def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> NoReturn:
+def _serve(channel: socket.socket, tree: cgroups.CgroupTree, config: dict[str, Any]) -> NoReturn:
     """Be the server, until the owner closes the channel."""
     try:
         surroundings.mount_proc(show_all=config["profile"] == "process")
         kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
         socket.sethostname("sandbox")
         kernel.drop_bounding_capabilities()
-        server = _Server(channel, tree, config)
+        server = _SessionServer(channel, tree, config)
         channel.send(json.dumps({"serving": True}).encode())
         server.run()
     except BaseException as error:
@@ -123,10 +123,10 @@ def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -
     os._exit(0)
 
 
-class _Server:
+class _SessionServer:
     """Starts and ends sessions on request; one thread, so that it can fork."""
 
-    def __init__(self, channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> None:
+    def __init__(self, channel: socket.socket, tree: cgroups.CgroupTree, config: dict[str, Any]) -> None:
         self.channel = channel
         self.tree = tree
         self.confinement = Confinement(config, has_cgroups=bool(tree.folders))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.providers.web import HttpError, WebClient, json_object
-from forge_rl.sandbox.providers.wire import WireError, image_of
+from forge_rl.sandbox.providers.wire import SandboxWireError, image_of
 from forge_rl.system.variables import api_key as key_in
 
 _KERNEL_PORT, _FILES_PORT = 49999, 49983
@@ -151,7 +151,7 @@ class E2BPool:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Rented:
+class RentedSandbox:
     """A sandbox of E2B; the headers hold its secret tokens."""
 
     name: str
@@ -159,7 +159,7 @@ class Rented:
     headers: dict[str, str]
 
 
-def _rented(answer: dict[str, object]) -> Rented:
+def _rented(answer: dict[str, object]) -> RentedSandbox:
     name, domain = answer.get("sandboxID"), answer.get("domain") or "e2b.app"
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise SandboxError("E2B's answer names no sandbox")
@@ -171,13 +171,13 @@ def _rented(answer: dict[str, object]) -> Rented:
             if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
                 raise SandboxError(f"E2B's {key} is not a token")
             headers[header] = token
-    return Rented(name=name, domain=domain, headers=headers)
+    return RentedSandbox(name=name, domain=domain, headers=headers)
 
 
 class E2BSession:
-    """A session in a rented sandbox; made by `E2BPool`. See `Session`, whose methods these are."""
+    """A session in a rented sandbox; made by `E2BPool`. See `PoolSession`, whose methods these are."""
 
-    def __init__(self, pool: E2BPool, rented: Rented, limits: Limits) -> None:
+    def __init__(self, pool: E2BPool, rented: RentedSandbox, limits: Limits) -> None:
         self.limits = limits
         self.alive = True
         """Whether it takes another cell, as far as is known."""
@@ -199,7 +199,7 @@ class E2BSession:
             raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
         async with self._lock:
             await self._extend(wall_s)
-            heard, began = _Heard(self.limits), time.perf_counter()
+            heard, began = _CellOutput(self.limits), time.perf_counter()
             body = {"code": code, "context_id": None, "language": None, "env_vars": None}
             try:
                 async with (
@@ -299,7 +299,7 @@ class E2BSession:
 
 
 @dataclass(eq=False)
-class _Heard:
+class _CellOutput:
     """What a cell has answered so far, cut to the limits."""
 
     limits: Limits
@@ -356,7 +356,7 @@ class _Heard:
             if isinstance(data, str):
                 try:
                     image = image_of(media_type, "".join(data.split()))
-                except WireError as error:
+                except SandboxWireError as error:
                     raise SandboxError(f"the sandbox's answer is not a result: {error}") from None
                 fits = len(image.data) <= self.limits.transfer_bytes
                 self.image, self.cut = (image if fits else self.image), self.cut or not fits

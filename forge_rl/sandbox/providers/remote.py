@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import Limits, Result, SandboxError
 from forge_rl.sandbox.providers.web import HttpError, WebClient, json_object
-from forge_rl.sandbox.providers.wire import WireError, limits_from_json, result_from_json, unpacked
+from forge_rl.sandbox.providers.wire import SandboxWireError, limits_from_json, result_from_json, unpacked
 from forge_rl.system.variables import api_key as key_in
 
 _REQUEST_S, _START_S, _RENEW_S, _GRACE_S = 60.0, 120.0, 20.0, 60.0
@@ -94,9 +94,9 @@ class RemotePool:
         try:
             name, lease_s = answer["id"], answer["lease_s"]
             if not isinstance(name, str) or not name.isalnum() or not isinstance(lease_s, int | float) or lease_s <= 0:
-                raise WireError("its session has no name")
+                raise SandboxWireError("its session has no name")
             session = RemoteSession(self, name, limits_from_json(answer["limits"], _UNBOUNDED))
-        except (KeyError, WireError) as error:
+        except (KeyError, SandboxWireError) as error:
             raise SandboxError(f"the server's answer is not a session: {error}") from None
         self._open[name] = session
         if self._renewing is None:
@@ -132,7 +132,7 @@ class RemotePool:
 
 
 class RemoteSession:
-    """A session on a server; made by `RemotePool`. See `Session`, whose methods these are."""
+    """A session on a server; made by `RemotePool`. See `PoolSession`, whose methods these are."""
 
     def __init__(self, pool: RemotePool, name: str, limits: Limits) -> None:
         self.limits = limits
@@ -144,7 +144,7 @@ class RemoteSession:
         self._closed = False
 
     async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
-        """Run a cell of Python and return its result; see `Session.run`."""
+        """Run a cell of Python and return its result; see `PoolSession.run`."""
         answer = await self._ask(
             "run",
             {"code": code, "wall_s": wall_s, "cpu_s": cpu_s},
@@ -154,7 +154,7 @@ class RemoteSession:
         self.alive = answer.get("alive") is True
         try:
             return result_from_json(answer.get("result"), self.limits)
-        except WireError as error:
+        except SandboxWireError as error:
             raise SandboxError(f"the server's answer is not a result: {error}") from None
 
     async def put(self, path: str, data: bytes) -> None:
@@ -166,7 +166,7 @@ class RemoteSession:
         answer = await self._ask("get", {"path": path}, most_bytes=2 * self.limits.transfer_bytes + _MOST_SMALL)
         try:
             return unpacked(str(answer.get("data")))
-        except WireError as error:
+        except SandboxWireError as error:
             raise SandboxError(f"the server's answer is not a file: {error}") from None
 
     async def fork(self) -> RemoteSession:

@@ -15,7 +15,7 @@ _MOST_STATUS = 1 << 16
 _FRACTIONS = ("wall_s", "cpu_s", "cpus")
 
 
-class WireError(Exception):
+class SandboxWireError(Exception):
     """Invalid JSON content, with the reason as its message."""
 
 
@@ -31,7 +31,7 @@ def result_from_json(data: object, limits: Limits) -> Result:
     """Check a result and cut its texts to their limits.
 
     Raises:
-        WireError: it is not a result.
+        SandboxWireError: it is not a result.
     """
     top = _object(data, "result")
     usage = _object(top.get("usage"), "usage")
@@ -45,7 +45,7 @@ def result_from_json(data: object, limits: Limits) -> Result:
         )
     status = top.get("status")
     if status is not None and (isinstance(status, bool) or not isinstance(status, int) or abs(status) > _MOST_STATUS):
-        raise WireError("its status is not one")
+        raise SandboxWireError("its status is not one")
     value = None if top.get("value") is None else _text(top, "value")[: limits.output_bytes]
     return Result(
         stdout=_text(top, "stdout")[: limits.output_bytes],
@@ -67,11 +67,11 @@ def image_of(media_type: str, data: str) -> Image:
     """Return an image that was sent in base64.
 
     Raises:
-        WireError: it is not base64, or does not begin like its type.
+        SandboxWireError: it is not base64, or does not begin like its type.
     """
     image_bytes = unpacked(data)
     if media_type not in MEDIA_TYPES or not image_bytes.startswith(MEDIA_TYPES[media_type]):
-        raise WireError("its image is not of its type")
+        raise SandboxWireError("its image is not of its type")
     return Image(media_type=media_type, data=image_bytes)
 
 
@@ -79,56 +79,56 @@ def unpacked(data: str) -> bytes:
     """Return bytes that were sent in base64.
 
     Raises:
-        WireError: it is not base64.
+        SandboxWireError: it is not base64.
     """
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise WireError("its data is not base64") from None
+        raise SandboxWireError("its data is not base64") from None
 
 
 def limits_from_json(data: object, max_limits: Limits) -> Limits:
     """Return the limits that a client asks for; a limit that is not named gets its maximum.
 
     Raises:
-        WireError: a limit does not exist, is not a number, or is above its maximum.
+        SandboxWireError: a limit does not exist, is not a number, or is above its maximum.
     """
     values: dict[str, float | int | None] = {}
     names = [field.name for field in fields(Limits)]
     for name, value in _object(data, "limits").items():
         if name not in names:
-            raise WireError(f"unknown limit {name[:100]!r}; limits are {', '.join(names)}")
+            raise SandboxWireError(f"unknown limit {name[:100]!r}; limits are {', '.join(names)}")
         if value is None and name == "cpu_s" and max_limits.cpu_s is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise WireError(f"the limit {name} is not a number")
+            raise SandboxWireError(f"the limit {name} is not a number")
         maximum = getattr(max_limits, name)
         if maximum is not None and value > maximum:
-            raise WireError(f"the limit {name} is above the server's, {maximum}")
+            raise SandboxWireError(f"the limit {name} is above the server's, {maximum}")
         values[name] = float(value) if name in _FRACTIONS else int(value)
     try:
         return Limits(**{**asdict(max_limits), **values})
     except ConfigError as error:
-        raise WireError(f"{error.message}; {error.hint}") from None
+        raise SandboxWireError(f"{error.message}; {error.hint}") from None
 
 
 def _object(value: object, name: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise WireError(f"its {name} is not an object")
+        raise SandboxWireError(f"its {name} is not an object")
     return value
 
 
 def _text(values: Mapping[str, object], name: str) -> str:
     text = values.get(name)
     if not isinstance(text, str):
-        raise WireError(f"its {name} is not a string")
+        raise SandboxWireError(f"its {name} is not a string")
     return text
 
 
 def _number(values: Mapping[str, object], name: str) -> float:
     number = values.get(name)
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e18:
-        raise WireError(f"its {name} is not a size")
+        raise SandboxWireError(f"its {name} is not a size")
     return float(number)
 
 

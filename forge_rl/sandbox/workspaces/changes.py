@@ -20,7 +20,7 @@ _MOST_DEPTH = 100
 _OPAQUE = "trusted.overlay.opaque"
 
 
-class OpenFolder:
+class FolderDescriptor:
     """A descriptor of a folder, closed when nobody refers to the object any more.
 
     Args:
@@ -68,7 +68,7 @@ class Changes:
 
 def read_changes(
     base: str,
-    session_folder: OpenFolder,
+    session_folder: FolderDescriptor,
     *,
     leave_out: Collection[str] = LEFT_OUT,
     most_file_bytes: int = 16 << 20,
@@ -85,7 +85,7 @@ def read_changes(
         most_bytes: content of all files together.
         most_changes: paths that are listed.
     """
-    reader = _Reader(session_folder.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
+    reader = _ChangeReader(session_folder.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
     root = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         changes = list(reader.folder("", root, session_folder.fd, merged=session_folder.is_overlay, depth=0))
@@ -95,7 +95,7 @@ def read_changes(
 
 
 @dataclass
-class _Reader:
+class _ChangeReader:
     is_overlay: bool
     leave_out: frozenset[str]
     most_file_bytes: int

@@ -61,7 +61,7 @@ class Checkout:
 
 
 @dataclass(eq=False)
-class _Held:
+class _CheckoutLease:
     """A checkout that this process uses, and the lock that keeps others from evicting it."""
 
     checkout: Checkout
@@ -101,7 +101,7 @@ class RepositoryStore:
             (self.folder / name).mkdir(exist_ok=True)
         self._slow = asyncio.Lock()
         self._guard = threading.Lock()
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _CheckoutLease] = {}
 
     @contextlib.asynccontextmanager
     async def checkout(self, repository: str, revision: str) -> AsyncIterator[Checkout]:
@@ -127,7 +127,7 @@ class RepositoryStore:
         finally:
             self._release(lease)
 
-    async def _in_thread(self, work: Callable[[], _Held | None]) -> _Held | None:
+    async def _in_thread(self, work: Callable[[], _CheckoutLease | None]) -> _CheckoutLease | None:
         """Run work that may return a held checkout, which is released if the caller was cancelled meanwhile."""
         task = asyncio.ensure_future(asyncio.to_thread(work))
         try:
@@ -136,11 +136,11 @@ class RepositoryStore:
             task.add_done_callback(self._release_unused)
             raise
 
-    def _release_unused(self, task: asyncio.Future[_Held | None]) -> None:
+    def _release_unused(self, task: asyncio.Future[_CheckoutLease | None]) -> None:
         if not task.cancelled() and task.exception() is None and (lease := task.result()) is not None:
             self._release(lease)
 
-    def _hold(self, commit: str) -> _Held | None:
+    def _hold(self, commit: str) -> _CheckoutLease | None:
         """Lock a checkout against eviction; None if there is none."""
         with self._guard:
             if (lease := self._held.get(commit)) is not None:
@@ -157,13 +157,13 @@ class RepositoryStore:
         with self._guard:
             if (lease := self._held.get(commit)) is None:
                 checkout = Checkout(folder=self._tree(commit), commit=commit, left_out=left_out)
-                lease = self._held[commit] = _Held(checkout, lock)
+                lease = self._held[commit] = _CheckoutLease(checkout, lock)
             else:
                 os.close(lock)
             lease.users += 1
             return lease
 
-    def _release(self, lease: _Held) -> None:
+    def _release(self, lease: _CheckoutLease) -> None:
         with self._guard:
             lease.users -= 1
             if lease.users == 0:
@@ -193,7 +193,7 @@ class RepositoryStore:
             hint="a commit must be given by its full hash",
         )
 
-    def _make(self, url: str, commit: str) -> _Held:
+    def _make(self, url: str, commit: str) -> _CheckoutLease:
         """Fetch a commit if its objects are not there, and write its files."""
         with _locked(self.folder / "lock") as lock:
             if (lease := self._hold(commit)) is not None:  # made by another process

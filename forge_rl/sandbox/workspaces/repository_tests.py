@@ -29,7 +29,7 @@ from pathlib import Path
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import Result, SandboxError
-from forge_rl.sandbox.session import Session
+from forge_rl.sandbox.session import PoolSession
 from forge_rl.sandbox.workspaces.changes import Change
 
 PROTECTED = (
@@ -107,7 +107,7 @@ class RepositoryTests:
         parts = map(_folded, change.path.split("/"))
         return any(fnmatch.fnmatchcase(part, pattern) for part in parts for pattern in patterns)
 
-    async def run(self, session: Session, changes: Sequence[Change]) -> Verdict:
+    async def run(self, session: PoolSession, changes: Sequence[Change]) -> Verdict:
         """Run the tests on changes in a new session whose workspace is the base.
 
         Raises:
@@ -129,17 +129,17 @@ class RepositoryTests:
             )
         return await (self._run_pytest(session) if self.tests else self._run_command(session))
 
-    async def _succeed(self, session: Session, command: str, step: str) -> None:
+    async def _succeed(self, session: PoolSession, command: str, step: str) -> None:
         result = await session.run(_cell(["/bin/sh", "-c", command]))
         if result.error is not None or result.value != "0":
             reason = result.error.message if result.error else result.stdout.strip()[-300:]
             raise SandboxError(f"{step} does not apply: {reason}", hint="check the task's revision")
 
-    async def _run_command(self, session: Session) -> Verdict:
+    async def _run_command(self, session: PoolSession) -> Verdict:
         result = await session.run(_cell(["/bin/sh", "-c", self.command]), wall_s=self.timeout_s)
         return Verdict(passed={self.command: result.error is None and result.value == "0"}, output=_told(result))
 
-    async def _run_pytest(self, session: Session) -> Verdict:
+    async def _run_pytest(self, session: PoolSession) -> Verdict:
         hidden, text, expected_outcomes = _hidden_tests()
         await session.put(hidden, text.encode())
         await session.put("../0/run_tests.py", _INSIDE.read_bytes())

@@ -63,7 +63,7 @@ async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: in
         ) from error
 
 
-class Shared:
+class SegmentBuffers:
     """RDMA buffers over this host's segments. Used in endpoints of the actor that owns them."""
 
     def __init__(self) -> None:
