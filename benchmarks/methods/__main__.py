@@ -75,7 +75,7 @@ class Config(BenchmarkConfig):
         check_flags(
             self,
             "--",
-            least={"groups": 1, "group_size": 2, "minibatches": 1, "max_tokens": 1, "tasks": 1}
+            minimum={"groups": 1, "group_size": 2, "minibatches": 1, "max_tokens": 1, "tasks": 1}
             | dict.fromkeys(("warmup_updates", "frozen_layers"), 0),
         )
         if not self.seeds or self.steps < 1:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from forge_rl.runtime.in_hand import InHand, number_of_call
+from forge_rl.runtime.in_hand import RunningCalls, number_of_call
 from forge_rl.runtime.link import users_line
 
 _LAST_WORDS_S = 1.0
@@ -45,7 +45,7 @@ class UserThread:
         self._turn = asyncio.Lock()
         """Held while the thread is busy, so that time in the queue does not count."""
 
-    async def call(self, function: Callable[[], T], in_hand: InHand | None = None) -> T:
+    async def call(self, function: Callable[[], T], in_hand: RunningCalls | None = None) -> T:
         """Call a function in the thread, which must not raise StopIteration: no future can hold that.
 
         Args:
