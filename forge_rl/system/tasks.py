@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from types import TracebackType
@@ -126,6 +127,9 @@ class EndableTask(Generic[T]):
                     with contextlib.suppress(Exception):
                         work.close()
                         break
+                else:
+                    # Never collected: its finalizer would resume it, perhaps for ever, in whatever code runs then.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
                 raise asyncio.CancelledError
 
 
