@@ -259,7 +259,7 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
 
         async def stop(self) -> None: ...
 
-    for name in ("Trainer", "Generator", "WeightStore", "Reward"):
+    for name in ("Trainer", "Generator", "WeightStore", "RewardService"):
         monkeypatch.setattr(services, name, Started(name.lower()))
     monkeypatch.setattr(services, "gpus", lambda: gpus)
     placed = place(RunConfig(), {THIS_HOST: HostInfo.of_this_host()})

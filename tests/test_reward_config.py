@@ -82,7 +82,7 @@ def scored(reward: Any) -> Episode:
         if isinstance(reward, WeightedSum):
             functions = {name: function for name, (function, _) in reward.parts.items()}
         actor._functions = {0: _with_forms(functions)}
-        found = {name: scores[0] for name, scores in (await actor.score(0, TASK, [EPISODE])).items()}
+        found = {name: scores[0] for name, scores in (await actor.score(0, TASK, [EPISODE]))[0].items()}
         if isinstance(reward, WeightedSum):
             [combined] = reward.combine_all({name: [score] for name, score in found.items()})
             return with_score(EPISODE, combined)
@@ -229,7 +229,7 @@ def test_a_function_that_gives_no_score_is_one_clear_message(
         actor = RewardActor(0.2 if function == "slow" else 60.0, 0)
         monkeypatch.setattr("os._exit", stopped.append)  # the process of one that does not come back is ended
         actor._functions = {0: _with_forms({"alone": build_reward([f"mine.py:{function}"])})}
-        [score] = (await actor.score(0, TASK, [EPISODE]))["alone"]
+        [score] = (await actor.score(0, TASK, [EPISODE]))[0]["alone"]
         with_score(EPISODE, score)
 
     stopped: list[int] = []

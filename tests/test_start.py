@@ -26,7 +26,7 @@ from forge_rl.types import Sampling
 from recipes import distill
 from recipes.grpo import Config, start
 
-NAMES = {"trainer": "Trainer", "generator": "Generator", "weights": "WeightStore", "reward": "Reward"}
+NAMES = {"trainer": "Trainer", "generator": "Generator", "weights": "WeightStore", "reward": "RewardService"}
 NAMES["environment"] = "Environment"
 
 

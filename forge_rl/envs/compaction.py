@@ -61,8 +61,8 @@ def check_compaction(environment: object, max_model_len: int) -> None:
         ConfigError: no conversation of so many characters fits into the context.
     """
     nested = getattr(environment, "environments", None)
-    for each in (environment, *(nested.values() if isinstance(nested, Mapping) else ())):
-        compact = getattr(each, "compact", None)
+    for candidate in (environment, *(nested.values() if isinstance(nested, Mapping) else ())):
+        compact = getattr(candidate, "compact", None)
         if isinstance(compact, DropOldOutputs) and compact.above_chars > _CHARS_PER_TOKEN * max_model_len:
             raise ConfigError(
                 f"conversations are compacted above {compact.above_chars} characters, and a context of {max_model_len} "

@@ -90,8 +90,8 @@ class RepositoryEnv:
         self.file, self.store, self.tool = Path(file).expanduser(), store, tool
         self.timeout_s, self.tests_timeout_s, self.memory_mib = timeout_s, tests_timeout_s, memory_mib
         self.held_out_share = held_out_share
-        flags = {"least": {"memory_mib": 64, "held_out_share": 0}, "above": {"timeout_s": 0, "tests_timeout_s": 0}}
-        check_flags(self, "--env repository:", **flags, below={"held_out_share": 1})
+        limits = {"minimum": {"memory_mib": 64, "held_out_share": 0}, "above": {"timeout_s": 0, "tests_timeout_s": 0}}
+        check_flags(self, "--env repository:", **limits, below={"held_out_share": 1})
         self.packages = [str(Path(packages).expanduser().resolve())] if packages else []
         if packages and not Path(self.packages[0]).is_dir():
             raise ConfigError(

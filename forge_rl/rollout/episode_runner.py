@@ -165,8 +165,8 @@ class EpisodeRunner:
             if step.forks and not full and isinstance(decode, PolicyClient):
                 await self._fork_within(path, step.forks, task, decode)
             if step.done and step.output is None and path.pieces:
-                whole = self._whole(path)
-                step = replace(step, output=whole.text if self.environment.thoughts else whole.content)
+                trajectory = self._whole(path)
+                step = replace(step, output=trajectory.text if self.environment.thoughts else trajectory.content)
             if full and not step.done:
                 await path.session.close()
             if full or step.done:

@@ -317,10 +317,10 @@ def _in_slices(value: object) -> list[bytes]:
     """
     slices = _Slices()
     pickle.Pickler(slices, pickle.HIGHEST_PROTOCOL).dump(value)
-    taken: list[bytes] = []
+    pieces: list[bytes] = []
     while slices.taken:
-        taken.append(bytes(slices.taken.pop()))
-    return taken
+        pieces.append(bytes(slices.taken.pop()))
+    return pieces
 
 
 class _Slices:

@@ -207,7 +207,7 @@ class Pool:
 
     def _take_warm(self, limits: Limits) -> Body | None:
         self._asked_for.append(limits)
-        for place in [place for place, (of, _) in enumerate(self._warm) if of == limits]:
+        for place in [place for place, (warm_limits, _) in enumerate(self._warm) if warm_limits == limits]:
             body = self._warm[place][1]
             if body.alive:
                 del self._warm[place]
@@ -257,16 +257,16 @@ class Pool:
     def _refill(self) -> None:
         """Start warm sessions in the background, as many as are missing and have a place, and end those that nobody
         asks for any more."""
-        wanted = self._wanted()
-        kept: deque[tuple[Limits, Body]] = deque()
+        num_wanted = self._wanted()
+        live: deque[tuple[Limits, Body]] = deque()
         for limits, body in self._warm:
-            if body.alive and wanted[limits] > 0:
-                wanted[limits] -= 1
-                kept.append((limits, body))
+            if body.alive and num_wanted[limits] > 0:
+                num_wanted[limits] -= 1
+                live.append((limits, body))
             else:
                 self._tasks.create_task(body.end())
-        self._warm = kept
-        for limits, missing in (wanted - self._warming).items():
+        self._warm = live
+        for limits, missing in (num_wanted - self._warming).items():
             for _ in range(missing):
                 if not self._places.locked():
                     self._warming[limits] += 1
@@ -275,13 +275,13 @@ class Pool:
     def _wanted(self) -> Counter[Limits]:
         """Return how many warm sessions there should be, by their limits: none with limits that may be asked for once
         only."""
-        wanted: Counter[Limits] = Counter()
-        asked = Counter(self._asked_for)
-        for limits, times in asked.most_common(self._most_warm):
-            if times > 1 or asked.total() == 1:
-                share = max(1, round(self._most_warm * times / asked.total()))
-                wanted[limits] = min(share, self._most_warm - wanted.total())
-        return wanted
+        num_wanted: Counter[Limits] = Counter()
+        recent = Counter(self._asked_for)
+        for limits, times in recent.most_common(self._most_warm):
+            if times > 1 or recent.total() == 1:
+                share = max(1, round(self._most_warm * times / recent.total()))
+                num_wanted[limits] = min(share, self._most_warm - num_wanted.total())
+        return num_wanted
 
     async def _warm_up(self, limits: Limits) -> None:
         try:

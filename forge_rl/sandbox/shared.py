@@ -85,19 +85,19 @@ def pop_opened_sessions() -> dict[str, float]:
     pop_opened_sessions()  # {"sandbox/warm": 62.0, "sandbox/fresh": 2.0}
     """
     counts: Counter[str] = Counter()
-    for (loop, *_), held in _pools().items():
-        if loop is asyncio.get_running_loop() and held.opened.done() and held.opened.exception() is None:
-            pool = held.opened.result()
-            counts += pool.opened - held.counted
-            held.counted.update(pool.opened - held.counted)
-    return {f"sandbox/{how}": float(counts[how]) for how in ("warm", "fresh")} if counts else {}
+    for (loop, *_), entry in _pools().items():
+        if loop is asyncio.get_running_loop() and entry.opened.done() and entry.opened.exception() is None:
+            pool = entry.opened.result()
+            counts += pool.opened - entry.counts_by_kind
+            entry.counts_by_kind.update(pool.opened - entry.counts_by_kind)
+    return {f"sandbox/{kind}": float(counts[kind]) for kind in ("warm", "fresh")} if counts else {}
 
 
 @dataclass(frozen=True)
 class _PoolEntry:
     opened: asyncio.Future[Pool]
     holder: asyncio.Task[None]
-    counted: Counter[str] = field(default_factory=Counter)
+    counts_by_kind: Counter[str] = field(default_factory=Counter)
     """Opened sessions that were told already."""
     cpus: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
 

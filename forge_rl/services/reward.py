@@ -223,9 +223,9 @@ class RewardService:
     def pop_metrics(self) -> dict[str, float]:
         """Return how many sandbox sessions functions were given since the last call, by how these started; {} if
         none."""
-        found = {name: float(value) for name, value in self._setting.metrics.items()}
+        metrics = {name: float(value) for name, value in self._setting.metrics.items()}
         self._setting.metrics.clear()
-        return found
+        return metrics
 
     async def stop(self) -> None:
         """Stop the service."""

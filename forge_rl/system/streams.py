@@ -43,9 +43,9 @@ class LastingFile(io.FileIO):
     def write(self, data: ReadableBuffer) -> int:
         size = memoryview(data).nbytes
         try:
-            written = super().write(data)
-            if written is None and select.select([], [self], [], _SLOW_READER_S)[1]:
-                written = super().write(data)
+            count = super().write(data)
+            if count is None and select.select([], [self], [], _SLOW_READER_S)[1]:
+                count = super().write(data)
         except OSError as error:
             # A file on a network may give EIO for a while, a terminal gives it for good.
             if error.errno in _READER_GONE or (
@@ -58,14 +58,14 @@ class LastingFile(io.FileIO):
                     raise SystemExit(128 + signal.SIGPIPE) from None
                 raise ConfigError(f"stdout cannot be written: {error.strerror}", hint="write it elsewhere") from None
             return size
-        return size if written is None else written
+        return size if count is None else count
 
     def _lead_to_nowhere(self, failure: str) -> None:
         self.failure = failure
         _open_nowhere(self.fileno())
 
 
-def lasting(number: int, *, like: io.TextIOWrapper | None = None, ends: bool = False) -> io.TextIOWrapper:
+def lasting(number: int, *, template: io.TextIOWrapper | None = None, ends: bool = False) -> io.TextIOWrapper:
     """Return a text stream over a descriptor that drops what cannot be written; see `LastingFile`.
 
     Args:
@@ -73,11 +73,15 @@ def lasting(number: int, *, like: io.TextIOWrapper | None = None, ends: bool = F
         ends: end the program when the reader is gone.
     """
     file = LastingFile(number, ends=ends)
-    if like is None:
+    if template is None:
         return io.TextIOWrapper(io.BufferedWriter(file), "utf-8", "replace", line_buffering=True)
-    buffer: Any = file if like.write_through else io.BufferedWriter(file)
+    buffer: Any = file if template.write_through else io.BufferedWriter(file)
     return io.TextIOWrapper(
-        buffer, like.encoding, like.errors, line_buffering=like.line_buffering, write_through=like.write_through
+        buffer,
+        template.encoding,
+        template.errors,
+        line_buffering=template.line_buffering,
+        write_through=template.write_through,
     )
 
 
@@ -104,7 +108,7 @@ def outlive_readers(*, ends: bool = False) -> None:
         elif _leads_to(stream, number) and not isinstance(_file_of(stream), LastingFile):
             with contextlib.suppress(OSError):
                 stream.flush()
-            setattr(sys, name, lasting(number, like=stream, ends=ends and number == 1))
+            setattr(sys, name, lasting(number, template=stream, ends=ends and number == 1))
 
 
 def reader_failure(stream: object) -> str:

@@ -213,8 +213,8 @@ class Tokenizer:
         """Return the text of token ids with the special tokens that a model writes within its turn, such as the tags
         of tool calls in Mistral's and DeepSeek's formats, and without those that frame turns."""
         ids = np.asarray(ids)
-        kept = ~np.isin(ids, np.asarray(self.hf.all_special_ids)) | np.isin(ids, self._tag_ids)
-        return self.decode(ids[kept], skip_special=False)
+        is_shown = ~np.isin(ids, np.asarray(self.hf.all_special_ids)) | np.isin(ids, self._tag_ids)
+        return self.decode(ids[is_shown], skip_special=False)
 
     def tagged_text(self, ids: TokenIds, text: str) -> str:
         """Return the `tagged` text of a completion.
@@ -294,10 +294,13 @@ class Tokenizer:
     @cached_property
     def _tag_ids(self) -> npt.NDArray[np.int64]:
         """Special tokens that do not frame turns: the template writes none of them around plain messages."""
-        asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "."}
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "."}
         framing = {self.hf.bos_token_id, self.hf.eos_token_id, self.hf.pad_token_id, self.hf.unk_token_id}
         framing |= {self.pad_id, *self.stop_ids}
-        for messages in ([asked, answer, asked], [{"role": "system", "content": "."}, asked, answer, asked]):
+        for messages in (
+            [question, answer, question],
+            [{"role": "system", "content": "."}, question, answer, question],
+        ):
             with contextlib.suppress(ModelError):  # some templates take no system message
                 framing |= set(self.render(messages))
         tags = {self.hf.convert_tokens_to_ids(tag) for tag in self.thoughts.tags}

@@ -286,8 +286,8 @@ def test_a_reply_that_is_cut_is_called_that(tmp_path: Path, monkeypatch: pytest.
 def test_a_client_that_goes_away_meanwhile_hurts_nobody(tmp_path: Path):
     def attack() -> None:
         for _ in range(50):
-            with connect(tmp_path, SOCKET, timeout_s=20) as client:
-                client.sendall(b'{"do": "long", "with": {}}\n')
+            with connect(tmp_path, SOCKET, timeout_s=20) as client, contextlib.suppress(BrokenPipeError):
+                client.sendall(b'{"do": "long", "with": {}}\n')  # refused before it is read, if too many are served
 
     while_served(tmp_path, attack)
 

@@ -11,14 +11,14 @@ import sys
 from typing import Any
 
 
-class Outcomes:
+class PluginOutcomes:
     """A plugin that tells each test's start and outcome, and the files that could not be collected.
 
     The harness answers each start with a token, which the outcome must carry.
     """
 
-    def __init__(self, told: int, heard: int) -> None:
-        self._told, self._heard = told, heard
+    def __init__(self, output_fd: int, heard: int) -> None:
+        self._told, self._heard = output_fd, heard
         self._outcome = ""
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -42,12 +42,12 @@ class Outcomes:
             line = line[os.write(self._told, line) :]
 
 
-def main(told: int, heard: int, packages: list[str], arguments: list[str]) -> None:
+def main(output_fd: int, heard: int, packages: list[str], arguments: list[str]) -> None:
     """Run pytest in the current folder."""
     sys.path[:0] = packages
     import pytest
 
-    outcomes = Outcomes(told, heard)
+    outcomes = PluginOutcomes(output_fd, heard)
     sys.path.insert(0, os.getcwd())  # only now: a file of the workspace is not taken for pytest, or what it imports
     pytest.main(arguments, plugins=[outcomes])
 

@@ -69,19 +69,19 @@ def run(command: Sequence[str], results: str = "") -> int:
         results: file for the outcomes by test, as JSON, of a command whose last two arguments become descriptors: one
             that it tells them to, and one with the answers. Empty for a command that tells none.
     """
-    (told, tells), (hears, answers) = os.pipe(), os.pipe()
+    (reports, tells), (hears, answers) = os.pipe(), os.pipe()
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    given = (tells, hears) if results else ()
+    descriptors = (tells, hears) if results else ()
     process = subprocess.Popen(
-        [*command, *map(str, given)],
+        [*command, *map(str, descriptors)],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
-        pass_fds=given,
+        pass_fds=descriptors,
         env=environment,
     )
     os.close(tells)
     try:
-        outcomes = _outcomes(process, told, answers)
+        outcomes = _outcomes(process, reports, answers)
         status = process.wait()
     except BaseException:
         process.kill()
@@ -94,17 +94,17 @@ def run(command: Sequence[str], results: str = "") -> int:
     return status
 
 
-def _outcomes(process: subprocess.Popen[bytes], told: int, answers: int) -> Outcomes:
+def _outcomes(process: subprocess.Popen[bytes], reports: int, answers: int) -> Outcomes:
     """Listen to a process until it ends, closes its descriptor, or is not believed and killed."""
-    os.set_blocking(told, False)
+    os.set_blocking(reports, False)
     os.set_blocking(answers, False)
     outcomes, poll = Outcomes(), select.poll()
-    poll.register(told, select.POLLIN)
+    poll.register(reports, select.POLLIN)
     while not outcomes.spoiled:
         ended = process.poll() is not None  # looked at first, so that what it told before its end is read
         poll.poll(0 if ended else _POLL_MS)
         try:
-            data = os.read(told, 1 << 16)
+            data = os.read(reports, 1 << 16)
         except BlockingIOError:
             if ended:
                 return outcomes
