@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _GRACE_S = 1.0
 """Time for an agent to end once it is cancelled, before it is left behind."""
 _LEFT_S = 30.0
-"""Time for an agent that was left behind to close what it uses, before it is ended."""
+"""Time for an agent that was left behind to close its connections and files, before it is ended."""
 _MOST_LEFT = 32
 """Most agents left behind in this process before the run ends."""
 _LOOKS = 50

@@ -79,8 +79,8 @@ async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
 
 
 def pop_opened_sessions() -> dict[str, float]:
-    """Return how many sessions were opened since the last call in this event loop's shared pools: taken warm, and
-    started for whoever asked.
+    """Return how many sessions were opened since the last call in this event loop's shared pools: warm ones, and
+    fresh ones.
 
     pop_opened_sessions()  # {"sandbox/warm": 62.0, "sandbox/fresh": 2.0}
     """
@@ -98,7 +98,7 @@ class _PoolEntry:
     opened: asyncio.Future[Pool]
     holder: asyncio.Task[None]
     counts_by_kind: Counter[str] = field(default_factory=Counter)
-    """Opened sessions that were told already."""
+    """Opened sessions already returned, by kind."""
     cpus: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
 
 

@@ -1,4 +1,4 @@
-"""Runs a user's plain code beside the event loop, with a deadline."""
+"""Runs a user's synchronous code in a thread, with a deadline."""
 
 from __future__ import annotations
 

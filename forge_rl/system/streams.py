@@ -25,8 +25,8 @@ _SLOW_READER_S = 1.0
 class LastingFile(io.FileIO):
     """A stream's file whose failed writes are dropped, where `print` would raise in the middle of work.
 
-    A full disk costs what is written meanwhile. A reader or a terminal that is gone does not come back: the descriptor
-    then leads to nowhere, for native code and children too, which may end at such an error.
+    On a full disk, only the output of that time is lost. A reader or terminal that is gone does not come back: the
+    descriptor then leads to /dev/null, also for native code and children, which could end at such an error.
 
     Args:
         number: the descriptor; stays open.
@@ -66,10 +66,10 @@ class LastingFile(io.FileIO):
 
 
 def lasting(number: int, *, template: io.TextIOWrapper | None = None, ends: bool = False) -> io.TextIOWrapper:
-    """Return a text stream over a descriptor that drops what cannot be written; see `LastingFile`.
+    """Return a text stream over a descriptor that drops failed writes; see `LastingFile`.
 
     Args:
-        like: stream whose encoding and buffering it has; by default UTF-8, and one line at a time.
+        template: stream whose encoding and buffering it has; by default UTF-8, and one line at a time.
         ends: end the program when the reader is gone.
     """
     file = LastingFile(number, ends=ends)

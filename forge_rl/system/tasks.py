@@ -86,10 +86,10 @@ class EndableTask(Generic[T]):
 
         working = EndableTask(agent(task, session))
         working.task.cancel()
-        working.end()  # if it goes on
+        working.end()  # if it continues
 
-    A task ends a coroutine by raising CancelledError in it, and goes on with it if it catches that. This one can leave
-    it where it waits: of what the coroutine has begun, only its `finally` clauses are run, up to their first `await`.
+    A task ends a coroutine by raising CancelledError in it, and resumes it if it catches that. This one can stop
+    resuming it: only its `finally` clauses are run, up to their first `await`.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
@@ -98,7 +98,7 @@ class EndableTask(Generic[T]):
         self.task = asyncio.ensure_future(self._run(work))
 
     def end(self) -> None:
-        """End the task as soon as what it waits for is cancelled; other tasks that it waits for may refuse that."""
+        """End the task as soon as its current `await` is cancelled, which another task that it awaits may refuse."""
         self.is_ended = True
         self.task.cancel()
 
@@ -107,7 +107,7 @@ class EndableTask(Generic[T]):
 
     @types.coroutine
     def _driven(self, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, Any]:
-        """Hand what the coroutine waits for to the event loop, and what comes of it to the coroutine."""
+        """Pass the coroutine's futures to the event loop, and their results to the coroutine."""
         error: BaseException | None = None
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Runs pytest inside of a session and tells the harness, another process, what came of each test.
+"""Runs pytest in a session and reports each test's outcome to the harness, another process.
 
 The tested code runs in this process and can pretend to be this plugin; see `repository_tests`. Run as a script, alone.
 """

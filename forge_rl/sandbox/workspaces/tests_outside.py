@@ -1,4 +1,4 @@
-"""Runs a program of tests inside of a session, and keeps what it tells of them where it cannot reach.
+"""Runs tests in a session, and keeps the outcomes they report out of their reach.
 
 Sent to a session as text. Imports nothing of this library, and nothing of the workspace.
 """
@@ -19,9 +19,9 @@ _POLL_MS = 50
 
 
 class Outcomes:
-    """Reads what the tests' process tells: each test's start, which gets a token, and then its outcome with that token.
+    """Reads the reports of the tests' process: each test's start, which gets a token, then its outcome with that token.
 
-    What was told once stays: a failure becomes no success, and a line that is out of order spoils all of them.
+    A report is final: a failure never becomes a success, and a line out of order spoils all outcomes.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Outcomes:
         self._rest, self._bytes = b"", 0
 
     def add(self, data: bytes) -> bytes:
-        """Take what was told, and return what to answer."""
+        """Read reports, and return the answers to them."""
         self._bytes += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         self.spoiled |= self._bytes > _MOST_BYTES
