@@ -73,7 +73,7 @@ class DeltaPublisher:
                     for entry in bucket.entries:
                         await asyncio.to_thread(writer.add, entry, tensors[entry.name])
         written_bytes = await asyncio.to_thread(writer.finish, manifest, None if is_full else number - 1)
-        self._words = writer.new_words
+        self._words = writer.held
         if is_full:
             self._full = [*self._full, number][-_KEPT_FULL:]
             await asyncio.to_thread(self._folder.remove_before, self._full[0])
@@ -84,7 +84,7 @@ class _Writer:
     """Writes one version."""
 
     def __init__(self, folder: DeltaFolder, number: int, old_words: dict[str, Words]) -> None:
-        self.new_words: dict[str, Words] = {}
+        self.held: dict[str, Words] = {}
         """The version's tensors, copied."""
         self._folder = folder
         self._number = number
@@ -100,9 +100,9 @@ class _Writer:
         fits = old_words is not None and (len(old_words), old_words.dtype) == (len(words), words.dtype)
         change = encode(words, old_words if fits else None)
         if change.kind == "same" and old_words is not None:
-            self.new_words[entry.name] = old_words
+            self.held[entry.name] = old_words
         else:
-            self.new_words[entry.name] = words.copy()
+            self.held[entry.name] = words.copy()
         self._changes[entry.name] = TensorChange(
             name=entry.name,
             shape=entry.shape,
