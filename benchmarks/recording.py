@@ -62,8 +62,8 @@ class Config(BenchmarkConfig):
     """Number of episodes of the run whose page is opened; 0 leaves that out."""
 
     def __post_init__(self) -> None:
-        least = {"episodes": _GROUP_SIZE, "tokens": _PROMPT_TOKENS + 2, "train_s": 0, "repeats": LEAST_REPEATS}
-        check_flags(self, "--", minimum=least | {"page_episodes": 0})
+        minimum = {"episodes": _GROUP_SIZE, "tokens": _PROMPT_TOKENS + 2, "train_s": 0, "repeats": LEAST_REPEATS}
+        check_flags(self, "--", minimum=minimum | {"page_episodes": 0})
         for name, step in (("episodes", _GROUP_SIZE), ("tokens", 2), ("page_episodes", PAGE_EPISODES)):
             if (value := getattr(self, name)) % step:
                 raise BenchmarkError(

@@ -13,7 +13,7 @@ from forge_rl.runtime.far_files import Answer, FarFolder, FileDesk, FolderServer
 T = TypeVar("T")
 
 
-def answered(folder: FolderServer, work: Callable[[FarFolder], T], *, most: int = 200) -> T:
+def answered(folder: FolderServer, work: Callable[[FarFolder], T], *, max_requests: int = 200) -> T:
     """Do work in this thread, as a rank does, while another one answers its requests, as the controller does; at most
     so many."""
     desk, ready, asked = FileDesk(), threading.Event(), list[Any]()
@@ -36,4 +36,4 @@ def answered(folder: FolderServer, work: Callable[[FarFolder], T], *, most: int 
     finally:
         desk.close()
         thread.join()
-        assert len(asked) <= most, "it asks for large pieces"
+        assert len(asked) <= max_requests, "it asks for large pieces"

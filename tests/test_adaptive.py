@@ -41,8 +41,8 @@ def mixture(**weights: float) -> Mixture:
     ],
 )
 def test_shares_are_proportional_where_no_bound_holds_them(scores, least, most, expected):
-    found = bounded_shares(dict(enumerate(scores)), min_share=least, max_share=most)  # type: ignore[arg-type]
-    assert list(found.values()) == pytest.approx(expected, abs=1e-9)
+    shares = bounded_shares(dict(enumerate(scores)), min_share=least, max_share=most)  # type: ignore[arg-type]
+    assert list(shares.values()) == pytest.approx(expected, abs=1e-9)
 
 
 @given(
@@ -54,11 +54,11 @@ def test_shares_are_proportional_where_no_bound_holds_them(scores, least, most, 
 def test_shares_lie_within_the_bounds_add_up_and_keep_the_ratios_of_those_that_are_free(scores, low, high, total):
     each = total / len(scores)
     least, most = low * each, each + high * (1 - each)
-    found = list(bounded_shares(dict(enumerate(scores)), min_share=least, max_share=most, total=total).values())  # type: ignore[arg-type]
-    assert math.fsum(found) == pytest.approx(total, rel=1e-9)
-    assert all(least - 1e-12 <= share <= most + 1e-12 for share in found)
-    for score, share in zip(scores, found, strict=True):
-        for other, others_share in zip(scores, found, strict=True):
+    shares = list(bounded_shares(dict(enumerate(scores)), min_share=least, max_share=most, total=total).values())  # type: ignore[arg-type]
+    assert math.fsum(shares) == pytest.approx(total, rel=1e-9)
+    assert all(least - 1e-12 <= share <= most + 1e-12 for share in shares)
+    for score, share in zip(scores, shares, strict=True):
+        for other, others_share in zip(scores, shares, strict=True):
             if score > other:
                 assert share >= others_share - 1e-12
             free = all(least + 1e-9 < each < most - 1e-9 for each in (share, others_share))

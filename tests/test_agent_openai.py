@@ -230,11 +230,13 @@ def test_an_agent_that_catches_its_cancellation_is_left_behind_and_ended(monkeyp
             async with asyncio.timeout(60):
                 assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], asyncio.CancelledError)
             assert len(warnings) == 2
-            assert all(f"agent ({__file__}:" in told and "ignores its cancellation" in told for told in warnings)
+            assert all(
+                f"agent ({__file__}:" in warning and "ignores its cancellation" in warning for warning in warnings
+            )
             await until(lambda: not attempts._left)
-            seen = rounds
+            rounds_so_far = rounds
             await asyncio.sleep(0.1)
-            assert rounds == seen, "it goes on"
+            assert rounds == rounds_so_far, "it goes on"
             assert attempts.metrics() == {"agents/left_behind": 1.0, "agents/ended": 2.0}
             assert attempts.metrics() == {}
 

@@ -30,9 +30,9 @@ def test_what_a_machine_lacks_is_said(
 ) -> None:
     if header:
         (tmp_path / "Python.h").touch()
-    found = problems(driver=driver, include=tmp_path, find_program=lambda name: name if name in programs else None)
-    assert len(found) == len(said)
-    assert all(part in line for part, line in zip(said, found, strict=True))
+    lines = problems(driver=driver, include=tmp_path, find_program=lambda name: name if name in programs else None)
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
 
 
 @pytest.mark.parametrize(("answer", "version"), [("580.65.06\n580.65.06\n", "580.65.06"), ("", None)])

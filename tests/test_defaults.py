@@ -161,8 +161,8 @@ def test_a_reference_leaves_engines_less():
 def test_rows_hold_the_longest_episode():
     config = RunConfig(trainer=Trainer.Config(), generator=Generator.Config(max_model_len=10_000))
     architecture: Any = SimpleNamespace(weights=WEIGHTS["135M"])
-    found, _ = choose(config, architecture, gpu=GPUS["24 GB"], num_gpus=1, memory=plan_of("135M", 1))
-    assert found.trainer.seq_len == 10_112, "a multiple of 128, and longer than rows need be"
+    chosen_config, _ = choose(config, architecture, gpu=GPUS["24 GB"], num_gpus=1, memory=plan_of("135M", 1))
+    assert chosen_config.trainer.seq_len == 10_112, "a multiple of 128, and longer than rows need be"
 
 
 def test_without_a_run_an_engine_takes_most_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -194,8 +194,8 @@ def test_rows_that_flex_attention_cannot_take_are_refused(tokens: int):
 def test_a_run_without_engines_leaves_the_gpu_to_the_trainer() -> None:
     config = ExampleConfig(trainer=Trainer.Config(ranks=1))
     architecture: Any = SimpleNamespace(weights=WEIGHTS["8B"])
-    found, lines = choose(config, architecture, gpu=GPUS["141 GB"], num_gpus=1, memory=plan_of("8B", 1))
-    assert told(found) == (8192, False, True, config.generator.gpu_memory_utilization, "auto"), lines
+    chosen_config, lines = choose(config, architecture, gpu=GPUS["141 GB"], num_gpus=1, memory=plan_of("8B", 1))
+    assert told(chosen_config) == (8192, False, True, config.generator.gpu_memory_utilization, "auto"), lines
     small, lines = choose(config, architecture, gpu=GPUS["80 GB"], num_gpus=1, memory=plan_of("135M", 1))
     assert told(small) == (8192, False, False, config.generator.gpu_memory_utilization, "auto")
     assert len(lines) == 1

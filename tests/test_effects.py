@@ -84,8 +84,8 @@ def test_what_tools_and_rewards_that_run_code_promise_is_above_zero_in_a_run(
     command = tiny_run(commands, tiny_model, out, *flags, "--generator.max-model-len", "512")
     assert command.end(300) == 0, command.output
     rows = metrics(out)
-    for name, least in (("tools/cache_hits", 0), ("episodes/segments", 1), ("sandbox/warm", 0)):
-        assert max(row.get(name, 0.0) for row in rows) > least, (name, rows)
+    for name, minimum in (("tools/cache_hits", 0), ("episodes/segments", 1), ("sandbox/warm", 0)):
+        assert max(row.get(name, 0.0) for row in rows) > minimum, (name, rows)
 
 
 @pytest.mark.long

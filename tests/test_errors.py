@@ -103,9 +103,9 @@ def test_long_texts_of_users_errors_are_cut_where_they_enter(capsys: pytest.Capt
     faults.tell(fail_with, raised())
     faults.record("reward", 0, str(Talkative()))
     packed = _pack(raised())
-    (short, bare), told = pickle.loads(packed), capsys.readouterr().err
+    (short, bare), stderr = pickle.loads(packed), capsys.readouterr().err
     assert bare == b""
-    for text in (error.message, str(error), loss.trace, short, *(fault.cause for fault in faults.seen), told):
+    for text in (error.message, str(error), loss.trace, short, *(fault.cause for fault in faults.seen), stderr):
         assert "the cause" in text
         assert "the end" in text
         assert len(text) < 150_000

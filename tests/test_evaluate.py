@@ -238,10 +238,10 @@ def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of
 def test_the_picture_of_a_comparison_shows_what_the_app_prints() -> None:
     """Of 20 tasks, of which the bundled model solves 6, and the checkpoint these and 9 more."""
     picture = Path("docs/pictures/tasks/evaluate.svg").read_text()
-    shown = html.unescape(re.sub(r"<[^>]*>", "", picture)).replace("\xa0", " ")
+    picture_text = html.unescape(re.sub(r"<[^>]*>", "", picture)).replace("\xa0", " ")
     console = Console(width=100, file=io.StringIO())
     found = compare_paired([1.0] * 6 + [0.0] * 14, [1.0] * 15 + [0.0] * 5)
     print_comparisons(console, [("smollm2-135m", "sums", "train", found)])
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert [line for line in lines if "".join(line.split()) not in "".join(shown.split())] == []
+    assert [line for line in lines if "".join(line.split()) not in "".join(picture_text.split())] == []

@@ -118,7 +118,7 @@ def test_a_run_is_saved_and_resumed_on_a_disk_that_it_reaches_by_requests(tmp_pa
         assert part == "training" or near == far
     resumed = engine_of(tmp_path / "hf")
     training = FolderServer(tmp_path / "far" / "training", read_only=True)
-    assert answered(training, resumed.load_training_state, most=2000) == 7
+    assert answered(training, resumed.load_training_state, max_requests=2000) == 7
     for each in (engine, resumed):
         train(each, range(1, 2))
     assert same(hf_weights(resumed.model), hf_weights(engine.model))

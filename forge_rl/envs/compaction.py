@@ -55,7 +55,7 @@ class DropOldOutputs:
 
 
 def check_compaction(environment: object, max_model_len: int) -> None:
-    """Check that conversations can become long enough to be compacted, in an environment or in those of its sources.
+    """Check that conversations can become long enough to be compacted, in an environment or its sources' ones.
 
     Raises:
         ConfigError: no conversation of so many characters fits into the context.

@@ -105,8 +105,8 @@ class Env(Protocol):
     completions again.
 
     An optional method `close`, plain or async, is called at the end, however the episode ends. Run blocking code in a
-    thread: it would block all environments of the process. Only the constructor runs in a thread as it is: open what
-    belongs to a thread, such as a connection of sqlite3, in `reset`.
+    thread: it would block all environments of the process. The constructor runs in a thread by itself, so open
+    whatever is bound to its thread, such as an sqlite3 connection, in `reset`.
     """
 
     async def reset(self) -> Observation:

@@ -103,7 +103,7 @@ class AgentEpisodeRunner:
     _left: dict[asyncio.Future[str | Score | None], EndableTask[str | Score | None] | None] = field(
         default_factory=dict
     )
-    """Agents that ignore their cancellation, with what ends them; None for those of a process, which ends itself."""
+    """Agents that ignore their cancellation, and their endable tasks; None for a process, which ends itself."""
     _counts: Counter[str] = field(default_factory=Counter)
     """Agents left behind, and ended, since the last metrics."""
 

@@ -54,7 +54,7 @@ class AfterStepQueue:
                     future.set_result(result)
 
     async def run_while(self, hold: Hold) -> None:
-        """Run work as it is added, until the pause ends."""
+        """Run each piece of added work until the pause ends."""
         released = asyncio.ensure_future(hold.released())
         try:
             while hold.paused:

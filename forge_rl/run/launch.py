@@ -47,7 +47,7 @@ def launch(
             launch(Config, main)
 
     Exit status: 0 after a complete run, 1 after an error, 2 for invalid flags, 130 after Ctrl-C, 143 after SIGTERM, 138
-    after SIGUSR1, 129 after SIGHUP, unless it is ignored, as under nohup. A run goes on when nobody reads its output.
+    after SIGUSR1, 129 after SIGHUP, unless it is ignored, as under nohup. A run continues when nobody reads its output.
 
     Args:
         config_class: frozen dataclass whose fields become flags and whose docstrings their help, see

@@ -22,7 +22,7 @@ from forge_rl.system.seeds import derive_seed
 
 
 def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> Seats:
-    """Return the seats of the replicas, whose indices follow those of remote engines and of guests."""
+    """Return the replicas' seats; their indices start after the remote engines' and the guests'."""
     return Seats(
         cluster,
         hosts,

@@ -82,7 +82,7 @@ def in_own_task(work: Awaitable[T]) -> asyncio.Future[T]:
 
 
 class EndableTask(Generic[T]):
-    """A user's coroutine in a task of its own that can be ended, whatever the coroutine catches.
+    """A user's coroutine in a task of its own, which can be ended even if the coroutine catches all exceptions.
 
         working = EndableTask(agent(task, session))
         working.task.cancel()

@@ -1,15 +1,15 @@
 """Tests of what a model changed in a repository, run in a fresh session, where edited tests don't count.
 
 What is protected: the tests and their configuration are the base's or the task's own, put in place after the changes;
-nothing that ran in the model's session is left. The outcomes are kept by another process than the tests' (see
-`tests_outside`), which believes only one outcome of a test, told between its start and the next one's with a token that
-did not exist before: what is written to the tests' descriptors early, late or twice spoils them. The verdict needs an
-outcome for each required test, and runs hidden tests last, of which some must fail, so that exiting early, patching
-pytest's reports or making everything equal does not pass.
+nothing that ran in the model's session is left. A process that the tests cannot write to keeps the outcomes (see
+`tests_outside`). It accepts one outcome of a test, between its start and the next one's, with a token made at its
+start: an early, late or second report spoils all outcomes. The verdict needs an outcome for each required test, and
+runs hidden tests last, of which some must fail, so that exiting early, patching pytest's reports or making everything
+equal does not pass.
 
-Not protected: pytest runs in the process of the tested code, as tests import it. Code that is written to change what
-pytest sees of exactly these tests (their functions, their reports, what they compare), and leaves the hidden ones
-alone, passes; so does code that plays the plugin's part, token by token. With a command, only its exit status counts.
+Not protected: pytest runs in the process of the tested code, as tests import it. Code that patches exactly these tests
+in pytest (their functions, reports or comparisons), and leaves the hidden ones alone, passes; so does code that plays
+the plugin's part, token by token. With a command, only its exit status counts.
 """
 
 from __future__ import annotations
