@@ -148,8 +148,9 @@ class FakeEngine(ServiceActor):
         self._note("load", version=manifest.version, held=sorted(self._held))
         await self._obey("load")
         self._version, self._dropped = manifest.version, False
-        read = self._orders().get("reads", manifest.version)
-        return LoadReport(version=read, fingerprints={}, in_place=0, seconds={})
+        orders = self._orders()
+        read, quantized = orders.get("reads", manifest.version), orders.get("quantized_bytes", 0)
+        return LoadReport(version=read, fingerprints={}, in_place=0, quantized_bytes=quantized, seconds={})
 
     @concurrent_endpoint
     async def serve_model(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge_rl.engines.protocol import Quantization
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
@@ -76,6 +77,7 @@ async def stage(
     max_restarts: int = 100,
     replace: LendOne = contextlib.nullcontext,
     urls: tuple[str, ...] = (),
+    quantization: Quantization = "none",
 ) -> AsyncIterator[Stage]:
     (tmp_path / "logs").mkdir()
     os.environ[FOLDER] = str(tmp_path)
@@ -84,6 +86,7 @@ async def stage(
         urls=urls,
         guests=guests,
         spares=spares,
+        quantization=quantization,
         max_model_len=256,
         restart=Restart(max_restarts=max_restarts, backoff_s=0.01),
     )

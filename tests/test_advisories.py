@@ -220,6 +220,11 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"grad_norm": 0.5},
         {"grad_norm": 0.5, "activations/offloaded_bytes": 4096.0},
     ),
+    "quantized_weights": (
+        {"generator.quantization": "fp8"},
+        {"generator/quantized_bytes": 0.0},
+        {"generator/quantized_bytes": 4096.0},
+    ),
     "warm_sessions": ({}, {"sandbox/warm": 0.0, "sandbox/fresh": 64.0}, {"sandbox/warm": 60.0, "sandbox/fresh": 4.0}),
     "mirrored_changes": (
         {"weights.mirror": "s3://a/b"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pickle
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.engines import decode_layout
 from forge_rl.engines.protocol import DecodeSettings, Quantization
 from forge_rl.run.preparation import rounded_rollouts
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import TensorEntry
 from tests.fakes import make_model
+from tests.staged_engines import stage
 
 pytestmark = pytest.mark.processes  # importing vLLM takes as long as starting some
 
@@ -126,7 +129,28 @@ def test_each_version_is_rounded_again_and_attested_as_it_was_received(tmp_path:
             assert torch.allclose(model.proj.weight_scale.double(), scale)
             (shard,) = report.shards
             assert (report.version, report.repacked, report.bytes) == (version, ["proj.weight"], values.nbytes)
+            assert report.quantized_bytes == values.numel()
             assert shard.fingerprint == fingerprint(values, tuple(values.shape), shard.tensor_slice)
+
+
+@pytest.mark.parametrize(("quantization", "expected"), [("fp8", {"generator/quantized_bytes": 4096.0}), ("none", {})])
+def test_bytes_of_weights_in_8_bits_are_counted_over_the_engines_that_round_them(
+    quantization: Quantization,
+    expected: dict[str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: None,
+):
+    monkeypatch.setattr(decode_layout, "_check_kernels", lambda settings: None)  # it refuses CPUs
+
+    async def check() -> None:
+        async with stage(tmp_path, quantization=quantization) as on:
+            assert on.generator.pop_metrics() == {}, "nothing is loaded"
+            on.orders.tell(1, quantized_bytes=4096)
+            await on.load(1)
+            assert on.generator.pop_metrics() == expected
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,13 @@ EFFECTS: dict[str, Effect] = {
         cause="sessions are asked for with different limits each time, or faster than they start; let the reward ask "
         "for the same limits, or raise --reward.replicas",
     ),
+    "quantized_weights": Effect(
+        flag="--generator.quantization",
+        is_asked_for=_differs("generator.quantization", "none"),
+        counted_with="generator/quantized_bytes",
+        amount=_of("generator/quantized_bytes"),
+        cause="engines hold no weights in 8 bits, as vLLM rounds no layer of this model; set it to none",
+    ),
     "mirrored_changes": Effect(
         flag="--weights.mirror",
         is_asked_for=_differs("weights.mirror", ""),

@@ -456,10 +456,14 @@ class Generator:
         return Guests(self._pool)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, and the number
-        of spares that stand by."""
-        spares = {"generator/spares": float(self.spares)} if self.config.spares else {}
-        return self._limits.pop_metrics() | spares
+        """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, the number of
+        spares that stand by, and the bytes of weights that the engines hold in 8 bits."""
+        metrics = self._limits.pop_metrics()
+        if self.config.spares:
+            metrics["generator/spares"] = float(self.spares)
+        if self.config.quantization != "none" and self.last_load:
+            metrics["generator/quantized_bytes"] = float(sum(load.quantized_bytes for load in self.last_load))
+        return metrics
 
     def drain_busy_s(self) -> list[float]:
         """Return each engine's busy seconds since the last call."""

@@ -195,6 +195,8 @@ class LoadReport:
     layers."""
     bytes_read: tuple[int, ...] = ()
     """Bytes that each of the engine's workers read, in the published dtype: its own slices."""
+    quantized_bytes: int = 0
+    """Bytes of weights that the engine computes with in 8 bits, over its workers."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
 

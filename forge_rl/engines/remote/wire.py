@@ -274,5 +274,6 @@ def report_from_json(payload: Mapping[str, Any]) -> LoadReport:
         fingerprints=fingerprints,
         in_place=_integer(payload.get("in_place")),
         bytes_read=tuple(bytes_read),
+        quantized_bytes=_integer(payload.get("quantized_bytes", 0)),
         seconds=phase_seconds,
     )

@@ -450,6 +450,7 @@ def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
         fingerprints=fingerprints,
         in_place=len(fingerprints.keys() - {name for worker in workers for name in worker.repacked}),
         bytes_read=tuple(worker.bytes for worker in workers),
+        quantized_bytes=sum(worker.quantized_bytes for worker in workers),
     )
 
 

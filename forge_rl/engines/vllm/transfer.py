@@ -59,6 +59,8 @@ class WorkerReport:
     """Names of repacked tensors, whose fingerprints are of the loader's input instead of live parameters."""
     fingerprint_s: float
     """Seconds spent on fingerprints of live parameters; the others are taken while copying."""
+    quantized_bytes: int = 0
+    """Bytes of the live parameters that hold weights rounded to 8 bits."""
 
 
 def _answered(work: Callable[..., object]) -> Callable[..., bytes]:
@@ -245,6 +247,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             shards=shards,
             repacked=self._watch.repacked,
             fingerprint_s=clock.finish_step()["seconds/fingerprint"],
+            quantized_bytes=sum(weights.nbytes for weights in self.model.parameters() if weights.itemsize == 1),
         )
 
     def give_up(self) -> None:
