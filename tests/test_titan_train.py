@@ -21,6 +21,7 @@ from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan.blocks import training_state
 from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.engines.titan.update import Update
 from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
 from forge_rl.packing.rows import PackedBatch
@@ -118,6 +119,18 @@ def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path):
     assert isinstance(metrics["loss"], Mean)
     assert isinstance(metrics["grad_norm"], Mean)
     assert isinstance(metrics["grad_norm/max"], Max)
+
+
+def test_both_passes_leave_the_weights_as_they_are_until_the_step(tmp_path: Path):
+    make_model(tmp_path)
+    engine, other = engine_of(tmp_path), engine_of(tmp_path)
+    laid, before = packed(random_batch(0, vocab=43)), hf_weights(engine.model)
+    results = engine.forward_backward(Update(minibatch=laid.minibatches[0], loss=LOSS, version=0))
+    assert moved(engine, before) == engine.updates == 0
+    assert all(parameter.grad is not None for parameter in engine.model.parameters())
+    metrics = engine.optimizer_step(results, lr=OPTIMIZER.lr_at(0, TOTAL_UPDATES))
+    assert metrics == step(other, laid)
+    assert furthest(hf_weights(engine.model), hf_weights(other.model)) == 0 < moved(engine, before)
 
 
 def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_others(tmp_path: Path):
