@@ -33,6 +33,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.generator import Generator
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 from forge_rl.tokens.stops import describe_added_stop
@@ -112,9 +113,8 @@ class Services:
         """Start engines that serve the model in a folder; `cache` is where a bundled draft model is kept."""
         drafts = await asyncio.to_thread(resolve_draft_model, config.speculation, folder, cache)
         config = replace(config, speculation=drafts)
-        generator = await self.started(
-            Generator.start(config, self.cluster, self.faults, model=folder, seed=seed, deadline_s=START_DEADLINE_S)
-        )
+        start = ServiceStart(cluster=self.cluster, faults=self.faults, deadline_s=START_DEADLINE_S)
+        generator = await self.started(Generator.start(config, start, model=folder, seed=seed))
         await generator.serve_model()
         return generator
 

@@ -15,7 +15,7 @@ from benchmarks.long_row import row_of
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainEngine, TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainEngine, TrainSettings
 from forge_rl.packing.rows import Minibatch
 from forge_rl.weights.deltas import DeltaPublisher, DeltaSubscriber
 from forge_rl.weights.fingerprints import Move, move
@@ -91,8 +91,8 @@ def delta_bytes(rank: int, model: Path, address: str, lr: float, updates: int) -
             row = row_of(_TOKENS, vocab)
             minibatch = Minibatch(rows=(row,), tokens=len(row), sequences=1)
             (metrics,) = engine.train_batch(
-                [minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=updates, version=None
-            )
+                [minibatch], StepRequest(loss=ClippedSurrogate(), total_updates=updates)
+            ).metrics
             assert metrics, "the update was skipped"
             manifest = _version(engine, transport, number)
         sizes.append(asyncio.run(publisher.publish(manifest, transport)))

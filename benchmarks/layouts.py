@@ -34,7 +34,7 @@ from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_bench
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce
 from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
@@ -425,12 +425,8 @@ def update(
     share = slice(settings.share_of(rank, case.ranks), None, len(settings.heads(case.ranks)))
     (update_metrics,) = engine.train_batch(
         [replace(minibatch, rows=minibatch.rows[share]) for minibatch in packed(case, batch).minibatches],
-        loss,
-        epochs=1,
-        temperature=0.9,
-        total_updates=total_updates,
-        version=0,
-    )
+        StepRequest(loss=loss, temperature=0.9, total_updates=total_updates, version=0),
+    ).metrics
     assert update_metrics is not None, "the gradient is not finite"
     metrics: dict[str, Value] = update_metrics
     return metrics

@@ -17,7 +17,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import init_distributed
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan import cpu_attention
 from forge_rl.engines.titan import head as titan_head
 from forge_rl.packing.rows import Minibatch, Row
@@ -83,9 +83,7 @@ def main() -> None:
 
     def update(*rows: Row) -> None:
         minibatch = Minibatch(rows=rows, tokens=sum(len(row) for row in rows), sequences=len(rows))
-        metrics = engine.train_batch(
-            [minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=4, version=None
-        )
+        metrics = engine.train_batch([minibatch], StepRequest(loss=ClippedSurrogate(), total_updates=4)).metrics
         assert metrics[0] is not None, "its gradient is not finite"
 
     update(few)

@@ -48,6 +48,7 @@ from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import RewardService
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.types import Message, Task
 
@@ -353,11 +354,9 @@ async def _services(config: Config) -> AsyncIterator[Services]:
             )
             generator = await Generator.start(
                 Generator.Config(replicas=2, max_tokens=ANSWER_TOKENS, max_num_seqs=512),
-                cluster,
-                faults,
+                ServiceStart(cluster=cluster, faults=faults, deadline_s=_DEADLINE_S),
                 model=resolve_model("smollm2-135m", default_cache()),
                 seed=0,
-                deadline_s=_DEADLINE_S,
                 actor=PromptEngine,
             )
             stack.push_async_callback(generator.stop)

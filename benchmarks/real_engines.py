@@ -23,6 +23,7 @@ from forge_rl.rollout.state import InflightEpisode
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import TokenIds
@@ -86,7 +87,8 @@ async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines
         store: WeightStore | None = None
         try:
             store = await WeightStore.start(WeightStore.Config(), cluster, faults, deadline_s=_DEADLINE_S)
-            generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=_DEADLINE_S)
+            start = ServiceStart(cluster=cluster, faults=faults, deadline_s=_DEADLINE_S)
+            generator = await Generator.start(config, start, model=folder, seed=0)
             running = Engines(generator, store, faults, folder)
             await running.advance()
             yield running
@@ -107,7 +109,8 @@ async def serving(config: Generator.Config, folder: Path) -> AsyncIterator[Gener
         faults.install()
         generator: Generator | None = None
         try:
-            generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=_DEADLINE_S)
+            start = ServiceStart(cluster=cluster, faults=faults, deadline_s=_DEADLINE_S)
+            generator = await Generator.start(config, start, model=folder, seed=0)
             await generator.serve_model()
             yield generator
         finally:

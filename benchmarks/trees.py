@@ -31,7 +31,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.errors import check_flags
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Layout, PackedBatch, pack
@@ -178,8 +178,8 @@ def _packed(batch: Batch, way: str, settings: TrainSettings) -> PackedBatch:
 
 def _update(engine: Any, laid: PackedBatch) -> Any:
     (metrics,) = engine.train_batch(
-        laid.minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=100, version=0
-    )
+        laid.minibatches, StepRequest(loss=ClippedSurrogate(), total_updates=100, version=0)
+    ).metrics
     assert metrics is not None, "the gradient is not finite"
     return metrics
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss
-from forge_rl.engines.protocol import TrainEngine
+from forge_rl.engines.protocol import StepRequest, TrainEngine
 from forge_rl.metrics import Value, merge_all
 from forge_rl.packing.rows import Layout, PackedBatch, Row, pack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
@@ -106,12 +106,14 @@ def train_batch(
     ranks = torch.distributed.get_world_size()
     found = engine.train_batch(
         [replace(minibatch, rows=minibatch.rows[engine.rank :: ranks]) for minibatch in laid.minibatches],
-        loss or ClippedSurrogate(),
-        epochs=epochs,
-        temperature=temperature,
-        total_updates=total_updates,
-        version=version,
-    )
+        StepRequest(
+            loss=loss or ClippedSurrogate(),
+            epochs=epochs,
+            temperature=temperature,
+            total_updates=total_updates,
+            version=version,
+        ),
+    ).metrics
     assert None not in found
     return merge_all(metrics for metrics in found if metrics is not None)
 

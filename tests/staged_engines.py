@@ -14,7 +14,8 @@ from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.engine_pool import LendOne
-from forge_rl.services.generator import Generator
+from forge_rl.services.generator import DeviceSharing, Generator
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
@@ -93,14 +94,11 @@ async def stage(
     async with cluster(tmp_path / "logs") as (made, faults):
         generator = await Generator.start(
             config,
-            made,
-            faults,
+            ServiceStart(cluster=made, faults=faults, deadline_s=120, name=new_service_name()),
             model=MODEL,
             seed=0,
-            deadline_s=120,
-            replace=replace,
+            sharing=DeviceSharing(replace=replace),
             actor=FakeEngine,
-            name=new_service_name(),
         )
         try:
             yield Stage(generator, Orders(tmp_path), FakeStore(), faults)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from forge_rl.services.generator import Generator
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Sampling, Turn
 from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
@@ -76,7 +77,8 @@ def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_cho
             **devices,  # type: ignore[arg-type]
         )
         async with cluster(tmp_path) as (made, faults):
-            generator = await Generator.start(config, made, faults, model=tmp_path / "moe", seed=0, deadline_s=300)
+            start = ServiceStart(cluster=made, faults=faults, deadline_s=300)
+            generator = await Generator.start(config, start, model=tmp_path / "moe", seed=0)
             store = await WeightStore.start(WeightStore.Config(), made, faults, deadline_s=120)
             try:
                 for version in (1, 2):

@@ -8,7 +8,7 @@ import pytest
 
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.runtime.supervision import Restart
-from forge_rl.services.engine_pool import DesiredState, EnginePool
+from forge_rl.services.engine_pool import DesiredState, EnginePool, EngineStart
 from forge_rl.services.engine_spares import EngineSpares
 
 
@@ -32,21 +32,26 @@ def pool_of(*engines: Engine) -> tuple[EnginePool, list[tuple[int, str]]]:
     service: Any = SimpleNamespace(name="generator", mark_failed=lambda each, cause: failed.append((each.index, cause)))
     spawn: Any = lambda index: pytest.fail("none is spawned")  # noqa: E731
     spares = EngineSpares(service, spawn, lambda index: {}, numbers=(), start_deadline_s=1.0, restart=Restart())
-    pool = EnginePool(service, spawn, 1.0, spares=spares, set_up=spawn)
+    pool = EnginePool(service, EngineStart(spawn=spawn, set_up=spawn, deadline_s=1.0), spares=spares)
     pool._ready = dict(enumerate(engines))  # type: ignore[arg-type]
     return pool, failed
 
 
+async def load(engine: Any) -> str:
+    loaded: str = await engine.call("load", deadline_s=1.0)
+    return loaded
+
+
 def test_an_engine_that_alone_cannot_load_is_replaced():
     pool, failed = pool_of(Engine(0), Engine(1, WeightsError("a bucket is torn")), Engine(2))
-    assert asyncio.run(pool.each("load", deadline_s=1.0)) == ["load 0", "load 2"]
+    assert asyncio.run(pool.each("load", load)) == ["load 0", "load 2"]
     assert failed == [(1, "load failed: a bucket is torn")]
 
 
 def test_what_no_engine_can_load_is_an_error_and_ends_none():
     pool, failed = pool_of(Engine(0, WeightsError("it is torn")), Engine(1, WeightsError("it is torn")))
     with pytest.raises(WeightsError, match="it is torn"):
-        asyncio.run(pool.each("load", deadline_s=1.0))
+        asyncio.run(pool.each("load", load))
     assert failed == []
 
 

@@ -10,10 +10,9 @@ import torch
 from forge_rl.algorithms.logprobs import TokenScores
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines import platform
-from forge_rl.engines.titan.diagnostics import measure_tokens
-from forge_rl.engines.titan.inputs import RowInputs
-from forge_rl.engines.titan.measures import Measures
+from forge_rl.engines.titan.measures import Measures, measure_tokens
 from forge_rl.engines.titan.rows import copied, on_device
+from forge_rl.engines.titan.update import Update
 from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Tail, merge_all, reduce
 from tests.fakes import packed, random_batch
 
@@ -65,8 +64,8 @@ def test_diagnostics_are_those_of_all_tokens_and_of_each_source_however_rows_are
     results, flat = [], []
     for seq_len in (256, 32):
         (minibatch,) = packed(batch, seq_len=seq_len).minibatches
-        measures = Measures()
-        for row in minibatch.rows:
+        measures, update = Measures(), Update(minibatch=minibatch, loss=ClippedSurrogate())
+        for index, row in enumerate(minibatch.rows):
             logprobs, at = row.behaviour.clone(), row.mask.nonzero()[:, 0]
             for t in at.tolist():
                 key = (int(row.episodes[t]), int(row.segments[t]), int(row.positions[t]))
@@ -76,7 +75,7 @@ def test_diagnostics_are_those_of_all_tokens_and_of_each_source_however_rows_are
                 if seq_len == 256:
                     flat.append((sources[key[0] // 3], noise[key]))
             scores = TokenScores(logprobs.where(row.mask, torch.nan), torch.full_like(logprobs, 0.5), None)
-            inputs = RowInputs(minibatch, ClippedSurrogate()).of(row, scores, None, None, {})
+            inputs = update.inputs(index, row, scores, {})
             measure_tokens(inputs, len(at), measures, version=5)
         results.append(reduce(measures.read()[0]))
     assert results[0] == pytest.approx(results[1])

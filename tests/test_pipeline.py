@@ -17,7 +17,7 @@ from forge_rl.engines import memory
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.shards import local
 from forge_rl.errors import ConfigError
@@ -74,7 +74,7 @@ def record(rank: int, folder: Path) -> tuple[list[str], int]:
     engine = TitanEngine(folder, TrainSettings(dtype="float64", seq_len=64, pipeline_parallel_degree=3))
     rows = packed(random_batch(0, vocab=43, groups=6), seq_len=40).rows[:5]
     minibatch = Minibatch(rows=rows, tokens=sum(int(row.mask.sum()) for row in rows), sequences=len(rows))
-    engine.train_batch([minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=9, version=None)
+    engine.train_batch([minibatch], StepRequest(loss=ClippedSurrogate(), total_updates=9))
     return events, most
 
 
@@ -97,7 +97,7 @@ def train_in_stages(rank: int, folder: Path) -> list[Any]:
         settings = TrainSettings(dtype=dtype, seq_len=64, pipeline_parallel_degree=2)  # type: ignore[arg-type]
         engine = TitanEngine(folder, settings, reference=True)
         loss = ClippedSurrogate(kl_coef=0.1)
-        metrics = engine.train_batch(laid.minibatches, loss, epochs=2, temperature=1.0, total_updates=9, version=None)
+        metrics = engine.train_batch(laid.minibatches, StepRequest(loss=loss, epochs=2, total_updates=9)).metrics
         noise = engine.layer_noise(laid.rows, temperature=1.0, relative=1e-3)
         evaluated = engine.evaluate(laid.minibatches, loss)
         found.append(([reduce(each or {}) for each in metrics], noise, reduce(evaluated)))
@@ -116,7 +116,7 @@ def test_stages_return_what_one_process_does(tmp_path: Path):
     loss = ClippedSurrogate(kl_coef=0.1)
     for index, (dtype, near) in enumerate((("float64", 1e-10), ("float64", 1e-10), ("bfloat16", 0.1))):
         engine = TitanEngine(tmp_path, TrainSettings(dtype=dtype, seq_len=64), reference=True)  # type: ignore[arg-type]
-        metrics = engine.train_batch(laid.minibatches, loss, epochs=2, temperature=1.0, total_updates=9, version=None)
+        metrics = engine.train_batch(laid.minibatches, StepRequest(loss=loss, epochs=2, total_updates=9)).metrics
         expected = [reduce(each or {}) for each in metrics]
         assert [each["grad_norm"] for each in last[index][0]] == pytest.approx(
             [each["grad_norm"] for each in expected], rel=near
@@ -163,9 +163,7 @@ def ends(rank: int, folder: Path) -> list[torch.Tensor]:
     found = list[torch.Tensor]()
     for _ in range(3):
         found += [local(each.detach()).clone() for name, each in named_weights(engine.model) if "embed" in name]
-        engine.train_batch(
-            laid.minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=9, version=None
-        )
+        engine.train_batch(laid.minibatches, StepRequest(loss=ClippedSurrogate(), total_updates=9))
     return found
 
 
@@ -184,7 +182,7 @@ def biases(rank: int, folder: Path, **degrees: int) -> dict[str, torch.Tensor]:
 
     engine = TitanEngine(folder, TrainSettings(dtype="float64", seq_len=64, expert_balance="bias", **degrees))  # type: ignore[arg-type]
     laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
-    engine.train_batch(laid.minibatches, ClippedSurrogate(), epochs=3, temperature=1.0, total_updates=9, version=None)
+    engine.train_batch(laid.minibatches, StepRequest(loss=ClippedSurrogate(), epochs=3, total_updates=9))
     return {name: each.clone() for name, each in named_weights(engine.model) if name.endswith("expert_bias_E")}
 
 

@@ -18,7 +18,7 @@ from forge_rl.engines import decode_layout, degrees, memory
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import sequence_bytes
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan import plan as titan_plan
 from forge_rl.engines.titan.train import TitanEngine
@@ -50,7 +50,7 @@ def peak_of(engine: TitanEngine, *rows: Row) -> int:
     """Most bytes that an update has allocated at a time, by torch's profiler."""
     minibatch = Minibatch(rows=rows, tokens=sum(map(len, rows)), sequences=len(rows))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        engine.train_batch([minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=9, version=None)
+        engine.train_batch([minibatch], StepRequest(loss=ClippedSurrogate(), total_updates=9))
     assert prof.profiler is not None
     assert prof.profiler.kineto_results is not None
     events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -21,7 +21,7 @@ from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
-from forge_rl.services.trainer_config import TrainerConfig
+from forge_rl.services.trainer_config import TrainedModel, TrainerConfig
 from forge_rl.services.trainer_ranks import TrainerRanks
 
 ONE_HOST = SimpleNamespace(size=lambda: 1)
@@ -176,7 +176,9 @@ def ranks_on(cluster: Cluster, waits_s: float) -> TrainerRanks:
     """Two ranks of a trainer, on one host with two GPUs, which are never started."""
     hosts = ServiceHosts(names=("a",), gpus={"a": ("0", "1")})
     config = TrainerConfig(ranks=2, wait_for_host_s=waits_s)
-    return TrainerRanks(config, Service("trainer", cluster, Faults()), hosts, model=Path(), start_deadline_s=1.0)
+    return TrainerRanks(
+        config, Service("trainer", cluster, Faults()), hosts, model=TrainedModel(folder=Path()), start_deadline_s=1.0
+    )
 
 
 def test_ranks_that_fit_nowhere_wait_for_a_host_that_was_asked_for(tmp_path: Path):

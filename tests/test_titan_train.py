@@ -17,10 +17,11 @@ from forge_rl.algorithms.logprobs import Scoring
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan.blocks import training_state
 from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.engines.titan.update import Update
 from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
 from forge_rl.packing.rows import PackedBatch
@@ -120,6 +121,18 @@ def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path):
     assert isinstance(metrics["grad_norm/max"], Max)
 
 
+def test_both_passes_leave_the_weights_as_they_are_until_the_step(tmp_path: Path):
+    make_model(tmp_path)
+    engine, other = engine_of(tmp_path), engine_of(tmp_path)
+    laid, before = packed(random_batch(0, vocab=43)), hf_weights(engine.model)
+    results = engine.forward_backward(Update(minibatch=laid.minibatches[0], loss=LOSS, version=0))
+    assert moved(engine, before) == engine.updates == 0
+    assert all(parameter.grad is not None for parameter in engine.model.parameters())
+    metrics = engine.optimizer_step(results, lr=OPTIMIZER.lr_at(0, TOTAL_UPDATES))
+    assert metrics == step(other, laid)
+    assert furthest(hf_weights(engine.model), hf_weights(other.model)) == 0 < moved(engine, before)
+
+
 def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_others(tmp_path: Path):
     make_model(tmp_path)
     engine = engine_of(tmp_path)
@@ -133,8 +146,8 @@ def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_o
 
     def updates(version: int | None) -> list[dict[str, float]]:
         found = engine.train_batch(
-            [minibatch] * 2, LOSS, epochs=1, temperature=1.0, total_updates=TOTAL_UPDATES, version=version
-        )
+            [minibatch] * 2, StepRequest(loss=LOSS, total_updates=TOTAL_UPDATES, version=version)
+        ).metrics
         return [reduce(metrics) for metrics in found if metrics is not None]
 
     first, second = updates(3)
@@ -144,10 +157,10 @@ def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_o
         expected = gaps[versions == version]
         assert first[name] == pytest.approx(float(expected.mean()), rel=1e-10)
         assert first[f"{name}/max"] == pytest.approx(float(expected.max()), rel=1e-10)
-    scored = list[torch.Tensor]()
-    two = {"temperature": 1.0, "total_updates": TOTAL_UPDATES, "version": None, "scored": scored}
     before = engine.logprobs(rows, temperature=1.0)
-    metrics, _ = engine.train_batch([minibatch], LOSS, epochs=2, **two)  # type: ignore[arg-type]
+    request = StepRequest(loss=LOSS, epochs=2, total_updates=TOTAL_UPDATES, scored_minibatches=1)
+    result = engine.train_batch([minibatch], request)
+    (metrics, _), scored = result.metrics, result.scores
     assert len(scored) == len(rows), "of the first epoch"
     assert all(torch.equal(found[:, 0], expected) for found, expected in zip(scored, before, strict=True))
     assert metrics is not None
@@ -370,12 +383,8 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_leaves_no_trace(v
         step(each, first)
     found = engine.train_batch(
         second.minibatches,
-        Broken(episode=episode, value=value),
-        epochs=1,
-        temperature=1.0,
-        total_updates=TOTAL_UPDATES,
-        version=0,
-    )
+        StepRequest(loss=Broken(episode=episode, value=value), total_updates=TOTAL_UPDATES, version=0),
+    ).metrics
     expected = step(other, replace(second, minibatches=second.minibatches[1:]))
     assert found == [None, expected], "the next one is on the published weights still"
     assert engine.updates == other.updates == 2
@@ -436,9 +445,9 @@ def train_as_rank(
         weights = hf_weights(engine.model)
         own = replace(laid, rows=[laid.rows[0], empty_row()][rank : rank + 1])
         broken = Broken(episode=0, value=float("nan"))  # on rank 0 alone
-        skipped = engine.train_batch([own], broken, epochs=1, temperature=1.0, total_updates=9, version=None)
+        skipped = engine.train_batch([own], StepRequest(loss=broken, total_updates=9)).metrics
         with pytest.raises(LossError, match="a bug of a user"):  # on both ranks, though it raises on one
-            engine.train_batch([own], Failing(at=1 - rank), epochs=1, temperature=1.0, total_updates=9, version=None)
+            engine.train_batch([own], StepRequest(loss=Failing(at=1 - rank), total_updates=9))
         results[name] = (metrics, weights, (skipped, moved(engine, weights)))
     return results
 
@@ -537,7 +546,7 @@ def test_the_learning_rate_ends_at_0_although_minibatches_gave_no_update(tmp_pat
     (minibatch,) = packed(random_batch(0, vocab=43)).minibatches
     nothing = replace(minibatch, rows=())
     given = [minibatch, nothing, nothing, minibatch]
-    found = engine.train_batch(given, LOSS, epochs=1, temperature=1.0, total_updates=4, version=None)
+    found = engine.train_batch(given, StepRequest(loss=LOSS, total_updates=4)).metrics
     rates = [metrics and reduce(metrics)["lr"] for metrics in found]
     assert rates == [pytest.approx(1e-3), {}, {}, pytest.approx(1e-3 / 4)]
     assert (engine.updates, engine.planned) == (2, 4)

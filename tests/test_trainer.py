@@ -7,7 +7,7 @@ import pickle
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,14 +18,18 @@ from forge_rl.algorithms.protocol import LossInputs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
 from forge_rl.packing.rows import PackedBatch
 from forge_rl.packing.unpacking import read_scores, unpack
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.replica import Replica
+from forge_rl.services import trainer_calls
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
+from forge_rl.services.trainer_calls import RankCall
+from forge_rl.services.trainer_config import TrainedModel, TrainingRun
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Score
 from forge_rl.weights.manifest import Manifest
@@ -53,15 +57,9 @@ async def open_trainer(
         stack.push_async_callback(store.stop)
         trainer = await Trainer.start(
             config,
-            made,
-            faults,
-            model=folder / "hf",
-            resume=None,
-            reference=False,
-            seed=0,
-            total_steps=3,
-            skipped=folder / "skipped",
-            deadline_s=120,
+            ServiceStart(cluster=made, faults=faults, deadline_s=120),
+            model=TrainedModel(folder=folder / "hf"),
+            run=TrainingRun(seed=0, total_steps=3, skipped=folder / "skipped"),
             after=after,
         )
         stack.push_async_callback(trainer.stop)
@@ -332,7 +330,7 @@ def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings:
 
 def test_a_step_without_room_says_which_flags_help() -> None:
     class Full:
-        def set_lr(self, lr: float) -> None: ...
+        rank = 0
 
         def train_batch(self, *_: object, **__: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
@@ -342,10 +340,25 @@ def test_a_step_without_room_says_which_flags_help() -> None:
     actor._engine = Full()  # type: ignore[assignment]
     actor._parcel.append(pickle.dumps([]))
     step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]
-    arguments = [0] * (len(inspect.signature(step).parameters) - 1)
+    request = StepRequest(loss=ClippedSurrogate(), total_updates=1)
     with pytest.raises(ForgeError, match=r"ran out of device memory: CUDA out of memory\. Tried .*GiB\.\n") as caught:
-        asyncio.run(step(actor, *arguments))
+        asyncio.run(step(actor, request))
     assert "--trainer.seq-len" in caught.value.hint
+
+
+def test_calls_to_ranks_return_what_their_endpoints_do():
+    calls = [value for value in vars(trainer_calls).values() if isinstance(value, RankCall)]
+    assert len(calls) > 9
+    for call in calls:
+        endpoint = inspect.unwrap(getattr(TrainerActor, call.method)._method)
+        assert get_type_hints(endpoint)["return"] == call.reply, call.method
+
+
+def test_a_step_is_asked_for_in_few_bytes_and_by_name():
+    request = StepRequest(loss=ClippedSurrogate(), total_updates=9, version=3, lr=1e-3)
+    pickled = pickle.dumps(request)
+    assert pickle.loads(pickled) == request
+    assert len(pickled) < len(pickle.dumps(request.loss)) + 250
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

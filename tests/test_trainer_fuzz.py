@@ -19,7 +19,7 @@ from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.metrics import Value, merge_all, reduce
 from forge_rl.packing.rows import Layout, PackedBatch, pack
@@ -179,12 +179,14 @@ def normalised(values: list[np.ndarray], estimator: str) -> list[np.ndarray]:
 def updates_of(engine: TitanEngine, case: Case, laid: PackedBatch, own: slice = slice(None)) -> list[dict[str, Value]]:
     found = engine.train_batch(
         [replace(each, rows=each.rows[own]) for each in laid.minibatches],
-        case.loss,
-        epochs=case.epochs,
-        temperature=case.temperature,
-        total_updates=case.total_updates,
-        version=3,
-    )
+        StepRequest(
+            loss=case.loss,
+            epochs=case.epochs,
+            temperature=case.temperature,
+            total_updates=case.total_updates,
+            version=3,
+        ),
+    ).metrics
     assert None not in found
     return [each for each in found if each is not None]
 

@@ -24,7 +24,9 @@ from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.runtime import watchdog
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.trainer import Trainer
+from forge_rl.services.trainer_config import TrainedModel, TrainingRun
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
 from forge_rl.weights.transports.protocol import LocalShard
@@ -91,15 +93,9 @@ async def open_trainer(folder: Path, *, ranks: int = 2, **config: int) -> AsyncI
     async with cluster(folder) as (made, faults):
         trainer = await Trainer.start(
             Trainer.Config(ranks=ranks, seq_len=64, optimizer=OptimizerConfig(lr=1e-2), **config),
-            made,
-            faults,
-            model=folder / "hf",
-            resume=None,
-            reference=False,
-            seed=0,
-            total_steps=9,
-            skipped=folder / "skipped",
-            deadline_s=120,
+            ServiceStart(cluster=made, faults=faults, deadline_s=120),
+            model=TrainedModel(folder=folder / "hf"),
+            run=TrainingRun(seed=0, total_steps=9, skipped=folder / "skipped"),
         )
         try:
             yield trainer, faults

@@ -17,7 +17,7 @@ from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.algorithms.value_loss import ValueLoss
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import ExplainedVariance, merge_all, reduce
@@ -109,7 +109,9 @@ def test_values_and_their_gradients_are_those_of_transformers(family: str, tmp_p
 
     kept: list[torch.Tensor] = []
     engine.optimizer.register_step_pre_hook(lambda *_: kept.extend(p.grad.clone() for p in engine.model.parameters()))
-    (metrics,) = engine.train_batch(laid.minibatches, LOSS, epochs=1, temperature=0.3, total_updates=5, version=0)
+    (metrics,) = engine.train_batch(
+        laid.minibatches, StepRequest(loss=LOSS, temperature=0.3, total_updates=5, version=0)
+    ).metrics
     assert metrics is not None
     measured = reduce(metrics)
     assert measured["loss"] == pytest.approx(float(total.detach()) / tokens, rel=1e-10)
@@ -146,7 +148,7 @@ def test_a_new_head_starts_at_0_and_its_export_is_read_by_transformers_and_by_th
     laid = packed(batch)
     assert all(not each.any() for each in engine.values(laid.rows))
     for _ in range(3):
-        engine.train_batch(laid.minibatches, LOSS, epochs=1, temperature=1.0, total_updates=5, version=None)
+        engine.train_batch(laid.minibatches, StepRequest(loss=LOSS, total_updates=5))
     for part in ("training", "model"):
         (tmp_path / "saved" / part).mkdir(parents=True)
     engine.save(tmp_path / "saved", tmp_path, version=2).result()
@@ -176,7 +178,7 @@ def test_a_reset_head_is_0_again(tmp_path: Path):
     make_model(tmp_path)
     engine, laid = engine_of(tmp_path), packed(random_batch(0, vocab=43))
     for _ in range(2):
-        engine.train_batch(laid.minibatches, LOSS, epochs=1, temperature=1.0, total_updates=5, version=None)
+        engine.train_batch(laid.minibatches, StepRequest(loss=LOSS, total_updates=5))
     assert any(each.any() for each in engine.values(laid.rows))
     engine.reset(OptimizerConfig())
     assert not any(each.any() for each in engine.values(laid.rows))
@@ -185,13 +187,12 @@ def test_a_reset_head_is_0_again(tmp_path: Path):
 def test_values_are_refused_of_a_policy_and_logprobs_of_a_value_model(tmp_path: Path):
     make_model(tmp_path)
     laid = packed(random_batch(0, vocab=43))
-    how: dict[str, Any] = {"epochs": 1, "temperature": 1.0, "total_updates": 5, "version": None}
     policy, critic = engine_of(tmp_path, values=False), engine_of(tmp_path)
     for call in (
         lambda: policy.values(laid.rows),
         lambda: critic.logprobs(laid.rows, temperature=1.0),
-        lambda: policy.train_batch(laid.minibatches, LOSS, **how),
-        lambda: critic.train_batch(laid.minibatches, ClippedSurrogate(), **how),
+        lambda: policy.train_batch(laid.minibatches, StepRequest(loss=LOSS, total_updates=5)),
+        lambda: critic.train_batch(laid.minibatches, StepRequest(loss=ClippedSurrogate(), total_updates=5)),
     ):
         with pytest.raises(ConfigError, match=r"values|logprobs"):
             call()
@@ -269,7 +270,7 @@ def train_as_rank(rank: int, folder: Path, families: list[str]) -> dict[str, Any
             )
             mine = [replace(m, rows=m.rows[settings.share_of(rank, 2) :: shares]) for m in laid.minibatches]
             valued = engine.values(mine[0].rows)
-            metrics = engine.train_batch(mine, LOSS, epochs=2, temperature=1.0, total_updates=5, version=None)
+            metrics = engine.train_batch(mine, StepRequest(loss=LOSS, epochs=2, total_updates=5)).metrics
             engine.save(saved := folder / f"{family} {name}", folder / family, version=0).result()
             heads = load_file(saved / "model" / "model.safetensors")["score.weight"]
             found[f"{family} {name}"] = metrics, hf_weights(engine.model), valued, heads
@@ -288,7 +289,7 @@ def test_two_ranks_value_and_train_as_one(tmp_path: Path):
         alone = engine_of(tmp_path / family)
         laid = packed(random_batch(0, vocab=43, groups=4))
         before = unpack(laid, alone.values(laid.rows))
-        metrics = alone.train_batch(laid.minibatches, LOSS, epochs=2, temperature=1.0, total_updates=5, version=None)
+        metrics = alone.train_batch(laid.minibatches, StepRequest(loss=LOSS, epochs=2, total_updates=5)).metrics
         expected, weights = [reduce(each or {}) for each in metrics], hf_weights(alone.model)
         for name in LAYOUTS:
             shares = [ranks[rank] for rank in TrainSettings(**LAYOUTS[name]).heads(2)]

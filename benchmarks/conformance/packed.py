@@ -15,7 +15,7 @@ from benchmarks.conformance.batches import Batch
 from forge_rl.algorithms.logprobs import TokenScores
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
-from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
+from forge_rl.engines.titan.update import Update, minibatch_statistics
 from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, Row, pack
 from forge_rl.types import Batch as Episodes
 from forge_rl.types import Episode, Group, Task, Turn
@@ -87,42 +87,39 @@ def minibatch_loss(minibatch: Minibatch, loss: Loss, leaves: Mapping[str, torch.
     """
     if not loss.keeps_uniform:
         minibatch = minibatch.without_uniform()
-    inputs_of = RowInputs(minibatch, loss, 0.0)
+    references, proximals = (
+        [_looked_up(row, leaves, name) for row in minibatch.rows] if name in loss.needs else ()
+        for name in ("reference", "proximal")
+    )
+    update = Update(minibatch=minibatch, loss=loss, references=references, proximals=proximals, version=0.0)
     needed, total = loss.scope == "minibatch" or loss.scope in minibatch.scattered, torch.zeros((), dtype=torch.float64)
     statistics: list[Mapping[str, torch.Tensor]] = [{} for _ in minibatch.rows]
     if needed and minibatch.rows:
         places = [(row.mask.nonzero()[:, 0], len(row)) for row in minibatch.rows]
-        parts = [
-            _inputs(inputs_of, row, leaves, {}).at(tokens)
-            for row, (tokens, _) in zip(minibatch.rows, places, strict=True)
-        ]
+        parts = [_inputs(update, index, leaves, {}).at(tokens) for index, (tokens, _) in enumerate(places)]
         with _alone(), torch.no_grad():
             statistics = minibatch_statistics(loss, parts, places, peers=1)
-    for row, of_row in zip(minibatch.rows, statistics, strict=True):
-        total = total + call_loss(loss, _inputs(inputs_of, row, leaves, of_row))[0]
-    return total / loss.divisor(inputs_of.counts)
+    for index, of_row in enumerate(statistics):
+        total = total + call_loss(loss, _inputs(update, index, leaves, of_row))[0]
+    return total / update.divisor
 
 
 def _inputs(
-    inputs_of: RowInputs, row: Row, leaves: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]
+    update: Update, index: int, leaves: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]
 ) -> LossInputs:
-    tokens = torch.where(row.mask, row.targets - 1, 0)
-
-    def looked_up(name: str) -> torch.Tensor:
-        values = leaves[name].flatten(0, 1)[tokens]
-        return values.where(row.mask if values.ndim == 1 else row.mask[:, None], torch.nan)
-
-    logprobs = looked_up("logprobs")
+    row = update.minibatch.rows[index]
+    logprobs = _looked_up(row, leaves, "logprobs")
     if "top_logprobs" in leaves:
-        logprobs = torch.cat([logprobs[:, None], looked_up("top_logprobs")], dim=1)
-    values = looked_up("values") if "values" in inputs_of.loss.needs else None
-    return inputs_of.of(
-        row,
-        TokenScores(logprobs, looked_up("entropy"), None, values),
-        looked_up("reference") if "reference" in inputs_of.loss.needs else None,
-        looked_up("proximal") if "proximal" in inputs_of.loss.needs else None,
-        statistics,
-    )
+        logprobs = torch.cat([logprobs[:, None], _looked_up(row, leaves, "top_logprobs")], dim=1)
+    values = _looked_up(row, leaves, "values") if "values" in update.loss.needs else None
+    scores = TokenScores(logprobs, _looked_up(row, leaves, "entropy"), None, values)
+    return update.inputs(index, row, scores, statistics)
+
+
+def _looked_up(row: Row, leaves: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    tokens = torch.where(row.mask, row.targets - 1, 0)
+    values = leaves[name].flatten(0, 1)[tokens]
+    return values.where(row.mask if values.ndim == 1 else row.mask[:, None], torch.nan)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from benchmarks.long_row import row_of
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.factory import make_train_engine, plan_training
 from forge_rl.engines.platform import init_distributed
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.packing.rows import Minibatch
 
 QWEN3_1_7B: dict[str, object] = {
@@ -73,9 +73,7 @@ def _updates(
 
     def update() -> float:
         began = time.perf_counter()
-        (metrics,) = engine.train_batch(
-            [minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=99, version=None
-        )
+        (metrics,) = engine.train_batch([minibatch], StepRequest(loss=ClippedSurrogate(), total_updates=99)).metrics
         assert metrics is not None, "its gradient is not finite"
         torch.cuda.synchronize()
         return time.perf_counter() - began

@@ -246,11 +246,48 @@ class TrainSettings:
         return self.seq_len * self.context_parallel_degree
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """How to train on the minibatches of a batch; the same on all ranks.
+
+    request = StepRequest(loss=ClippedSurrogate(), total_updates=100, version=3)
+    """
+
+    loss: Loss
+    """Sums per-token losses."""
+    epochs: int = 1
+    """Number of updates on each minibatch."""
+    temperature: float = 1.0
+    """Sampling temperature of the episodes."""
+    total_updates: int
+    """Minibatches of the whole run, for the learning rate schedule."""
+    version: int | None = None
+    """Published version of the weights before the first update; None if they were updated since."""
+    lr: float | None = None
+    """Peak learning rate from now on; None leaves it as it is."""
+    scored_minibatches: int = 0
+    """Number of minibatches, from the first on, whose rows are returned with scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a rank's updates on a batch gave."""
+
+    metrics: list[dict[str, Value] | None]
+    """Mergeable metrics of this share for each update, in order, the same on its peers; {} for a minibatch without
+    rows. Stages without the output head have no metrics of rows. None for a non-finite gradient, which leaves weights
+    and optimizer unchanged on all ranks and does not count in `updates`."""
+    scores: list[torch.Tensor]
+    """For each row of the scored minibatches `[L, 2]`, in host memory: the logprobs of its targets just before its
+    first update, as `logprobs` returns them, and the entropies of their distributions in nats. Empty on stages without
+    the output head."""
+
+
 class TrainEngine(Protocol):
     """One rank's share of the policy, its optimizer and, optionally, a frozen reference.
 
         engine = make_train_engine(folder, settings)  # in each rank's process, after init_distributed
-        metrics = engine.train_batch(minibatches, loss, epochs=1, temperature=1.0, total_updates=100, version=3)
+        result = engine.train_batch(minibatches, StepRequest(loss=loss, total_updates=100, version=3))
         reports = await transport.write(drafted, engine.local_shards(), rank=engine.rank)
 
     Every rank calls the same methods in the same order. Methods that need offloaded state bring it back first.
@@ -269,32 +306,16 @@ class TrainEngine(Protocol):
     def train_batch(
         self,
         minibatches: Sequence[Minibatch],
-        loss: Loss,
+        request: StepRequest,
         *,
-        epochs: int,
-        temperature: float,
-        total_updates: int,
-        version: int | None,
-        scored: list[torch.Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[dict[str, Value] | None]:
+    ) -> StepResult:
         """Take an update on each minibatch, once per epoch: forward, backward, clip, optimizer step.
 
         Args:
             minibatches: rows of this rank's data-parallel share, the same on all its peers, each one microbatch; every
                 share has the same number of minibatches. One without rows gives no update.
-            loss: sums per-token losses.
-            temperature: sampling temperature of the episodes.
-            total_updates: minibatches of the whole run, for the learning rate schedule.
-            version: published version of these weights; None if they were updated since.
-            scored: gets, for each row of the first epoch, `[L, 2]`, the logprobs of its targets just before its update,
-                as `logprobs` returns them, and the entropies of their distributions in nats; in host memory.
             progress: called after each microbatch with the number of those done and of all in this batch.
-
-        Returns:
-            Mergeable metrics of this share for each minibatch, in order, the same on its peers; {} for one without
-            rows. Stages without the output head have no metrics of rows. None for a non-finite gradient, which leaves
-            weights and optimizer unchanged on all ranks and does not count in `updates`.
 
         Raises:
             LossError: the loss failed, on this rank or another. After any error, weights and optimizer are as the last
@@ -380,9 +401,6 @@ class TrainEngine(Protocol):
         Returns:
             A future, done when all ranks have written; raises CheckpointError if one failed.
         """
-
-    def set_lr(self, lr: float) -> None:
-        """Set the peak learning rate of the updates from now on."""
 
     def reset(self, optimizer: OptimizerConfig) -> None:
         """Return to the state before the first update, from the files of the model that the engine started with.

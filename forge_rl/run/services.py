@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,17 +22,20 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.hosts import RunHosts
 from forge_rl.run.preparation import CheckedRun, PreparedRun
 from forge_rl.run.run_config import RunConfig
+from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.services.environment import Environment
 from forge_rl.services.far_hosts import copy_folders
-from forge_rl.services.generator import Generator
+from forge_rl.services.generator import DeviceSharing, Generator
 from forge_rl.services.reward import RewardFunction, RewardService
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
-from forge_rl.services.trainer_config import TrainerConfig
+from forge_rl.services.trainer_config import TrainedModel, TrainerConfig, TrainingRun
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.system.tasks import task_group
 from forge_rl.tokens.template_args import read_template_args
+from forge_rl.tokens.tokenizer import Tokenizer
 
 _START_DEADLINE_S = 900.0
 _COPY_DEADLINE_S = 6 * 3600.0
@@ -268,6 +272,18 @@ def _engines(config: RunConfig) -> str:
     return "vLLM, " + " and ".join(parts + [f"{remote} elsewhere"] * (remote > 0))
 
 
+def _service_start(
+    hosts: RunHosts, prepared: PreparedRun, service_hosts: ServiceHosts, *, name: str = ""
+) -> ServiceStart:
+    return ServiceStart(
+        cluster=hosts.cluster,
+        faults=prepared.monitor.faults,
+        deadline_s=_START_DEADLINE_S,
+        hosts=service_hosts,
+        name=name,
+    )
+
+
 async def _start_generator(
     checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, handover: asyncio.Future[DeviceHandover]
 ) -> Generator:
@@ -279,17 +295,19 @@ async def _start_generator(
 
     return await Generator.start(
         checked.config.generator,
-        hosts.cluster,
-        prepared.monitor.faults,
+        _service_start(hosts, prepared, hosts.placed.of("generator", gpus_taken(checked, hosts, engines=False))),
         model=checked.model,
         seed=checked.config.seed,
-        deadline_s=_START_DEADLINE_S,
-        hosts=hosts.placed.of("generator", gpus_taken(checked, hosts, engines=False)),
-        trainer_hosts=hosts.placed.of("trainer"),
-        lend=lambda: handover.result().lend(),
-        replace=start_engine,
-        parse_control_tokens=checked.config.parse_control_tokens,
-        template_args=read_template_args(checked.config.template_args),
+        sharing=DeviceSharing(
+            trainer_hosts=hosts.placed.of("trainer"),
+            lend=lambda: handover.result().lend(),
+            replace=start_engine,
+        ),
+        make_tokenizer=functools.partial(
+            Tokenizer,
+            parse_control_tokens=checked.config.parse_control_tokens,
+            template_args=read_template_args(checked.config.template_args),
+        ),
     )
 
 
@@ -298,17 +316,12 @@ async def _start_trainer(
 ) -> Trainer:
     return await Trainer.start(
         checked.config.trainer,
-        hosts.cluster,
-        prepared.monitor.faults,
-        model=checked.model,
+        _service_start(hosts, prepared, hosts.placed.of("trainer")),
+        model=TrainedModel(folder=checked.model, reference=checked.reference, values=checked.values),
+        run=TrainingRun(
+            seed=checked.config.seed, total_steps=checked.config.policy_steps, skipped=prepared.folder / "skipped"
+        ),
         resume=prepared.checkpoint.training.resolve() if prepared.checkpoint else None,
-        reference=checked.reference,
-        values=checked.values,
-        seed=checked.config.seed,
-        total_steps=checked.config.policy_steps,
-        skipped=prepared.folder / "skipped",
-        deadline_s=_START_DEADLINE_S,
-        hosts=hosts.placed.of("trainer"),
         after=_devices_free(checked, after),
     )
 
@@ -324,18 +337,12 @@ async def _start_critic(
     assert checked.critic is not None
     return await Trainer.start(
         checked.critic,
-        hosts.cluster,
-        prepared.monitor.faults,
-        model=checked.critic_model,
+        _service_start(hosts, prepared, hosts.placed.of("trainer"), name="critic"),
+        model=TrainedModel(folder=checked.critic_model, values=True),
+        run=TrainingRun(
+            seed=checked.config.seed, total_steps=checked.config.steps, skipped=prepared.folder / "skipped-critic"
+        ),
         resume=prepared.checkpoint.critic.resolve() if prepared.checkpoint else None,
-        reference=False,
-        values=True,
-        name="critic",
-        seed=checked.config.seed,
-        total_steps=checked.config.steps,
-        skipped=prepared.folder / "skipped-critic",
-        deadline_s=_START_DEADLINE_S,
-        hosts=hosts.placed.of("trainer"),
         after=_devices_free(checked, after),
     )
 
@@ -348,13 +355,10 @@ async def _start_teachers(
     return await Teachers.start(
         checked.teachers,
         checked.teacher_folders,
-        hosts.cluster,
-        prepared.monitor.faults,
+        _service_start(hosts, prepared, hosts.placed.of("teachers", gpus_taken(checked, hosts, engines=True))),
         policy=policy,
         settings=config.generator,
         seed=config.seed,
-        deadline_s=_START_DEADLINE_S,
-        hosts=hosts.placed.of("teachers", gpus_taken(checked, hosts, engines=True)),
         warn=prepared.monitor.log.warn,
     )
 

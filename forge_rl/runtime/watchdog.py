@@ -22,7 +22,7 @@ NOTICE_S = 3.0
 class Watchdog:
     """Learns how long calls take, and has a replica restarted whose call hangs or fails for no reason of its own.
 
-    results = await watchdog.work(replica, "step", loss, parcel=rows_of_rank, work=tokens)
+    results = await watchdog.work(replica, "step", request, parcel=rows_of_rank, work=tokens)
 
     Args:
         service: owner of the replica.

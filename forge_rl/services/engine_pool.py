@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -68,15 +68,30 @@ async def load_version(replica: Replica, manifest: Manifest, store: WeightStore)
     return report
 
 
+async def serve_model(replica: Replica) -> None:
+    """Have an engine serve the weights in the model's folder."""
+    await replica.call("serve_model", deadline_s=CONTROL_DEADLINE_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStart:
+    """How an engine starts."""
+
+    spawn: Callable[[int], Replica]
+    """Spawns the processes of the engine with a given index."""
+    set_up: Callable[[Replica, float], Awaitable[None]]
+    """Starts an engine in processes that run, within a number of seconds."""
+    deadline_s: float
+    """Timeout of the start."""
+
+
 class EnginePool:
     """Brings all engines to one desired state; a replacement engine reaches it before it serves.
 
     Args:
         service: service whose replicas have GeneratorActor's endpoints.
-        spawn: spawns the engine with a given index.
-        start_deadline_s: timeout of an engine's start.
+        start: how an engine starts.
         spares: take the place of dead engines; kept ready from the first load on.
-        set_up: starts an engine in processes that run.
         weights_bytes: size of the model's weights, which extends the timeout of going to sleep.
         replace: gives an engine that starts in a live run its devices, possibly after a wait, and reserves them while
             it starts.
@@ -87,25 +102,21 @@ class EnginePool:
     def __init__(
         self,
         service: Service,
-        spawn: Callable[[int], Replica],
-        start_deadline_s: float,
+        start: EngineStart,
         *,
         spares: EngineSpares,
-        set_up: Callable[[Replica, float], Awaitable[None]],
         weights_bytes: int = 0,
         replace: LendOne = contextlib.nullcontext,
         remote: Container[int] = (),
         guests: Container[int] = (),
     ) -> None:
         self._service = service
-        self._spawn = spawn
-        self._start_deadline_s = start_deadline_s
+        self._start = start
         self._hold_deadline_s = CONTROL_DEADLINE_S + weights_bytes / _HELD_BYTES_PER_S
         self._replace = replace
         self._remote = remote
         self._guests = guests
         self.spares = spares
-        self._set_up = set_up
         self._keeping: asyncio.Task[None] | None = None
         """Keeps the spares ready."""
         self._waiting = 0
@@ -147,9 +158,9 @@ class EnginePool:
     async def start_one(self, index: int) -> None:
         """Start the engine with an index, possibly in place of a dead one, and bring it to the desired state."""
         spare = None if index in self._remote or index in self._guests else self.spares.take(index)
-        replica = spare.replica if spare is not None else self._spawn(index)
+        replica = spare.replica if spare is not None else self._start.spawn(index)
         if spare is None:
-            await self._service.watch(replica, deadline_s=self._start_deadline_s)
+            await self._service.watch(replica, deadline_s=self._start.deadline_s)
         async with contextlib.AsyncExitStack() as stack:
             if spare is not None and spare.started:
                 await self._bring(replica, DesiredState(asleep=True))
@@ -157,9 +168,9 @@ class EnginePool:
             if (replica.incarnation or self._service.supervised) and index not in self._remote:
                 await self._devices(stack, index)
             if spare is not None:
-                await replica.call("setup", self.spares.environment(index), deadline_s=self._start_deadline_s)
+                await replica.call("setup", self.spares.environment(index), deadline_s=self._start.deadline_s)
             else:
-                await self._set_up(replica, self._start_deadline_s)
+                await self._start.set_up(replica, self._start.deadline_s)
             await self._bring(replica, DesiredState())
 
     async def _bring(self, replica: Replica, state: DesiredState) -> None:
@@ -212,7 +223,7 @@ class EnginePool:
             hold_args = desired.paused, desired.asleep
             if any(hold_args):
                 self._hold_deadlines(True)
-            have_weights = await self.each("hold", lambda _: hold_args, deadline_s=self._hold_deadline_s)
+            have_weights = await self.each("hold", lambda replica: self._hold(replica, desired))
             if not (all(have_weights) or desired.asleep or desired.store is None):
                 store = desired.store
                 async with store.lease(desired.version) as manifest:
@@ -255,19 +266,7 @@ class EnginePool:
         except ForgeError as error:
             self.mark_failed(replica, f"{action} failed: {error.message}")
 
-    async def each(
-        self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
-    ) -> list[Any]:
-        """Call all engines; see `_on_each`."""
-        return await self._on_each(
-            method, lambda replica: replica.call(method, *args_of(replica), deadline_s=deadline_s)
-        )
-
-    async def load(self, manifest: Manifest, store: WeightStore) -> list[LoadReport]:
-        """Load a leased version into all engines; see `_on_each`."""
-        return await self._on_each("load", lambda replica: load_version(replica, manifest, store))
-
-    async def _on_each(self, action: str, work: Callable[[Replica], Awaitable[T]]) -> list[T]:
+    async def each(self, action: str, work: Callable[[Replica], Awaitable[T]]) -> list[T]:
         """Do work with all engines; returns their results in order, omitting engines that died or failed.
 
         An engine that fails while another succeeds is replaced.
@@ -298,6 +297,10 @@ class EnginePool:
             self.mark_failed(replica, f"{action} failed: {error.message}")
         return results
 
+    async def load(self, manifest: Manifest, store: WeightStore) -> list[LoadReport]:
+        """Load a leased version into all engines; see `each`."""
+        return await self.each("load", lambda replica: load_version(replica, manifest, store))
+
     def mark_failed(self, replica: Replica, cause: str) -> ReplicaError:
         """Count an engine as dead and return the error to raise; its other requests fail with the same kind of
         error."""
@@ -327,7 +330,7 @@ class EnginePool:
 
     async def _load(self, replica: Replica, version: int, store: WeightStore | None) -> None:
         if store is None:
-            await replica.call("serve_model", deadline_s=CONTROL_DEADLINE_S)
+            await serve_model(replica)
             return
         async with store.lease(version) as manifest:
             report = await load_version(replica, manifest, store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import ForgeError
@@ -36,7 +36,6 @@ class EngineSpares:
         restart: how long to wait after spares that died one after another.
         host_of: returns the host that a spare must be on to take the place of the engine with a given index; None for
             any.
-        sleep: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class EngineSpares:
         start_deadline_s: float,
         restart: Restart,
         host_of: Callable[[int], str | None] = lambda _: None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.environment = environment
         self._service = service
@@ -58,7 +56,6 @@ class EngineSpares:
         self._start_deadline_s = start_deadline_s
         self._restart = restart
         self._host_of = host_of
-        self._sleep = sleep
         self._ready: dict[int, Spare] = {}
         """By number; some may have died since."""
         self._deaths = 0
@@ -90,7 +87,7 @@ class EngineSpares:
                 await self._service.change()
                 continue
             await self._clear_away(number)
-            await self._sleep(self._restart.delay_s(self._deaths))
+            await asyncio.sleep(self._restart.delay_s(self._deaths))
             try:
                 await self._start(number)
             except ForgeError as error:

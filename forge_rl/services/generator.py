@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -21,8 +21,6 @@ from forge_rl.errors import (
     ServiceError,
     WeightsError,
 )
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
@@ -35,12 +33,13 @@ from forge_rl.services.completion import (
     validate_chunk,
     validate_scores,
 )
-from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend, LendOne
+from forge_rl.services.engine_pool import EnginePool, EngineStart, Lend, LendOne, serve_model
 from forge_rl.services.engine_processes import EngineProcesses, seats_of
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.request_limits import RequestLimits
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
@@ -66,10 +65,22 @@ class Guests:
     pause, resume = sleep, wake
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceSharing:
+    """How engines share devices with a trainer."""
+
+    trainer_hosts: ServiceHosts | None = None
+    """Hosts of the guests, with the trainer's devices; by default the engines'."""
+    lend: Lend = contextlib.nullcontext
+    """Gives the engines their devices for a chat, if something else may hold them."""
+    replace: LendOne = contextlib.nullcontext
+    """Gives a replacement engine its devices once they are free, and reserves them while it starts."""
+
+
 class Generator:
     """Typed handle of the Generator service.
 
-    generator = await Generator.start(Generator.Config(replicas=2), cluster, faults, model=folder, ...)
+    generator = await Generator.start(Generator.Config(replicas=2), start, model=folder, seed=0)
     await generator.load(store)
     turn = await generator.generate(prompt_ids, Sampling(max_tokens=64))
     print(await generator.chat("What is 2 + 3?"))
@@ -108,41 +119,32 @@ class Generator:
     async def start(
         cls,
         config: Config,
-        cluster: Cluster,
-        faults: Faults,
+        start: ServiceStart,
         *,
         model: Path,
         seed: int,
-        deadline_s: float,
-        hosts: ServiceHosts | None = None,
-        trainer_hosts: ServiceHosts | None = None,
-        lend: Lend = contextlib.nullcontext,
-        replace: LendOne = contextlib.nullcontext,
-        parse_control_tokens: bool = False,
-        template_args: Mapping[str, object] | None = None,
+        sharing: DeviceSharing | None = None,
+        make_tokenizer: Callable[[Path], Tokenizer] = Tokenizer,
         actor: type[ServiceActor] = GeneratorActor,
-        name: str = "generator",
     ) -> Generator:
         """Spawn the engines, which serve nothing until the first load.
 
         Args:
             seed: seed of the engines' random streams.
-            deadline_s: timeout of an engine's start, including replacements of dead engines.
-            hosts: hosts of the engines; this one by default.
-            trainer_hosts: hosts of the guests, with the trainer's devices; by default the engines'.
-            lend: gives the engines their devices for a chat, if something else may hold them.
-            replace: gives a replacement engine its devices once they are free, and reserves them while it starts.
-            parse_control_tokens: as for the Tokenizer, for chats.
-            template_args: as for the Tokenizer, for chats.
+            sharing: how the engines share devices with a trainer, if they do.
+            make_tokenizer: reads the tokenizer, also for chats, from the model's folder.
 
         Raises:
             ConfigError: an engine of several devices cannot hold the model, or there are too few GPUs.
         """
-        if hosts is None:
+        if start.hosts is None:
             check_decode_layout(model, config, engines=config.replicas)
-        service = Service(name, cluster, faults, exit_meanings=EXIT_MEANINGS)
-        seats = seats_of(config, cluster, hosts or ServiceHosts())
-        guests = Seats(cluster, trainer_hosts or seats.hosts, gpus_each=config.devices, replicas=config.guests)
+        sharing = sharing or DeviceSharing()
+        service = Service(start.name or "generator", start.cluster, start.faults, exit_meanings=EXIT_MEANINGS)
+        seats = seats_of(config, start.cluster, start.hosts or ServiceHosts())
+        guests = Seats(
+            start.cluster, sharing.trainer_hosts or seats.hosts, gpus_each=config.devices, replicas=config.guests
+        )
         processes = EngineProcesses(
             service=service,
             config=config,
@@ -151,28 +153,22 @@ class Generator:
             seed=seed,
             seats=seats,
             guests=guests,
-            patience_s=deadline_s / 2,
+            patience_s=start.deadline_s / 2,
         )
         pool = EnginePool(
             service,
-            processes.spawn,
-            deadline_s,
+            EngineStart(spawn=processes.spawn, set_up=processes.set_up, deadline_s=start.deadline_s),
             weights_bytes=stored_bytes(model),
-            replace=replace,
-            spares=processes.spares(deadline_s),
-            set_up=processes.set_up,
+            replace=sharing.replace,
+            spares=processes.spares(start.deadline_s),
             remote=range(len(config.urls)),
             guests=config.guest_indices,
         )
         supervisor = Supervisor(service, pool.start_one, config.restart, seats=seats, uniform=True)
         async with task_group() as group:
-            tokenizer = group.create_task(  # imports take seconds
-                asyncio.to_thread(
-                    Tokenizer, model, parse_control_tokens=parse_control_tokens, template_args=template_args
-                )
-            )
+            tokenizer = group.create_task(asyncio.to_thread(make_tokenizer, model))  # imports take seconds
             group.create_task(supervisor.start(config.engines))
-        return cls(config, service, supervisor, seats, pool, tokenizer.result(), lend)
+        return cls(config, service, supervisor, seats, pool, tokenizer.result(), sharing.lend)
 
     @property
     def version(self) -> int | None:
@@ -428,7 +424,7 @@ class Generator:
                 f"the engines have already loaded version {self._pool.versions[-1]}", hint="start a new generator"
             )
         async with self._loading, self._pool.serving_next(0, None):
-            await self._pool.each("serve_model", deadline_s=CONTROL_DEADLINE_S)
+            await self._pool.each("serve_model", serve_model)
 
     async def pause(self) -> None:
         """Pause all engines at a token boundary. Requests keep their KV cache, new ones wait, and loads work."""

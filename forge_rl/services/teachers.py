@@ -20,11 +20,10 @@ from forge_rl.errors import ConfigError, ContextError, ForgeError, ModelError, S
 from forge_rl.models.cache import Progress
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.services.generator import Generator
 from forge_rl.services.generator_config import GeneratorConfig
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.teachers_config import POLICY, TeachersConfig
 from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import ScoredTokens, TokenIds
@@ -113,36 +112,35 @@ class Teachers:
         cls,
         config: Config,
         folders: Mapping[str, Path],
-        cluster: Cluster,
-        faults: Faults,
+        start: ServiceStart,
         *,
         policy: asyncio.Task[Generator],
         settings: GeneratorConfig,
         seed: int,
-        deadline_s: float,
-        hosts: ServiceHosts,
         warn: Callable[[str], None],
     ) -> Teachers:
         """Start the engines of all teachers but the policy; they serve the weights of their folders.
 
         Args:
             folders: Hugging Face folder of each of `config.names`.
+            start: its hosts have the GPUs that are free.
             policy: starts the policy's generator.
             settings: settings of the policy's engines.
-            hosts: hosts of the engines, with the GPUs that are free.
         """
+        hosts = start.hosts or ServiceHosts()
+        devices = -(-config.replicas // len(hosts.names)) * config.devices
         async with task_group() as group:
             start_tasks = {
                 name: group.create_task(
                     Generator.start(
                         engine_settings(config, settings, folder),
-                        cluster,
-                        faults,
+                        replace(
+                            start,
+                            hosts=_part_of(hosts, number, devices),
+                            name="teacher" if len(folders) == 1 else f"teacher-{number}",
+                        ),
                         model=folder,
                         seed=seed,
-                        deadline_s=deadline_s,
-                        hosts=_part_of(hosts, number, -(-config.replicas // len(hosts.names)) * config.devices),
-                        name="teacher" if len(folders) == 1 else f"teacher-{number}",
                     )
                 )
                 for number, (name, folder) in enumerate(folders.items())

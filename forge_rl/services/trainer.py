@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,16 +15,32 @@ import numpy.typing as npt
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import StepRequest
 from forge_rl.errors import ForgeError, ReplicaError
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, pack
 from forge_rl.packing.unpacking import values_of_episodes
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service
-from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainerConfig
-from forge_rl.services.trainer_ranks import Started, TrainerRanks
+from forge_rl.services.service_start import ServiceStart
+from forge_rl.services.trainer_calls import (
+    EVALUATE,
+    LAYER_NOISE,
+    LOGPROBS,
+    OFFLOAD,
+    ONLOAD,
+    PUBLISH,
+    RESET,
+    SAVE,
+    STEP,
+    VALUES,
+    WAIT_IDLE,
+    LoadedPolicy,
+    R,
+    RankCall,
+)
+from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainedModel, TrainerConfig, TrainingRun
+from forge_rl.services.trainer_ranks import TrainerRanks
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.system.folders import write_whole
 from forge_rl.types import Batch
@@ -43,11 +59,11 @@ class Trainer:
 
     Config: TypeAlias = TrainerConfig
 
-    def __init__(self, ranks: TrainerRanks, *, seed: int, total_steps: int, skipped: Path) -> None:
+    def __init__(self, ranks: TrainerRanks, run: TrainingRun) -> None:
         self._ranks = ranks
-        self._seed = seed
-        self._total_updates = total_steps * ranks.config.updates_per_batch
-        self._skipped = skipped
+        self._seed = run.seed
+        self._total_updates = run.total_steps * ranks.config.updates_per_batch
+        self._skipped = run.skipped
         self._skipped_in_a_row = 0
         self._specs: tuple[TensorSpec, ...] | None = None
         self.version = 0
@@ -75,33 +91,19 @@ class Trainer:
     async def start(
         cls,
         config: TrainerConfig,
-        cluster: Cluster,
-        faults: Faults,
+        start: ServiceStart,
         *,
-        model: Path,
-        resume: Path | None,
-        reference: bool,
-        seed: int,
-        total_steps: int,
-        skipped: Path,
-        deadline_s: float,
-        values: bool = False,
-        name: str = "trainer",
-        hosts: ServiceHosts | None = None,
+        model: TrainedModel,
+        run: TrainingRun,
+        resume: Path | None = None,
         after: asyncio.Future[Any] | None = None,
     ) -> Trainer:
         """Spawn the ranks and load the policy.
 
         Args:
-            model: Hugging Face folder of the initial model, which is also the frozen reference, if any.
-            resume: training state to resume from instead.
-            seed: determines the split of groups into minibatches; see `Layout.seed`.
-            total_steps: batches of the run, for the learning rate schedule.
-            skipped: folder for the rows of skipped updates; created when needed.
-            deadline_s: timeout of the whole start.
-            values: train a value model in place of a policy; see `make_train_engine`.
-            name: name of the service, and of its field in the recipe's settings.
-            hosts: hosts of the ranks, split evenly over those that live; this one by default.
+            start: the ranks are split evenly over those of its hosts that live. Its name, "trainer" by default, is also
+                that of the recipe's settings.
+            resume: training state to resume from instead of the model.
             after: the ranks import until it is done, well or not, and only then touch their devices.
 
         Raises:
@@ -109,14 +111,12 @@ class Trainer:
         """
         ranks = TrainerRanks(
             config,
-            Service(name, cluster, faults),
-            hosts or ServiceHosts(),
+            Service(start.name or "trainer", start.cluster, start.faults),
+            start.hosts or ServiceHosts(),
             model=model,
-            reference=reference,
-            values=values,
-            start_deadline_s=deadline_s,
+            start_deadline_s=start.deadline_s,
         )
-        trainer = cls(ranks, seed=seed, total_steps=total_steps, skipped=skipped)
+        trainer = cls(ranks, run)
         try:
             trainer._adopt(await ranks.open(resume, after))
         except BaseException:
@@ -132,8 +132,8 @@ class Trainer:
         """
         self._adopt(await self._ranks.restart(resume, cause))
 
-    def _adopt(self, started: Started) -> None:
-        self.version, self.updates, self.parameters = started
+    def _adopt(self, policy: LoadedPolicy) -> None:
+        self.version, self.updates, self.parameters = policy.version, policy.updates, policy.parameters
         self._published, self._skipped_in_a_row = None, 0
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
@@ -218,38 +218,39 @@ class Trainer:
         self.spares_uniform = not loss.keeps_uniform
         packed = packed.without_uniform if self.spares_uniform else packed
         config, minibatches = self.config, packed.minibatches
-        epochs = max(1, config.epochs // packed.epochs)
-        version = self.version if self.updates == self._published else None
+        num_scored = len(minibatches) // packed.epochs if self.keeps_logprobs else 0
+        request = StepRequest(
+            loss=loss,
+            epochs=max(1, config.epochs // packed.epochs),
+            temperature=temperature,
+            total_updates=self._total_updates,
+            version=self.version if self.updates == self._published else None,
+            lr=config.optimizer.lr,
+            scored_minibatches=num_scored,
+        )
         self.scored = None
-        scored = len(minibatches) // packed.epochs if self.keeps_logprobs else 0
-        parts = await self._all(
-            "step",
-            loss,
-            epochs,
-            temperature,
-            self._total_updates,
-            version,
-            scored,
-            config.optimizer.lr,
+        replies = await self._all(
+            STEP,
+            request,
             parcel=lambda rank: [
                 replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
                 for minibatch in minibatches
             ],
             work=packed.packed_tokens * config.epochs,
         )
-        number, self.updates = self.updates, parts[0][1]
-        head_results = [parts[rank] for rank in config.head_ranks]  # others of a share have the same metrics, or none
-        self.busy_s += max(seconds for _, _, seconds, _ in parts)
-        if scored:
-            shares = [iter(scores) for *_, scores in head_results]
+        number, self.updates = self.updates, replies[0].updates
+        head_replies = [replies[rank] for rank in config.head_ranks]  # others of a share have the same metrics, or none
+        self.busy_s += max(reply.seconds for reply in replies)
+        if num_scored:
+            shares = [iter(reply.scores) for reply in head_replies]
             rows = [
                 next(shares[index % len(shares)])
-                for minibatch in minibatches[:scored]
+                for minibatch in minibatches[:num_scored]
                 for index in range(len(minibatch.rows))
             ]
             self.scored = packed, rows
         skipped = []
-        for index, metrics in enumerate(head_results[0][0]):
+        for index, metrics in enumerate(head_replies[0].metrics):
             if metrics:
                 number += 1
                 self._skipped_in_a_row = 0
@@ -265,7 +266,7 @@ class Trainer:
             )
         self.skipped = tuple(skipped)
         merged = reduce(
-            merge_all(metrics for share_metrics, *_ in head_results for metrics in share_metrics if metrics is not None)
+            merge_all(metrics for reply in head_replies for metrics in reply.metrics if metrics is not None)
         )
         counts = {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
         return {"tokens/trained": 0.0} | merged | counts
@@ -300,8 +301,8 @@ class Trainer:
             LossError: the loss failed.
         """
         config = self.config
-        parts = await self._all(
-            "evaluate",
+        replies = await self._all(
+            EVALUATE,
             loss,
             parcel=lambda rank: [
                 replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
@@ -309,7 +310,7 @@ class Trainer:
             ],
             work=packed.packed_tokens,
         )
-        return reduce(merge_all(parts[rank] for rank in config.head_ranks))
+        return reduce(merge_all(replies[rank] for rank in config.head_ranks))
 
     async def logprobs(self, packed: PackedBatch, *, temperature: float = 1.0) -> list[torch.Tensor]:
         """Compute the logprob of every trained target under the current weights; see `TrainEngine.logprobs`.
@@ -317,7 +318,7 @@ class Trainer:
         Returns:
             One tensor per row of `packed`, `[L] float32`; `unpack` regroups them by episode.
         """
-        return await self._score(packed, "logprobs", temperature)
+        return await self._score(packed, LOGPROBS, temperature)
 
     async def values(self, packed: PackedBatch) -> list[torch.Tensor]:
         """Compute the value of the state before every trained target, of a critic; see `TrainEngine.values`.
@@ -325,7 +326,7 @@ class Trainer:
         Returns:
             One tensor per row of `packed`, `[L] float32`; `values_of_episodes` regroups them by episode.
         """
-        return await self._score(packed, "values")
+        return await self._score(packed, VALUES)
 
     async def episode_values(self, batch: Batch) -> list[npt.NDArray[np.float32]]:
         """Compute the value of the state before each token that the model generated, of a critic.
@@ -339,27 +340,29 @@ class Trainer:
         packed = await asyncio.to_thread(pack, batch, zero_advantages, self.layout, drop_uniform=False)
         return values_of_episodes(batch, packed, await self.values(packed))
 
-    async def _score(self, packed: PackedBatch, method: str, *args: object) -> list[torch.Tensor]:
+    async def _score(
+        self, packed: PackedBatch, call: RankCall[list[torch.Tensor]], *args: object
+    ) -> list[torch.Tensor]:
         """Call a method that computes a tensor for each row, on the ranks that have them."""
         config, shares = self.config, self.config.shares
-        parts = await self._all(
-            method, *args, parcel=lambda rank: packed.rows[config.share(rank) :: shares], work=packed.packed_tokens
+        replies = await self._all(
+            call, *args, parcel=lambda rank: packed.rows[config.share(rank) :: shares], work=packed.packed_tokens
         )
-        head_results = [parts[rank] for rank in config.head_ranks]
-        return [head_results[index % shares][index // shares] for index in range(len(packed.rows))]
+        head_replies = [replies[rank] for rank in config.head_ranks]
+        return [head_replies[index % shares][index // shares] for index in range(len(packed.rows))]
 
     async def layer_noise(self, packed: PackedBatch, *, temperature: float = 1.0, relative: float) -> list[float]:
         """Return, for each layer, the mean absolute change of a target's logprob if the layer's output is off by
         `relative`, a share of each element; see `TrainEngine.layer_noise`."""
         config = self.config
-        parts = await self._all(
-            "layer_noise",
+        replies = await self._all(
+            LAYER_NOISE,
             temperature,
             relative,
             parcel=lambda rank: packed.rows[config.share(rank) :: config.shares],
             work=packed.packed_tokens * 30,
         )
-        by_layer = zip(*(parts[rank] for rank in config.head_ranks), strict=True)
+        by_layer = zip(*(replies[rank] for rank in config.head_ranks), strict=True)
         return [sum(total for total, _ in sums) / max(1, sum(n for _, n in sums)) for sums in by_layer]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
@@ -389,10 +392,10 @@ class Trainer:
         hosts = tuple(dict.fromkeys(rank_hosts))
         async with store.publishing(version, self._specs, getattr(torch, dtype), hosts=hosts) as publication:
             transports = {host: store.transport(host) for host in hosts}
-            parts = await self._all("publish", transports, rank_hosts, publication.draft)
-            self.busy_s += max(seconds for _, seconds in parts)
+            replies = await self._all(PUBLISH, transports, rank_hosts, publication.draft)
+            self.busy_s += max(reply.seconds for reply in replies)
             try:
-                await publication.commit([reports for reports, _ in parts])
+                await publication.commit([reply.reports for reply in replies])
             finally:  # it may have been committed before a cancellation
                 if publication.committed:
                     self.version, self._published = version, self.updates
@@ -403,15 +406,15 @@ class Trainer:
 
         Does nothing on CPU, where it would free no memory.
         """
-        return sum(await self._all("offload"))
+        return sum(await self._all(OFFLOAD))
 
     async def onload(self) -> int:
         """Bring back what `offload` moved; see `TrainEngine.onload`."""
-        return sum(await self._all("onload"))
+        return sum(await self._all(ONLOAD))
 
     async def wait_idle(self) -> int:
         """Wait until the ranks are idle after an abandoned step, and adopt their number of updates."""
-        self.updates = (await self._all("wait_idle"))[0]
+        self.updates = (await self._all(WAIT_IDLE))[0]
         return self.updates
 
     async def reset(self, *, seed: int, optimizer: OptimizerConfig | None = None) -> None:
@@ -424,7 +427,7 @@ class Trainer:
             optimizer: settings of the optimizer from now on; by default unchanged.
         """
         self._ranks.config = replace(self.config, optimizer=optimizer or self.config.optimizer)
-        await self._all("reset", self.config.optimizer)
+        await self._all(RESET, self.config.optimizer)
         self._seed, self.updates, self._skipped_in_a_row, self.skipped = seed, 0, 0, ()
         if self._published is not None:
             self._published = -1  # weights of another course of updates
@@ -438,7 +441,7 @@ class Trainer:
         replica = self._ranks.replica
         await self._ranks.open_files(replica, folder)
         models = {host: self._ranks.service.cluster.path_on(host, model) for host in replica.hosts}
-        await self._all("save", folder, models, replica.hosts, self.version + updated)
+        await self._all(SAVE, folder, models, replica.hosts, self.version + updated)
 
     async def finish_save(self) -> None:
         """Wait until the checkpoint begun by `save` is written; see `TrainerRanks.finish_save`."""
@@ -454,14 +457,19 @@ class Trainer:
             f"{self.parameters / 1e6:.0f} M parameters  {self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
-    async def _all(self, method: str, *args: object, **options: Any) -> list[Any]:
-        """Call a method on all ranks; after an error, wait until they can be saved, or count them as dead."""
+    async def _all(
+        self, call: RankCall[R], *args: object, parcel: Callable[[int], object] | None = None, work: int = 1
+    ) -> list[R]:
+        """Call a method on all ranks; after an error, wait until they can be saved, or count them as dead.
+
+        See `Watchdog.work` for `parcel` and `work`.
+        """
         replica = self._ranks.replica
         try:
-            return await self._ranks.work(replica, method, *args, progress=self.updates, **options)
+            return await self._ranks.work(replica, call, *args, parcel=parcel, work=work, progress=self.updates)
         except ReplicaError:
             raise
         except ForgeError as error:
-            if (updates := await self._ranks.settle(replica, method, error)) is not None:
+            if (updates := await self._ranks.settle(replica, call.method, error)) is not None:
                 self.updates = updates  # earlier ones stay and count
             raise

@@ -9,10 +9,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from monarch.actor import concurrent_endpoint
 
@@ -22,7 +21,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import import_train_engine, make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_threads, init_distributed
-from forge_rl.engines.protocol import TrainEngine, TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
 from forge_rl.packing.unpacking import rounded_scores
@@ -31,8 +30,9 @@ from forge_rl.runtime.far_files import process_desk
 from forge_rl.runtime.progress import ProgressWriter
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.runtime.signals import outlive_stop_signals
+from forge_rl.services.trainer_calls import LoadedPolicy, PublishReply, StepReply
 from forge_rl.weights.fingerprints import warm_up
-from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
+from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import Transport
 
 
@@ -68,8 +68,8 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def setup(
         self, model: Path, rank: int, place: int, address: str, port: int, resume: Path | None, progress: Path
-    ) -> tuple[int, int, int]:
-        """Load the policy; return its version, number of updates, and number of parameters.
+    ) -> LoadedPolicy:
+        """Load the policy.
 
         Args:
             model: Hugging Face folder on this host.
@@ -93,42 +93,17 @@ class TrainerActor(ServiceActor):
                     version = self._engine.load_training_state(desk.place(resume))
                 finally:
                     desk.close()
-            return version, self._engine.updates, self._engine.parameters
+            return LoadedPolicy(version=version, updates=self._engine.updates, parameters=self._engine.parameters)
 
     @concurrent_endpoint
-    async def step(
-        self,
-        loss: Loss,
-        epochs: int,
-        temperature: float,
-        total_updates: int,
-        version: int | None,
-        scored: int,
-        lr: float,
-    ) -> tuple[list[dict[str, Value] | None], int, float, list[npt.NDArray[np.uint16]]]:
-        """Train on the minibatches of a batch that were sent.
-
-        `lr` is the peak learning rate. Returns this rank's metrics per update, the weights' number of updates, the
-        seconds taken, and the `rounded_scores` of the rows of the first `scored` minibatches, if this is the first
-        rank of its share with the head.
-        """
+    async def step(self, request: StepRequest) -> StepReply:
+        """Train on the minibatches of a batch that were sent."""
         async with self._lock:
-            start_time = time.monotonic()
-            minibatches, logprobs = self.take_parcel(), list[torch.Tensor]()
-            returns_scores = scored > 0 and self.engine.rank in self._heads
-            num_rows = sum(len(minibatch.rows) for minibatch in minibatches[:scored]) if returns_scores else 0
-            self.engine.set_lr(lr)
+            start_time, minibatches = time.monotonic(), self.take_parcel()
+            if self.engine.rank not in self._heads:
+                request = replace(request, scored_minibatches=0)
             try:
-                metrics = self.engine.train_batch(
-                    minibatches,
-                    loss,
-                    epochs=epochs,
-                    temperature=temperature,
-                    total_updates=total_updates,
-                    version=version,
-                    scored=logprobs if num_rows else None,
-                    progress=self._progress.write,
-                )
+                result = self.engine.train_batch(minibatches, request, progress=self._progress.write)
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
                     f"a step ran out of device memory: {str(error).splitlines()[0]}",
@@ -140,11 +115,14 @@ class TrainerActor(ServiceActor):
                 raise
             finally:
                 self._progress.write(0, 0)
-            rows = (row for minibatch in minibatches[:scored] for row in minibatch.rows)
-            row_scores = [
-                rounded_scores(row, row_logprobs) for row, row_logprobs in zip(rows, logprobs[:num_rows], strict=False)
-            ]
-            return metrics, self.engine.updates, time.monotonic() - start_time, row_scores
+            rows = [row for minibatch in minibatches[: request.scored_minibatches] for row in minibatch.rows]
+            scores = [rounded_scores(row, row_scores) for row, row_scores in zip(rows, result.scores, strict=True)]
+            return StepReply(
+                metrics=result.metrics,
+                updates=self.engine.updates,
+                seconds=time.monotonic() - start_time,
+                scores=scores,
+            )
 
     @concurrent_endpoint
     async def evaluate(self, loss: Loss) -> dict[str, Value]:
@@ -177,22 +155,19 @@ class TrainerActor(ServiceActor):
     @concurrent_endpoint
     async def publish(
         self, transports: Mapping[str, Transport], hosts: Sequence[str], drafted: Manifest
-    ) -> tuple[list[ShardReport], float]:
+    ) -> PublishReply:
         """Write this rank's shards or, with several hosts, the shards of tensors that its host has memory for.
 
         Args:
             transports: the transport on each host.
             hosts: host of each rank.
-
-        Returns:
-            Reports of the writes, and the seconds taken.
         """
         async with self._lock:
             start_time, rank = time.monotonic(), self.engine.rank
             has_several_hosts = len(transports) > 1
             shards = self.engine.shards_of_host(drafted, hosts) if has_several_hosts else self.engine.local_shards()
             reports = await transports[hosts[rank]].write(drafted, shards, rank=rank)
-            return reports, time.monotonic() - start_time
+            return PublishReply(reports=reports, seconds=time.monotonic() - start_time)
 
     @concurrent_endpoint
     async def offload(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from forge_rl.engines.degrees import check_ranks, least_ranks
 from forge_rl.engines.devices import device_type
@@ -112,6 +113,30 @@ class TrainerConfig(TrainSettings):
     def updates_per_batch(self) -> int:
         """Number of optimizer steps per batch, if no minibatch is empty."""
         return self.minibatches * self.epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model that a trainer starts from."""
+
+    folder: Path
+    """Hugging Face folder of the initial model, which is also the frozen reference, if any."""
+    reference: bool = False
+    """Whether the ranks keep a frozen reference."""
+    values: bool = False
+    """Train a value model in place of a policy; see `make_train_engine`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """The run that a trainer takes its steps for."""
+
+    seed: int
+    """Determines the split of groups into minibatches; see `Layout.seed`."""
+    total_steps: int
+    """Batches of the run, for the learning rate schedule."""
+    skipped: Path
+    """Folder for the rows of skipped updates; created when needed."""
 
 
 @dataclass(frozen=True, kw_only=True)

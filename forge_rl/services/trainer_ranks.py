@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from forge_rl.engines.factory import train_environment
 from forge_rl.errors import (
@@ -26,10 +26,8 @@ from forge_rl.runtime.service import Service
 from forge_rl.runtime.watchdog import NOTICE_S, Watchdog
 from forge_rl.services.far_hosts import open_files
 from forge_rl.services.trainer_actor import TrainerActor
-from forge_rl.services.trainer_config import TrainerConfig
-
-Started: TypeAlias = tuple[int, int, int]
-"""Version, updates and number of parameters of a policy that was loaded."""
+from forge_rl.services.trainer_calls import LoadedPolicy, R, RankCall
+from forge_rl.services.trainer_config import TrainedModel, TrainerConfig
 
 
 class TrainerRanks:
@@ -38,9 +36,7 @@ class TrainerRanks:
     Args:
         config: settings of ranks that are started from now on; can be replaced.
         hosts: hosts of the ranks, split evenly over those that live.
-        model: Hugging Face folder of the initial model, which is also the frozen reference, if any.
-        reference: whether the ranks keep a frozen reference.
-        values: train a value model in place of a policy; see `make_train_engine`.
+        model: model that they load.
         start_deadline_s: timeout of a whole start.
     """
 
@@ -50,9 +46,7 @@ class TrainerRanks:
         service: Service,
         hosts: ServiceHosts,
         *,
-        model: Path,
-        reference: bool = False,
-        values: bool = False,
+        model: TrainedModel,
         start_deadline_s: float,
     ) -> None:
         self.config = config
@@ -61,8 +55,6 @@ class TrainerRanks:
         """Number of restarts after failures so far."""
         self._hosts = hosts
         self._model = model
-        self._reference = reference
-        self._values = values
         self._start_deadline_s = start_deadline_s
         self._watchdog = Watchdog(service, config.deadline_s, f"--{service.name}.deadline-s")
         self._unavailable = "it has not started"
@@ -99,7 +91,7 @@ class TrainerRanks:
         on another machine."""
         return read_progress(_progress_of(self.service.replicas[0])) if self.service.replicas else None
 
-    async def open(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> Started:
+    async def open(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> LoadedPolicy:
         """Spawn the ranks and load the policy.
 
         Args:
@@ -119,7 +111,7 @@ class TrainerRanks:
         places = [replica.hosts[:rank].count(host) for rank, host in enumerate(replica.hosts)]
         progress = _progress_of(replica).absolute()
         create_progress(progress)
-        models = [cluster.path_on(host, self._model) for host in replica.hosts]
+        models = [cluster.path_on(host, self._model.folder) for host in replica.hosts]
         if resume is not None:
             await self.open_files(replica, resume)
         started = await self._watchdog.call(
@@ -129,14 +121,14 @@ class TrainerRanks:
             deadline_s,
         )
         self._unavailable = ""
-        first_rank: Started = started[0]
+        first_rank: LoadedPolicy = started[0]
         return first_rank
 
     def allow_restarts(self) -> None:
         """Let deaths from now on wait for a restart, if there may be one, instead of ending the run."""
         self.service.recoverable = self.config.max_restarts > 0
 
-    async def restart(self, resume: Path | None, cause: str) -> Started:
+    async def restart(self, resume: Path | None, cause: str) -> LoadedPolicy:
         """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
 
         Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
@@ -206,9 +198,20 @@ class TrainerRanks:
                     hint=f"raise --{self.service.name}.wait-for-host-s; the same command resumes from the checkpoint",
                 ) from None
 
-    async def work(self, replica: Replica, method: str, *args: object, **options: Any) -> list[Any]:
+    async def work(
+        self,
+        replica: Replica,
+        call: RankCall[R],
+        *args: object,
+        parcel: Callable[[int], object] | None = None,
+        work: int = 1,
+        progress: object = None,
+    ) -> list[R]:
         """Call a method on all ranks; see `Watchdog.work`."""
-        return await self._watchdog.work(replica, method, *args, **options)
+        replies: list[R] = await self._watchdog.work(
+            replica, call.method, *args, parcel=parcel, work=work, progress=progress
+        )
+        return replies
 
     async def settle(self, replica: Replica, method: str, error: ForgeError) -> int | None:
         """After an error of a call, wait until the ranks can be saved, or count them as dead.
@@ -254,7 +257,7 @@ class TrainerRanks:
         await self.service.stop()
 
     def _spawn(self) -> Replica:
-        args = self.config, self._reference, self.config.ranks, self._values
+        args = self.config, self._model.reference, self.config.ranks, self._model.values
         ranks = ranks_by_host(self.config.ranks, self._hosts, self.service.cluster)
         cores = min(map(self._hosts.cores.get, ranks), key=lambda n: n or 0)
         env = train_environment(max(ranks.values()), cores)

@@ -14,7 +14,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.devices import device_type, gpus
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import init_distributed
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.runtime.host_facts import SampledTokens, TrainStepResult
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
@@ -46,23 +46,21 @@ def train_once(model: Path, sampled: SampledTokens) -> TrainStepResult:
     # As on CUDA, where FlexAttention's blocks are of 128 tokens.
     layout = Layout(seq_len=_ROW, pad_multiple=128, least_tokens=_ROW)
     minibatches = pack(batch, torch.ones(1, 1), layout, drop_uniform=False).minibatches
-    scored: list[torch.Tensor] = []
     start_s = time.perf_counter()
-    metrics = engine.train_batch(
-        minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=1, version=0, scored=scored
-    )
+    request = StepRequest(loss=ClippedSurrogate(), total_updates=1, version=0, scored_minibatches=len(minibatches))
+    result = engine.train_batch(minibatches, request)
     seconds = time.perf_counter() - start_s
     rows = [row for minibatch in minibatches for row in minibatch.rows]
     gaps = torch.cat(
         [
             (row_scores[:, 0].float().cpu() - row.behaviour).abs()[row.mask]
-            for row, row_scores in zip(rows, scored, strict=True)
+            for row, row_scores in zip(rows, result.scores, strict=True)
         ]
     )
     return TrainStepResult(
         mean_gap=float(gaps.mean()),
         most_gap=float(gaps.max()),
-        finite=None not in metrics,
+        finite=None not in result.metrics,
         seconds=seconds,
     )
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import accumulate, count
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,31 +20,27 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import own_device, release_memory, resolve_dtype
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, StepResult, TrainSettings
 from forge_rl.engines.titan.building import LoadedModel, load_model, make_optimizer
-from forge_rl.engines.titan.diagnostics import measure_tokens
 from forge_rl.engines.titan.exchange import shards_of_own_host
 from forge_rl.engines.titan.host_memory import OffloadedTensors
-from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.masks import compile_attention, compile_once
-from forge_rl.engines.titan.measures import Measures, measured_loss
+from forge_rl.engines.titan.measures import Measures, measure_tokens, measured_loss
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
 from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing_metrics, steer
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.scoring import RowScorer, reshard
 from forge_rl.engines.titan.shards import local_shards, values_of
+from forge_rl.engines.titan.update import RowResults, Update, minibatch_statistics
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.metrics import Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
-
-_Compared: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
-"""A row's logprobs under the reference and the proximal policy; None if the loss does not need them."""
 
 
 class TitanEngine:
@@ -82,232 +77,87 @@ class TitanEngine:
     def train_batch(
         self,
         minibatches: Sequence[Minibatch],
-        loss: Loss,
+        request: StepRequest,
         *,
-        epochs: int,
-        temperature: float,
-        total_updates: int,
-        version: int | None,
-        scored: list[torch.Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[dict[str, Value] | None]:
-        self._check_head("values" in loss.needs, "the loss is computed from")
+    ) -> StepResult:
+        self._check_head("values" in request.loss.needs, "the loss is computed from")
+        if request.lr is not None:
+            self._settings = replace(self._settings, optimizer=replace(self._settings.optimizer, lr=request.lr))
         self.onload()
-        try:
-            comparisons = self._compared(minibatches, loss, temperature)
-            batch_metrics: list[dict[str, Value] | None] = []
-            first_update = self.updates
-            row_scores = list[torch.Tensor]()
-            rows = epochs * sum(len(minibatch.rows) for minibatch in minibatches)
-            counts = itertools.count(1)
+        with self._forgetting_failures():
+            updates = self._updates(minibatches, request.loss, request.temperature)
+            metrics, scores = list[dict[str, Value] | None](), list[torch.Tensor]()
+            first_update, num_updates = self.updates, request.epochs * len(updates)
+            num_rows, row_counts = request.epochs * sum(len(update.minibatch.rows) for update in updates), count(1)
 
             def advance() -> None:
                 if progress is not None:
-                    progress(next(counts), rows)
+                    progress(next(row_counts), num_rows)
 
-            for epoch in range(epochs):
-                for minibatch, minibatch_comparisons in zip(minibatches, comparisons, strict=True):
-                    fraction = (self.updates - first_update) / (epochs * len(minibatches))
-                    update_version = None if version is None else version + fraction
-                    batch_metrics.append(
-                        self._train_minibatch(
-                            minibatch,
-                            minibatch_comparisons,
-                            loss,
-                            temperature,
-                            total_updates,
-                            update_version,
-                            None if scored is None or epoch else row_scores,
-                            advance,
-                        )
-                    )
-            if scored is not None and row_scores:
-                scored += torch.cat(row_scores).cpu().split([len(scores) for scores in row_scores])
-            return batch_metrics
-        except BaseException:
-            self._forget_step()
-            raise
-
-    @torch.no_grad()
-    def evaluate(self, minibatches: Sequence[Minibatch], loss: Loss) -> dict[str, Value]:
-        self._check_head("values" in loss.needs, "the loss is computed from")
-        self.onload()
-        try:
-            measures, failed = Measures(), list[ForgeError]()
-            for minibatch, minibatch_comparisons in zip(
-                minibatches, self._compared(minibatches, loss, 1.0), strict=True
-            ):
-                if not self._stage.is_last:
-                    self._pass_on(minibatch, minibatch_comparisons, loss, 1.0)
+            for index, update in enumerate(updates * request.epochs):
+                lr = self._settings.optimizer.lr_at(self.planned, request.total_updates)
+                self.planned += 1
+                if not update.minibatch.rows:
+                    metrics.append({})
                     continue
-                share = 1 / (max(1, len(minibatch.rows)) * self._parallelism.shares)
-                for device_row, _, row_loss in self._row_losses(
-                    minibatch, minibatch_comparisons, loss, 1.0, None, measures, failed
-                ):
-                    measures.add("tokens/trained", Sum, device_row.tokens)
-                    measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
-            reshard(self.model)
-            self._pipeline.finish()
-            self._raise_if_failed(failed)
-            return measures.read()[0]
-        except BaseException:
-            self._forget_step()
-            raise
-
-    def _compared(self, minibatches: Sequence[Minibatch], loss: Loss, temperature: float) -> list[list[_Compared]]:
-        """Return each row's logprobs under the reference and the proximal policy, if the loss needs them."""
-        rows = [row for minibatch in minibatches for row in minibatch.rows]
-        references: Sequence[torch.Tensor | None] = [None] * len(rows)
-        proximals = references
-        if "reference" in loss.needs:
-            if self._reference is None:
-                raise ConfigError(
-                    "the loss needs a frozen reference, and the trainer has none",
-                    hint="pass start() the loss to train with",
+                fraction = (self.updates - first_update) / num_updates
+                update = replace(
+                    update,
+                    version=None if request.version is None else request.version + fraction,
+                    keeps_scores=index < request.scored_minibatches,
+                    on_row=advance,
                 )
-            references = self.scorer.logprobs(self._reference, rows, temperature)
-        if "proximal" in loss.needs:
-            proximals = self.scorer.logprobs(self.model, rows, temperature)
-        pairs = iter(zip(references, proximals, strict=True))
-        return [list(itertools.islice(pairs, len(minibatch.rows))) for minibatch in minibatches]
+                results = self.forward_backward(update)
+                metrics.append(self.optimizer_step(results, lr=lr))
+                scores += results.scores
+            if scores:
+                scores = list(torch.cat(scores).cpu().split([len(row_scores) for row_scores in scores]))
+            return StepResult(metrics=metrics, scores=scores)
 
-    def _row_losses(
-        self,
-        minibatch: Minibatch,
-        comparisons: Sequence[_Compared],
-        loss: Loss,
-        temperature: float,
-        version: float | None,
-        measures: Measures,
-        failed: list[ForgeError],
-    ) -> Iterator[tuple[DeviceRow, LossInputs, torch.Tensor]]:
-        """Yield each row, its inputs, and its part of the minibatch's loss; add what the loss reports to `measures`.
+    def forward_backward(self, update: Update) -> RowResults:
+        """Run both passes of each of an update's rows, and add up the gradients; `optimizer_step` is to follow.
 
-        Errors of the loss go to `failed` if there are other ranks, see `measured_loss`.
+        `train_batch` calls both, and cleans up after their errors.
         """
-        inputs_of = RowInputs(minibatch, loss, version)
-        statistics = self._first_pass(inputs_of, minibatch, comparisons, temperature)
-        divisor = loss.divisor(inputs_of.counts)
-        for index, (row, comparison) in enumerate(zip(minibatch.rows, comparisons, strict=True)):
-            self._set_last(index == len(minibatch.rows) - 1)
-            device_row = self.scorer.on_device(row, observations="observations" in loss.needs)
-            scores = self.scorer.score(self.model, device_row, inputs_of.scoring(temperature))
-            inputs = inputs_of.of(device_row.row, scores, *comparison, statistics[index])
-            yield device_row, inputs, measured_loss(loss, inputs, measures, failed) / divisor
-
-    def _pass_on(
-        self,
-        minibatch: Minibatch,
-        comparisons: Sequence[_Compared],
-        loss: Loss,
-        temperature: float,
-        after: Callable[[DeviceRow], None] = lambda _: None,
-    ) -> None:
-        """Run the forward passes of `_row_losses` on a stage without the head; `after` is called after each row's."""
-        inputs_of = RowInputs(minibatch, loss)
-        self._first_pass(inputs_of, minibatch, comparisons, temperature)
-        for row in minibatch.rows:
-            device_row = self.scorer.on_device(row)
-            self.scorer.score(self.model, device_row, inputs_of.scoring(temperature))
-            after(device_row)
-
-    def _train_stage(
-        self,
-        minibatch: Minibatch,
-        comparisons: Sequence[_Compared],
-        loss: Loss,
-        temperature: float,
-        count: Callable[[], None],
-        advance: Callable[[], None],
-    ) -> None:
-        """Add up the gradients of a minibatch on a stage without the head, in the order that `Pipeline` describes;
-        `count` is called after each row's forward pass, `advance` after its backward pass."""
-        pending, remaining = deque[DeviceRow](), itertools.count(len(minibatch.rows) - 1, -1)
-
-        def run_backward() -> None:
-            self.scorer.prepare(self.model, pending.popleft())  # for what the backward pass computes again
-            self._set_last(next(remaining) == 0)
-            self._pipeline.backward()
-            advance()
-
-        def on_row(device_row: DeviceRow) -> None:
-            count()
-            pending.append(device_row)
-            if len(pending) > self._pipeline.ahead:
-                run_backward()
-
-        self._pass_on(minibatch, comparisons, loss, temperature, on_row)
-        while pending:
-            run_backward()
-
-    def _set_last(self, last: bool) -> None:
-        """Tell FSDP whether the next backward pass is the last one of an update."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last or not self._adds_up_once)
-            if not self._stage.is_last:  # further rows are under way, whose weights FSDP can fetch ahead
-                self.model.set_is_last_backward(last)
-
-    def _train_minibatch(
-        self,
-        minibatch: Minibatch,
-        comparisons: Sequence[_Compared],
-        loss: Loss,
-        temperature: float,
-        total_updates: int,
-        version: float | None,
-        row_scores: list[torch.Tensor] | None,
-        advance: Callable[[], None],
-    ) -> dict[str, Value] | None:
-        """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
-
-        `comparisons` has each row's logprobs under the reference and proximal policy, if the loss needs them.
-        `row_scores` gets this policy's logprobs and entropies. `advance` is called after each row; for `version` see
-        `LossInputs`.
-        """
-        lr = self._settings.optimizer.lr_at(self.planned, total_updates)
-        self.planned += 1
-        if not minibatch.rows:
-            return {}
-        measures, routed, loads, failed = Measures(), list[torch.Tensor](), list[torch.Tensor](), list[ForgeError]()
-        # A sum over the rows of all shares: the mean is over updates.
-        share = 1 / (len(minibatch.rows) * self._parallelism.shares)
-
-        def count() -> None:
-            if (row_counts := routing_counts(self.model)) is not None:
-                routed.append(row_counts)
-            if (row_loads := rank_loads(self.model)) is not None:
-                loads.append(row_loads)
-
-        losses: Iterator[tuple[DeviceRow, LossInputs, torch.Tensor]] = iter(())
+        rows = update.minibatch.rows
+        results = RowResults(rows=len(rows))
         if self._stage.is_last:
-            losses = self._row_losses(minibatch, comparisons, loss, temperature, version, measures, failed)
+            # A sum over the rows of all shares: the mean is over updates.
+            share = 1 / (len(rows) * self._parallelism.shares)
+            for index, statistics in enumerate(self._first_pass(update)):
+                self._set_last(index == len(rows) - 1)
+                device_row, inputs = self._forward(update, index, statistics)
+                loss = measured_loss(update.loss, inputs, results.measures, results.errors) / update.divisor
+                self._measure(update, device_row, inputs, results)
+                loss.backward()
+                self._pipeline.give_back()
+                results.measures.add("loss", Mean, loss.detach(), share)
+                update.on_row()
         else:
-            self._train_stage(minibatch, comparisons, loss, temperature, count, advance)
-        for device_row, inputs, row_loss in losses:
-            count()
-            if row_scores is not None:
-                assert inputs.entropy is not None, "each row is scored with it"
-                row_scores.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
-            measure_tokens(inputs, device_row.tokens, measures, version)
-            if device_row.split is not None:
-                measures.add("attention/rank_max_over_mean", Mean, device_row.split.heaviest, device_row.split.mean)
-                measures.add("attention/rank_max_over_mean/plain", Mean, device_row.split.plain, device_row.split.mean)
-            row_loss.backward()
-            self._pipeline.give_back()
-            measures.add("loss", Mean, row_loss.detach(), share)
-            advance()
+            self._train_stage(update, results)
         self._pipeline.finish()
         if self._stage.count > 1 and self._stage.is_last:
             waits = self._stage.count - 1
-            measures.add("pipeline/idle_share", Mean, float(waits), float(len(minibatch.rows) + waits))
+            results.measures.add("pipeline/idle_share", Mean, float(waits), float(len(rows) + waits))
         if (offloads := self.model.offloads) is not None:
-            measures.add("activations/offloaded_bytes", Sum, float(offloads.bytes))
+            results.measures.add("activations/offloaded_bytes", Sum, float(offloads.bytes))
             offloads.bytes = 0
-        counts, routing = self._routing(len(minibatch.rows), routed, loads)
+        return results
+
+    def optimizer_step(self, results: RowResults, *, lr: float) -> dict[str, Value] | None:
+        """Clip the gradients that `forward_backward` added up, and step; returns the update's metrics.
+
+        Returns None, and changes no weight, if a gradient is not finite.
+
+        Raises:
+            LossError: that is because the loss failed, on this rank or another.
+        """
+        counts, routing = self._routing(results)
         norm = self._parallelism.clip(self.model, self._settings.optimizer.max_grad_norm)
-        metrics, (grad_norm,) = measures.read(norm)
+        metrics, (grad_norm,) = results.measures.read(norm)
         if not math.isfinite(grad_norm):
-            self._raise_if_failed(failed)
+            self._raise_if_failed(results.errors)
             self.optimizer.zero_grad()
             return None
         for group in self.optimizer.param_groups:
@@ -321,6 +171,134 @@ class TitanEngine:
         norms: dict[str, Value] = {"grad_norm": Mean(grad_norm, 1), "grad_norm/max": Max(grad_norm), "lr": Max(lr)}
         return metrics | routing | norms
 
+    @torch.no_grad()
+    def evaluate(self, minibatches: Sequence[Minibatch], loss: Loss) -> dict[str, Value]:
+        self._check_head("values" in loss.needs, "the loss is computed from")
+        self.onload()
+        with self._forgetting_failures():
+            measures, errors = Measures(), list[ForgeError]()
+            for update in self._updates(minibatches, loss, 1.0):
+                if not self._stage.is_last:
+                    self._pass_on(update)
+                    continue
+                share = 1 / (max(1, len(update.minibatch.rows)) * self._parallelism.shares)
+                for index, statistics in enumerate(self._first_pass(update)):
+                    device_row, inputs = self._forward(update, index, statistics)
+                    row_loss = measured_loss(loss, inputs, measures, errors) / update.divisor
+                    measures.add("tokens/trained", Sum, device_row.tokens)
+                    measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
+            reshard(self.model)
+            self._pipeline.finish()
+            self._raise_if_failed(errors)
+            return measures.read()[0]
+
+    def _updates(self, minibatches: Sequence[Minibatch], loss: Loss, temperature: float) -> list[Update]:
+        """Return an update for each minibatch, with the logprobs of other policies that the loss needs."""
+        rows = [row for minibatch in minibatches for row in minibatch.rows]
+        references, proximals = list[torch.Tensor](), list[torch.Tensor]()
+        if "reference" in loss.needs:
+            if self._reference is None:
+                raise ConfigError(
+                    "the loss needs a frozen reference, and the trainer has none",
+                    hint="pass start() the loss to train with",
+                )
+            references = self.scorer.logprobs(self._reference, rows, temperature)
+        if "proximal" in loss.needs:
+            proximals = self.scorer.logprobs(self.model, rows, temperature)
+        ends = accumulate(len(minibatch.rows) for minibatch in minibatches)
+        return [
+            Update(
+                minibatch=minibatch,
+                loss=loss,
+                temperature=temperature,
+                references=references[end - len(minibatch.rows) : end],
+                proximals=proximals[end - len(minibatch.rows) : end],
+            )
+            for minibatch, end in zip(minibatches, ends, strict=True)
+        ]
+
+    def _forward(
+        self, update: Update, index: int, statistics: Mapping[str, torch.Tensor]
+    ) -> tuple[DeviceRow, LossInputs]:
+        """Run the forward pass of a row; returns it and the loss's inputs."""
+        row = update.minibatch.rows[index]
+        device_row = self.scorer.on_device(row, observations="observations" in update.loss.needs)
+        scores = self.scorer.score(self.model, device_row, update.scoring)
+        return device_row, update.inputs(index, device_row.row, scores, statistics)
+
+    @torch.no_grad()
+    def _first_pass(self, update: Update) -> list[Mapping[str, torch.Tensor]]:
+        """Compute the loss's statistics over all rows and ranks; {} for each row if it needs none of other rows."""
+        loss, minibatch = update.loss, update.minibatch
+        if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
+            return [{}] * len(minibatch.rows)
+        parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
+        for index, row in enumerate(minibatch.rows):
+            device_row = self.scorer.on_device(row)
+            scores = self.scorer.score(self.model, device_row, update.scoring)
+            if not self._stage.is_last:
+                continue
+            tokens = device_row.row.mask.nonzero()[:, 0]
+            parts.append(update.inputs(index, device_row.row, scores, {}).at(tokens))
+            places.append((tokens, len(row)))
+        reshard(self.model)
+        if not self._stage.is_last:
+            return [{}] * len(minibatch.rows)
+        return minibatch_statistics(loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage)
+
+    def _pass_on(self, update: Update, on_row: Callable[[DeviceRow], None] = lambda _: None) -> None:
+        """Run an update's forward passes on a stage without the head; `on_row` is called after each row's."""
+        self._first_pass(update)
+        for row in update.minibatch.rows:
+            device_row = self.scorer.on_device(row)
+            self.scorer.score(self.model, device_row, update.scoring)
+            on_row(device_row)
+
+    def _train_stage(self, update: Update, results: RowResults) -> None:
+        """Run both passes on a stage without the head, in the order that `Pipeline` describes."""
+        pending, remaining = deque[DeviceRow](), count(results.rows - 1, -1)
+
+        def run_backward() -> None:
+            self.scorer.prepare(self.model, pending.popleft())  # for what the backward pass computes again
+            self._set_last(next(remaining) == 0)
+            self._pipeline.backward()
+            update.on_row()
+
+        def on_row(device_row: DeviceRow) -> None:
+            self._count_experts(results)
+            pending.append(device_row)
+            if len(pending) > self._pipeline.ahead:
+                run_backward()
+
+        self._pass_on(update, on_row)
+        while pending:
+            run_backward()
+
+    def _set_last(self, last: bool) -> None:
+        """Tell FSDP whether the next backward pass is the last one of an update."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last or not self._adds_up_once)
+            if not self._stage.is_last:  # further rows are under way, whose weights FSDP can fetch ahead
+                self.model.set_is_last_backward(last)
+
+    def _measure(self, update: Update, device_row: DeviceRow, inputs: LossInputs, results: RowResults) -> None:
+        """Measure a row after its forward pass."""
+        self._count_experts(results)
+        if update.keeps_scores:
+            assert inputs.entropy is not None, "each row is scored with it"
+            results.scores.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
+        measure_tokens(inputs, device_row.tokens, results.measures, update.version)
+        if (split := device_row.split) is not None:
+            results.measures.add("attention/rank_max_over_mean", Mean, split.heaviest, split.mean)
+            results.measures.add("attention/rank_max_over_mean/plain", Mean, split.plain, split.mean)
+
+    def _count_experts(self, results: RowResults) -> None:
+        """Keep which experts a row's tokens chose, and which rank computed them."""
+        if (row_counts := routing_counts(self.model)) is not None:
+            results.expert_counts.append(row_counts)
+        if (row_loads := rank_loads(self.model)) is not None:
+            results.rank_loads.append(row_loads)
+
     def _raise_if_failed(self, failed: Sequence[ForgeError]) -> None:
         """Raise the same error on all ranks if the loss failed on one, which then had a non-finite gradient."""
         ranks = torch.tensor(self.rank + 1 if failed else 0, device=self.device)
@@ -331,30 +309,34 @@ class TitanEngine:
             assert error[0] is not None
             raise error[0]
 
-    def _forget_step(self) -> None:
-        """Clean up after a failed step: drop gradients, and restore the optimizer's weights to the model."""
-        self._pipeline.forget()
-        for model in filter(None, (self.model, self._reference)):
-            if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
-                model.reset_iter_state()
-            forget_whole_gradients(model)
-        self.optimizer.zero_grad()
+    @contextlib.contextmanager
+    def _forgetting_failures(self) -> Iterator[None]:
+        """Clean up if the body fails: drop gradients, and restore the optimizer's weights to the model."""
+        try:
+            yield
+        except BaseException:
+            self._pipeline.forget()
+            for model in filter(None, (self.model, self._reference)):
+                if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
+                    model.reset_iter_state()
+                forget_whole_gradients(model)
+            self.optimizer.zero_grad()
+            raise
 
-    def _routing(
-        self, count: int, rows: list[torch.Tensor], loads: list[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, dict[str, Value]]:
-        """Sum the routers' counts of this rank's `count` rows over rows and ranks; returns them for all layers, None if
-        the model has no experts, and the metrics of routing."""
+    def _routing(self, results: RowResults) -> tuple[torch.Tensor | None, dict[str, Value]]:
+        """Sum the routers' counts over rows and ranks; returns them for all layers, None if the model has no experts,
+        and the metrics of routing."""
         experts = self.architecture.experts
         if experts is None:
             return None, {}
         # A stage may have dense layers only.
         none = torch.zeros(0, experts.count + 3, dtype=torch.int64, device=self.device)
-        counts = self._parallelism.in_whole_model(torch.stack(rows).sum(dim=0) if rows else none, dim=0)
+        row_counts, loads = results.expert_counts, results.rank_loads
+        counts = self._parallelism.in_whole_model(torch.stack(row_counts).sum(dim=0) if row_counts else none, dim=0)
         dist.all_reduce(counts)
         metrics = routing_metrics(counts, replays=self._settings.router_replay)
         if self._settings.expert_balance == "least_loaded":
-            stage_loads = torch.stack(loads) if loads else torch.zeros(count, 0, 2, dtype=torch.float64)
+            stage_loads = torch.stack(loads) if loads else torch.zeros(results.rows, 0, 2, dtype=torch.float64)
             layer_loads = self._parallelism.in_whole_model(stage_loads.to(self.device), dim=1)
             if self._parallelism.stages is not None:
                 dist.all_reduce(layer_loads, group=self._parallelism.stages)
@@ -381,15 +363,12 @@ class TitanEngine:
     def _scores(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """Return the model's logprobs, or values, of a share's rows in host memory."""
         self.onload()
-        try:
+        with self._forgetting_failures():
             return [scores.cpu() for scores in self.scorer.logprobs(self.model, rows, temperature)]
-        except BaseException:
-            self._forget_step()
-            raise
 
     def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
         self.onload()
-        try:
+        with self._forgetting_failures():
             exact = self.scorer.logprobs(self.model, rows, temperature)
             targets = sum(int(row.mask.sum()) for row in rows)
             noise = []
@@ -402,9 +381,6 @@ class TitanEngine:
                     noisy = self.scorer.logprobs(self.model, rows, temperature)
                 noise.append((sum(float((a - b).abs().sum()) for a, b in zip(noisy, exact, strict=True)), targets))
             return noise
-        except BaseException:
-            self._forget_step()
-            raise
 
     def offload(self) -> int:
         if self._offloaded is not None:
@@ -440,9 +416,6 @@ class TitanEngine:
         dtype = torch.bfloat16 if resolve_dtype(self._settings.dtype) == torch.bfloat16 else torch.float32
         return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
 
-    def set_lr(self, lr: float) -> None:
-        self._settings = replace(self._settings, optimizer=replace(self._settings.optimizer, lr=lr))
-
     def reset(self, optimizer: OptimizerConfig) -> None:
         self.onload()
         reshard(self.model)
@@ -466,32 +439,6 @@ class TitanEngine:
                 yield from map(values_of, model.buffers())
         for state in self.optimizer.state.values():
             yield from (values_of(value) for value in state.values() if value.dim())
-
-    @torch.no_grad()
-    def _first_pass(
-        self,
-        inputs_of: RowInputs,
-        minibatch: Minibatch,
-        comparisons: Sequence[_Compared],
-        temperature: float,
-    ) -> list[Mapping[str, torch.Tensor]]:
-        """Compute the loss's statistics over all rows and ranks; {} for each row if it needs none of other rows."""
-        loss = inputs_of.loss
-        if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
-            return [{}] * len(minibatch.rows)
-        parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
-        for row, comparison in zip(minibatch.rows, comparisons, strict=True):
-            device_row = self.scorer.on_device(row)
-            scores = self.scorer.score(self.model, device_row, inputs_of.scoring(temperature))
-            if not self._stage.is_last:
-                continue
-            tokens = device_row.row.mask.nonzero()[:, 0]
-            parts.append(inputs_of.of(device_row.row, scores, *comparison, {}).at(tokens))
-            places.append((tokens, len(row)))
-        reshard(self.model)
-        if not self._stage.is_last:
-            return [{}] * len(minibatch.rows)
-        return minibatch_statistics(loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage)
 
     def _load(self, *, frozen: bool = False) -> LoadedModel:
         """Build a model in this rank's layout and load its weights."""

@@ -1,9 +1,9 @@
-"""Makes a loss's inputs from rows and their scores, and statistics over all rows of a minibatch."""
+"""An update on a minibatch: its rows, the inputs that a loss gets from them, and statistics over all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,36 +13,63 @@ from forge_rl.algorithms.aggregation import Counts
 from forge_rl.algorithms.logprobs import Scoring, TokenScores
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_statistics, spread
+from forge_rl.engines.titan.measures import Measures
+from forge_rl.errors import ForgeError
 from forge_rl.packing.rows import Minibatch, Row
 
 
-class RowInputs:
-    """Makes the inputs that a loss needs of the rows of a minibatch; for `version` see `LossInputs`."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """One update: what is trained on, and how.
 
-    def __init__(self, minibatch: Minibatch, loss: Loss, version: float | None = None) -> None:
-        self.loss = loss
-        self._version = version
-        self.counts = Counts(
-            tokens=minibatch.tokens, sequences=minibatch.sequences, observations=minibatch.observations
-        )
-        self._minibatch = minibatch
+    update = Update(minibatch=minibatch, loss=loss, temperature=0.7)
+    metrics = engine.optimizer_step(engine.forward_backward(update), lr=1e-5)
+    """
 
-    def scoring(self, temperature: float) -> Scoring:
-        """Return what to compute of each target's distribution."""
+    minibatch: Minibatch
+    """This share's rows."""
+    loss: Loss
+    temperature: float = 1.0
+    """Sampling temperature of the episodes."""
+    references: Sequence[torch.Tensor] = ()
+    """[L] for each row, its logprobs under the frozen reference; () if the loss does not need them."""
+    proximals: Sequence[torch.Tensor] = ()
+    """[L] for each row, its logprobs under the policy before the batch's first update; () if the loss does not need
+    them."""
+    version: float | None = None
+    """Version of the weights before the update, see `LossInputs`."""
+    keeps_scores: bool = False
+    """Whether to keep the rows' logprobs and entropies."""
+    on_row: Callable[[], None] = lambda: None
+    """Called after the backward pass of each row."""
+
+    @property
+    def counts(self) -> Counts:
+        """Numbers of tokens and sequences in the minibatch of all shares."""
+        minibatch = self.minibatch
+        return Counts(tokens=minibatch.tokens, sequences=minibatch.sequences, observations=minibatch.observations)
+
+    @property
+    def divisor(self) -> float:
+        """Number that the sum of the loss over all rows is divided by."""
+        return self.loss.divisor(self.counts)
+
+    @property
+    def scoring(self) -> Scoring:
+        """What to compute of each target's distribution."""
         needs = self.loss.needs
         return Scoring(
-            temperature=temperature, entropy_gradient="entropy_gradient" in needs, squares="squares" in needs
+            temperature=self.temperature, entropy_gradient="entropy_gradient" in needs, squares="squares" in needs
         )
 
-    def of(
-        self,
-        row: Row,
-        scores: TokenScores,
-        reference: torch.Tensor | None,
-        proximal: torch.Tensor | None,
-        statistics: Mapping[str, torch.Tensor],
-    ) -> LossInputs:
-        """Return a row's inputs; `scores` are [L], with logprobs [L, 1 + k] if it has a column of k "top_ids"."""
+    def inputs(self, index: int, row: Row, scores: TokenScores, statistics: Mapping[str, torch.Tensor]) -> LossInputs:
+        """Return the loss's inputs of the row with an index.
+
+        Args:
+            row: the row, where the scores are.
+            scores: [L], with logprobs [L, 1 + k] if the row has a column of k "top_ids".
+            statistics: the row's part of `minibatch_statistics`.
+        """
         logprobs = scores.first
         dtype = logprobs.dtype
         columns = {
@@ -60,19 +87,36 @@ class RowInputs:
             segments=row.segments,
             lengths=row.lengths,
             counts=self.counts,
-            group_size=self._minibatch.group_size,
-            sources=self._minibatch.sources,
-            version=self._version,
+            group_size=self.minibatch.group_size,
+            sources=self.minibatch.sources,
+            version=self.version,
             entropy=scores.entropy,
             squares=scores.squares,
-            reference=reference,
-            proximal=proximal,
+            reference=self.references[index] if self.references else None,
+            proximal=self.proximals[index] if self.proximals else None,
             values=scores.values,
             observed=row.observed if "observations" in self.loss.needs else None,
             top_logprobs=scores.logprobs[:, 1:] if scores.logprobs.ndim == 2 else None,
             columns=columns,
             statistics=statistics,
         )
+
+
+@dataclass(eq=False)
+class RowResults:
+    """What both passes over an update's rows leave, besides the gradients that they add up."""
+
+    rows: int
+    """Number of this share's rows."""
+    measures: Measures = field(default_factory=Measures)
+    errors: list[ForgeError] = field(default_factory=list)
+    """Errors of the loss on this rank, if there are others; see `measured_loss`."""
+    scores: list[torch.Tensor] = field(default_factory=list)
+    """[L, 2] for each row, its logprobs and entropies, if the update keeps them."""
+    expert_counts: list[torch.Tensor] = field(default_factory=list)
+    """For each row, see `routing_counts`; of models with experts."""
+    rank_loads: list[torch.Tensor] = field(default_factory=list)
+    """For each row, see `least_loaded.rank_loads`; of expert-parallel ranks that lend experts."""
 
 
 def minibatch_statistics(

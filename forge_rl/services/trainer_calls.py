@@ -1,0 +1,71 @@
+"""The calls to all ranks of a trainer, by what each rank returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import NoneType
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forge_rl.metrics import Value
+from forge_rl.weights.manifest import ShardReport
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedPolicy:
+    """A policy that the ranks have loaded."""
+
+    version: int
+    updates: int
+    """Number of optimizer steps that its weights have taken."""
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReply:
+    """What one rank returns of a step."""
+
+    metrics: list[dict[str, Value] | None]
+    """Metrics of each update; see `StepResult`."""
+    updates: int
+    """Number of optimizer steps that the weights have taken."""
+    seconds: float
+    """Duration of the step."""
+    scores: list[npt.NDArray[np.uint16]]
+    """`rounded_scores` of the rows of the scored minibatches, from the first rank of a share with the output head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishReply:
+    """What one rank returns of a publish."""
+
+    reports: list[ShardReport]
+    """The shards that it wrote."""
+    seconds: float
+    """Duration of the writes."""
+
+
+@dataclass(frozen=True)
+class RankCall(Generic[R]):
+    """An endpoint of `TrainerActor` that is called on all ranks, and the type of what each returns."""
+
+    method: str
+    reply: type[R]
+
+
+STEP = RankCall("step", StepReply)
+EVALUATE = RankCall("evaluate", dict[str, Value])
+LOGPROBS = RankCall("logprobs", list[torch.Tensor])
+VALUES = RankCall("values", list[torch.Tensor])
+LAYER_NOISE = RankCall("layer_noise", list[tuple[float, int]])
+PUBLISH = RankCall("publish", PublishReply)
+OFFLOAD = RankCall("offload", int)
+ONLOAD = RankCall("onload", int)
+WAIT_IDLE = RankCall("wait_idle", int)
+RESET = RankCall("reset", NoneType)
+SAVE = RankCall("save", NoneType)
