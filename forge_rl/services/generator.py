@@ -22,7 +22,7 @@ from forge_rl.errors import (
     WeightsError,
 )
 from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.seats import Seats, ServiceHosts
+from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.completion import (
@@ -143,7 +143,10 @@ class Generator:
         service = Service(start.name or "generator", start.cluster, start.faults, exit_meanings=EXIT_MEANINGS)
         seats = seats_of(config, start.cluster, start.hosts or ServiceHosts())
         guests = Seats(
-            start.cluster, sharing.trainer_hosts or seats.hosts, gpus_each=config.devices, replicas=config.guests
+            start.cluster,
+            sharing.trainer_hosts or seats.hosts,
+            ReplicaSize(gpus=config.devices),
+            replicas=config.guests,
         )
         processes = EngineProcesses(
             service=service,
