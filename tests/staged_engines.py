@@ -63,7 +63,7 @@ class Stage:
     def only_once(self, engine: int, **orders: object) -> None:
         """Give an engine these orders until its first fault."""
         self.orders.tell(engine, **orders)
-        self.faults.listeners.append(lambda fault: self.orders.tell(engine) if fault.replica == engine else None)
+        self.faults.listeners.add(lambda fault: self.orders.tell(engine) if fault.replica == engine else None)
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import LocalSession
+from forge_rl.system.listeners import Listeners
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.thoughts import without_thoughts
 from forge_rl.types import Episode, Message, Sampling, Score, Task
@@ -98,7 +99,7 @@ class StagedGenerator:
         """What it decodes instead of its seed."""
         self.seen: list[tuple[tuple[int, ...], Sampling]] = []
         self.truncated = truncated
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners = Listeners[[]]()
         self.told: list[str] = []
 
     def engines(self) -> dict[int, int]:
@@ -262,8 +263,7 @@ class MortalGenerator(StagedGenerator):
         self.tell()
 
     def tell(self) -> None:
-        for listener in self.listeners:
-            listener()
+        self.listeners.tell()
 
     async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
         sampling = completion.rest

@@ -24,6 +24,7 @@ from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.live import LiveSettings, ReplicasKnob, changes_by, is_live_state
 from forge_rl.run.services import Services
+from forge_rl.system.listeners import Listeners
 from tests.staged_rollouts import rollouts, run_until_idle
 from tests.test_mixture import Counting
 
@@ -46,14 +47,13 @@ class FakeReward:
 
     def __init__(self, function: object) -> None:
         self.function = function
-        self.replaced: list[Any] = []
+        self.replaced = Listeners[[]]()
 
     async def replace(self, function: object) -> None:
         if function == "broken":
             raise ForgeError("it cannot be pickled")
         self.function = function
-        for listener in self.replaced:
-            listener()
+        self.replaced.tell()
 
 
 @pytest.fixture(autouse=True)

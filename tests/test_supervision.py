@@ -73,12 +73,12 @@ async def supervised(
 async def until(service: Service, condition: Callable[[], bool]) -> None:
     """Wait until something is so after a change of the serving replicas."""
     changed = asyncio.Event()
-    service.listeners.append(changed.set)
+    service.listeners.add(changed.set)
     async with asyncio.timeout(LONG_S):
         while not condition():
             await changed.wait()
             changed.clear()
-    service.listeners.remove(changed.set)
+    service.listeners.discard(changed.set)
 
 
 def all_serve(service: Service) -> bool:
@@ -89,9 +89,9 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
     async def main() -> None:
         async with supervised(tmp_path) as (service, faults, _):
             served: list[list[int]] = []
-            service.listeners.append(lambda: served.append([r.index for r in service.replicas if r.serving]))
+            service.listeners.add(lambda: served.append([r.index for r in service.replicas if r.serving]))
             told: list[float | None] = []
-            faults.listeners.append(lambda fault: told.append(fault.recovered_s))
+            faults.listeners.add(lambda fault: told.append(fault.recovered_s))
             dead, other = service.replicas
             other.held = 5  # so that the first is chosen
             held = asyncio.create_task(dead.ask("hold", deadline_s=LONG_S))
@@ -386,8 +386,9 @@ def test_a_listener_that_raises_changes_nothing_for_others_and_is_told_of(tmp_pa
             def full(*_: object) -> None:
                 raise OSError("no space left")
 
-            service.listeners.append(full)
-            faults.listeners += [full, lambda fault: told.append(fault.recovered_s)]
+            service.listeners.add(full)
+            faults.listeners.add(full)
+            faults.listeners.add(lambda fault: told.append(fault.recovered_s))
             os.kill(await pid_of(service), signal.SIGKILL)
             await until(service, lambda: not service.replicas[0].serving)
             await until(service, lambda: all_serve(service))

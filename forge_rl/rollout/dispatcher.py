@@ -12,6 +12,7 @@ from forge_rl.errors import ContextError, ForgeError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.seeds import derive_seed
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ class Decoder(Protocol):
     def version(self) -> int | None: ...
 
     @property
-    def listeners(self) -> list[Callable[[], None]]: ...
+    def listeners(self) -> Listeners[[]]: ...
 
     def engines(self) -> dict[int, int]: ...
 

@@ -114,7 +114,7 @@ class RolloutExecutor:
         self._listener = listener or NoListener()
         self._outage = RewardOutage(reward, reward_wait_s, warn=self._warn, on_end=self._advance, on_failure=self._fail)
         """While it lasts, no episodes start."""
-        self._generator.listeners.append(self._on_engines_changed)
+        self._generator.listeners.add(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._episodes: dict[asyncio.Task[None], InflightEpisode] = {}
         self._failure: BaseException | None = None
@@ -132,7 +132,7 @@ class RolloutExecutor:
         self._context = contextvars.copy_context()
         self._start_branch, self._on_done = self._start, self._forget
         self._hold = hold or Hold()
-        self._hold.listeners.append(self._changed.set)
+        self._hold.listeners.add(self._changed.set)
 
     async def next_batch(self) -> Batch:
         """Return the next complete batch: P groups in the mixture's proportions.
@@ -270,8 +270,8 @@ class RolloutExecutor:
 
     async def close(self) -> None:
         """Cancel all episodes in flight."""
-        self._generator.listeners.remove(self._on_engines_changed)
-        self._hold.listeners.remove(self._changed.set)
+        self._generator.listeners.discard(self._on_engines_changed)
+        self._hold.listeners.discard(self._changed.set)
         await self._cancel_all()
 
     def metrics(self) -> dict[str, float]:

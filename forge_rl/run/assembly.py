@@ -289,7 +289,7 @@ def _rollouts(
         hold=monitor.faults.hold,
     )
     rollouts.wanted_engines = lambda: len(config.generator.urls) + services.generator.replicas
-    services.reward.replaced.append(rollouts.reward_replaced)
+    services.reward.replaced.add(rollouts.reward_replaced)
     services.reward.samples = rollouts.samples
     monitor.follow(rollouts.status, rollouts.waiting_for)
     return rollouts

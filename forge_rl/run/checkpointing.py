@@ -94,7 +94,7 @@ class Checkpointer:
         self.kept = KeptObjects()
         """The recipe's own objects."""
         self._note()
-        live.changed.append(self._save_changes)
+        live.changed.add(self._save_changes)
 
     @property
     def seconds(self) -> float:

@@ -27,6 +27,7 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.attach import LiveSchedule
 from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.trainer import Trainer
+from forge_rl.system.listeners import Listeners
 
 _BOUNDS = ("max_lag", "over_sampling", "max_episodes")
 _MOST = {"max_lag": 1000, "max_episodes": 1_000_000}
@@ -122,7 +123,7 @@ class MixtureKnob:
         }
         if adapting.adapt != "off":
             mixture.adapt(adapting)
-        mixture.changed.append(self._mixture_changed)
+        mixture.changed.add(self._mixture_changed)
 
     def read(self) -> dict[str, Any]:
         return {"weights": {name: self._mixture[name] for name in self._mixture}, "shown": repr(self._mixture)}
@@ -171,7 +172,7 @@ class MixtureKnob:
 
     def close(self) -> None:
         """Stop reporting changes; the mixture may be reused."""
-        self._mixture.changed.remove(self._mixture_changed)
+        self._mixture.changed.discard(self._mixture_changed)
 
     def _mixture_changed(self, line: str) -> None:
         self._touched = True
@@ -237,7 +238,7 @@ class RewardKnob:
         """The last reward built from strings, and these strings."""
         self._now = self.read()
         self.given: dict[str, Any] = {"reward": _without_address(reward.function)}
-        reward.replaced.append(self._replaced)
+        reward.replaced.add(self._replaced)
 
     def read(self) -> str:
         """Describe the current reward: the strings that it was built from, or the name of its function."""
@@ -376,7 +377,7 @@ class LiveSettings:
         scalable: Mapping[str, Scalable] | None = None,
     ) -> None:
         self.mixture = mixture
-        self.changed: list[Callable[[], None]] = []
+        self.changed = Listeners[[]]()
         """Called after each change."""
         self._tell = tell
         self._resuming = False
@@ -455,8 +456,7 @@ class LiveSettings:
     def _changed(self, line: str) -> None:
         self.report(line)
         if not self._resuming:
-            for listener in self.changed:
-                listener()
+            self.changed.tell()
 
 
 def _without_address(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -42,6 +42,7 @@ from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.request_limits import RequestLimits
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -200,7 +201,7 @@ class Generator:
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")
 
     @property
-    def listeners(self) -> list[Callable[[], None]]:
+    def listeners(self) -> Listeners[[]]:
         """Callbacks that run in the loop after every change of the result of `engines`."""
         return self._service.listeners
 
@@ -287,7 +288,7 @@ class Generator:
                 if problem:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
                 if chunk.cache is not None and self._limits.note(replica, chunk.cache):
-                    self._service.tell_listeners()
+                    self._service.listeners.tell()
                 self._drafts.note(chunk)
                 return completion.add(chunk)
 

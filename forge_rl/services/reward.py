@@ -25,6 +25,7 @@ from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.reward_actor import REWARD_STUCK, RewardActor
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.tasks import task_group
 from forge_rl.types import Episode, Score, Task
 
@@ -72,7 +73,7 @@ class RewardService:
         self._shared = _ReplicaPool(setting, "reward", shared_parts, replicas=setting.config.replicas)
         self._own = {name: self._own_pool(name, part) for name, part in own_parts.items()}
         """Pools of the parts that have their own replicas, by part name."""
-        self.replaced: list[Callable[[], None]] = []
+        self.replaced = Listeners[[]]()
         """Callbacks that run after the function was replaced."""
         self.samples: Callable[[], Sequence[Sequence[Episode]]] = tuple
         """Returns groups of episodes on which a new function is tried before it is adopted."""
@@ -185,8 +186,7 @@ class RewardService:
             # Switch atomically, so that each score comes from either the old function or the new one.
             self._shared.version, self.function, self._own, self.form = version, function, kept_pools | new_pools, form
             try:
-                for listener in self.replaced:
-                    listener()
+                self.replaced.tell()
             finally:
                 for pool in old_pools:
                     await pool.service.stop()
