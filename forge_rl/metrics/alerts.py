@@ -14,9 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.flags.categories import Category
 from forge_rl.metrics.advisories import Advisory
 from forge_rl.metrics.sinks import RunInfo, RunOutcome, Sink
 from forge_rl.system.redaction import without_credentials
@@ -32,6 +34,8 @@ _HOUR_S = 3600.0
 @dataclass(frozen=True, kw_only=True)
 class Alerts:
     """Whom to tell when an advisory begins or ends, and when the run ends."""
+
+    CATEGORY: ClassVar[Category] = Category.OPERATIONAL
 
     command: str = ""
     """Command to run for each alert, without a shell, with a JSON object on stdin: event, text, run, folder, recipe,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from forge_rl.errors import check_flags
+from forge_rl.flags.categories import Category
 
 _LONGEST_BACKOFF_S = 60.0
 
@@ -15,6 +17,8 @@ class Restart:
 
     Restart(max_restarts=3, backoff_s=2.0)  # at once, after 2 s, after 4 s, then every 5 minutes
     """
+
+    CATEGORY: ClassVar[Category] = Category.OPERATIONAL
 
     max_restarts: int = 5
     """Maximum consecutive restarts of a replica that keeps dying; then it pauses, and if no other replica is left the

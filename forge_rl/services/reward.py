@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from forge_rl.errors import ConfigError, ReplicaError, check_flags
+from forge_rl.flags.categories import Operational
 from forge_rl.rewards import protocol
 from forge_rl.rewards.composition import WeightedSum, described
 from forge_rl.rewards.peers import as_reward
@@ -47,11 +48,11 @@ class RewardService:
     class Config:
         """The reward service: its processes, and the behaviour of a run when the reward fails."""
 
-        replicas: int = 1
+        replicas: Operational[int] = 1
         """Number of processes that score."""
-        deadline_s: float = 60.0
+        deadline_s: Operational[float] = 60.0
         """Timeout of one score, from the call of its function; time in the queue does not count."""
-        wait_for_another_s: float = 1800.0
+        wait_for_another_s: Operational[float] = 1800.0
         """Time for which a reward whose scores all fail is asked again, in training and in evaluations, before the run
         ends; an attached client or run.reward.replace may set another meanwhile. 0 ends the run immediately."""
         restart: Restart = field(default_factory=Restart)
