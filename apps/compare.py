@@ -22,6 +22,7 @@ from forge_rl.algorithms.evaluation import Estimate, compare_paired, mean_over_t
 from forge_rl.errors import ConfigError
 from forge_rl.flags.categories import Category
 from forge_rl.flags.fields import flags_of
+from forge_rl.flags.retired import retired_default
 from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.metrics.display.format import number, sparkline
 from forge_rl.metrics.episode_files import EpisodeFile
@@ -140,6 +141,8 @@ def _categories() -> dict[str, Category]:
 
 def _defines_run(name: str, categories: Mapping[str, Category]) -> bool:
     """Return whether a setting, such as "trainer.optimizer.lr", determines what a run computes."""
+    if retired_default(name) is not None:
+        return False
     return categories.get(name, Category.DEFINING) in (Category.DEFINING, Category.TUNABLE)
 
 

@@ -8,8 +8,10 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.runtime import supervision
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.engine_pool import LendOne
@@ -85,7 +87,7 @@ async def stage(
         guests=guests,
         spares=spares,
         max_model_len=256,
-        restart=Restart(max_restarts=max_restarts, backoff_s=0.01),
+        restart=Restart(max_restarts=max_restarts),
     )
     async with cluster(tmp_path / "logs") as (made, faults):
         generator = await Generator.start(
@@ -100,7 +102,8 @@ async def stage(
             name=new_service_name(),
         )
         try:
-            yield Stage(generator, Orders(tmp_path), FakeStore(), faults)
+            with mock.patch.object(supervision, "BACKOFF_S", 0.01):
+                yield Stage(generator, Orders(tmp_path), FakeStore(), faults)
         finally:
             faults.closing = True
             await generator.stop()

@@ -175,6 +175,20 @@ def test_a_flag_that_the_run_did_not_know_is_no_change(tmp_path: Path) -> None:
     assert choose_folder(Config(), "grpo", tmp_path / "run") == (tmp_path / "run", [])
 
 
+@pytest.mark.parametrize(("backoff_s", "expected"), [(1.0, ""), (2.5, "was 2.5, is no flag any more, and always 1.0")])
+def test_a_flag_that_became_a_constant_is_told_only_if_the_run_had_set_it(
+    backoff_s: float, expected: str, tmp_path: Path
+) -> None:
+    prepare_folder(tmp_path / "run", Config())
+    begin(tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    restart = {"max_restarts": 5, "backoff_s": backoff_s}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved | {"generator": {"restart": restart}}))
+    folder, notes = choose_folder(Config(), "grpo", tmp_path / "run")
+    change = f"the run is continued with changes: --generator.restart.backoff-s {expected}"
+    assert (folder, notes) == (tmp_path / "run", [change] if expected else [])
+
+
 def test_edited_code_is_refused_once_there_is_something_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

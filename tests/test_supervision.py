@@ -223,13 +223,13 @@ def test_a_replica_that_keeps_dying_rests_and_is_tried_again_while_the_others_go
             if service.replicas[index].incarnation not in (6, 7):
                 await service.replicas[index].call("exit", 7, deadline_s=LONG_S)
 
-        restart = Restart(max_restarts=4, backoff_s=25.0, pause_s=300.0)
+        restart = Restart(max_restarts=4)
         async with supervised(tmp_path, restart=restart, after=die) as (service, faults, naps):
             assert await service.route("answer", 0, deadline_s=LONG_S)
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             await until(service, lambda: not service.replicas[0].serving)
             await until(service, lambda: all_serve(service))
-            assert naps.seconds == [0.0, 25.0, 50.0, 60.0, 300.0, 300.0]
+            assert naps.seconds == [0.0, 1.0, 2.0, 4.0, 300.0, 300.0]
             assert service.replicas[0].incarnation == 6
             assert [fault.replica for fault in faults.seen] == [0] * 6
             assert faults.fatal is None
@@ -323,7 +323,7 @@ def test_a_replica_that_does_not_start_again_is_killed_and_tried_again(tmp_path:
 def test_a_replica_that_served_for_long_starts_afresh(tmp_path: Path):
     async def main() -> None:
         now = 0.0
-        restart = Restart(max_restarts=2, healthy_s=60)
+        restart = Restart(max_restarts=2)
         async with supervised(tmp_path, replicas=1, restart=restart, clock=lambda: now) as (service, _, naps):
             for served_s in (10, 59, 60, 100, 59):
                 now += served_s
@@ -521,10 +521,10 @@ def test_without_supervision_a_death_is_fatal(tmp_path: Path):
 
 
 def test_restarts_are_bounded_by_numbers_that_make_sense():
-    assert [Restart(backoff_s=3, max_restarts=9).delay_s(deaths) for deaths in range(1, 8)] == [0, 3, 6, 12, 24, 48, 60]
-    for name in ("max_restarts", "backoff_s", "pause_s", "healthy_s"):
-        with pytest.raises(ConfigError, match=f"restart.{name.replace('_', '-')} is -1"):
-            Restart(**{name: -1})
+    delays = [Restart(max_restarts=9).delay_s(deaths) for deaths in range(1, 11)]
+    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60, 300]
+    with pytest.raises(ConfigError, match=r"restart\.max-restarts is -1"):
+        Restart(max_restarts=-1)
 
 
 def test_what_a_killed_replica_kept_in_shared_memory_is_cleaned_up_by_its_own_tracker(tmp_path: Path):

@@ -25,6 +25,7 @@ from pathlib import Path
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category
 from forge_rl.flags.fields import categories_of
+from forge_rl.flags.retired import retired_default
 from forge_rl.models.digests import file_digest, model_digests
 from forge_rl.models.resolve import model_in
 from forge_rl.run.json_files import read_object as read_object
@@ -325,10 +326,13 @@ def _others(recipe: str, config: object) -> list[str]:
 def _changed(folder: Path, config: object) -> dict[str, str]:
     """Describe the settings that differ from a run folder's, by name; flags that only one has are left out."""
     old, new = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
+    retired = {name: value for name in old.keys() - new.keys() if (value := retired_default(name)) is not None}
+    names = (old.keys() & new.keys()) - _settings_of(config, Category.OF_COMMAND).keys()
     return {
-        name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {old[name]!r}, is {new[name]!r}"
-        for name in sorted(old.keys() & new.keys() - _settings_of(config, Category.OF_COMMAND).keys())
-        if old[name] != new[name]
+        name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {old[name]!r}, "
+        + (f"is no flag any more, and always {retired[name]!r}" if name in retired else f"is {new[name]!r}")
+        for name in sorted(names | retired.keys())
+        if old[name] != {**new, **retired}[name]
     }
 
 

@@ -120,7 +120,7 @@ class Supervisor:
         """Replace a replica that has died."""
         if replica.index in self._starting:  # it died while starting
             return
-        healthy = self._service.faults.clock() - replica.serving_since >= self._restart.healthy_s
+        healthy = self._restart.recovered(self._service.faults.clock() - replica.serving_since)
         if replica.answered or healthy:
             self._deaths[replica.index] = 0
         self._start_in_background(replica.index, self._recover)

@@ -53,8 +53,6 @@ class GeneratorConfig(DecodeSettings):
     """Maximum tokens of a completion."""
     temperature: float = 1.0
     """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
-    request_deadline_s: Operational[float] = 3600.0
-    """Timeout between two chunks of a completion, excluding time while engines are paused."""
     restart: Restart = field(default_factory=Restart)
     """Policy for engines that die."""
 
@@ -80,7 +78,6 @@ class GeneratorConfig(DecodeSettings):
             above={
                 "temperature": 0,
                 "kv_cache_gib": 0,
-                "request_deadline_s": 0,
                 "stall_s": 0,
                 "max_model_len": self.max_tokens,
             },

@@ -46,8 +46,6 @@ class TeachersConfig(DecodeSettings):
     """Maximum episodes that an engine scores at a time; further ones wait."""
     gpu_memory_utilization: float = 0.8
     """Share of a GPU's memory that an engine may take. Logits of scored prompts come on top of that."""
-    request_deadline_s: Operational[float] = 600.0
-    """Timeout of one episode's scores."""
     restart: Restart = field(default_factory=Restart)
     """Policy for engines that die."""
 
@@ -57,7 +55,7 @@ class TeachersConfig(DecodeSettings):
             self,
             "--teachers.",
             minimum=dict.fromkeys(counts, 1) | {"max_model_len": 0},
-            above={"gpu_memory_utilization": 0, "kv_cache_gib": 0, "request_deadline_s": 0, "stall_s": 0},
+            above={"gpu_memory_utilization": 0, "kv_cache_gib": 0, "stall_s": 0},
             below={"gpu_memory_utilization": 1},
         )
         _ = self.by_source
