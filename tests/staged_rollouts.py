@@ -19,6 +19,7 @@ from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
@@ -217,15 +218,13 @@ def rollouts(**changes: Any) -> RolloutExecutor:
         leaves=parts["leaves"],
     )
     return RolloutExecutor(
-        Dispatcher(scheduler, generator, tokenizer),
+        Dispatcher(scheduler, generator, tokenizer, hold=parts["hold"]),
         EpisodeRunner(tokenizer, parts["environment"], reward),
         devices=DeviceHandover(generator),
         version=lambda: generator.version,
         seed=parts["seed"],
-        reward=reward,
+        scoring=EpisodeScoring(reward=reward, wait_s=parts["reward_wait_s"]),
         listener=SimpleNamespace(warn=parts["warn"], episode=parts["on_episode"]),
-        reward_wait_s=parts["reward_wait_s"],
-        hold=parts["hold"],
     )
 
 

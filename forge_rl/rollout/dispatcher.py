@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 from forge_rl.errors import ContextError, ForgeError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
+from forge_rl.runtime.hold import Hold
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion
 from forge_rl.system.listeners import Listeners
 from forge_rl.system.seeds import derive_seed
@@ -45,9 +46,16 @@ StartBranch: TypeAlias = Callable[
 
 
 class Dispatcher:
-    """Waits for the engines that the scheduler grants; an episode has one engine at a time."""
+    """Waits for the engines that the scheduler grants; an episode has one engine at a time.
 
-    def __init__(self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
+    Args:
+        hold: the run's pause, during which the engines hold their requests; never paused by default.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer, *, hold: Hold | None = None
+    ) -> None:
+        self.hold = hold or Hold()
         self.scheduler = scheduler
         self.generator = generator
         self.tokenizer = tokenizer

@@ -26,10 +26,12 @@ from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.examples import ExampleFn, ExampleMaker, Examples
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
+from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.control import Control, serving_control
+from forge_rl.run.control import Control
+from forge_rl.run.control_server import serving_control
 from forge_rl.run.elastic import ElasticHosts
 from forge_rl.run.ending import Ending
 from forge_rl.run.endpoints import check_reachable, listen
@@ -278,15 +280,13 @@ def _rollouts(
         leaves=services.environment.leaves if services.environment else 1,
     )
     rollouts = RolloutExecutor(
-        Dispatcher(scheduler, services.generator, tokenizer),
+        Dispatcher(scheduler, services.generator, tokenizer, hold=monitor.faults.hold),
         run_episode,
         devices=services.devices,
         version=lambda: trainer.version,
         seed=config.seed,
-        reward=services.reward,
+        scoring=EpisodeScoring(reward=services.reward, wait_s=config.reward.wait_for_another_s),
         listener=monitor.log,
-        reward_wait_s=config.reward.wait_for_another_s,
-        hold=monitor.faults.hold,
     )
     rollouts.wanted_engines = lambda: len(config.generator.urls) + services.generator.replicas
     services.reward.replaced.add(rollouts.reward_replaced)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.system.terminal import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +91,11 @@ class Knob:
     moves: bool = False
     """Whether the values also change by themselves, as hosts join or leave: only what was set is a change then, and a
     resumed run takes up each alone."""
-    given: dict[str, Any] = field(init=False)
-    """Values by this command's flags."""
     _written: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.given = self._numbers()
+        self.given: dict[str, Any] = self._numbers()
+        """Values by this command's flags."""
 
     def read(self) -> dict[str, Any]:
         return dict(self.get())
@@ -158,10 +158,45 @@ class Knob:
         return {name: values[name] for name in self._bounds if name in values}
 
 
-def is_knob_state(name: str, given: Mapping[str, object], changes: Mapping[str, object]) -> bool:
+class LiveSchedule:
+    """The schedule of a live run: settings are readable, and bounds can be set.
+
+        run.schedule.max_lag = 2  # from the next batch on
+
+    A lower bound applies from the next batch on: episodes in flight that are too old for it are replaced.
+
+    Args:
+        read: returns the settings by name.
+        write: sets bounds by name; raises a ForgeError for a setting that cannot change or a value out of range.
+    """
+
+    max_lag: int
+    over_sampling: float
+    max_episodes: int
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[Mapping[str, Any]], None]) -> None:
+        vars(self).update(_read=read, _write=write)
+
+    def __getattr__(self, name: str) -> Any:
+        settings = vars(self)["_read"]() if not name.startswith("_") else {}
+        if name not in settings:
+            raise AttributeError(f"the schedule has no {name!r}")
+        return settings[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self)["_write"]({name: value})
+
+    def __repr__(self) -> str:
+        settings = vars(self)["_read"]()
+        return visible(
+            "\n".join([f"Schedule  {settings['kind']}", *(f"  {name} {value}" for name, value in settings.items())])
+        )
+
+
+def is_knob_state(name: str, flag_values: Mapping[str, object], changes: Mapping[str, object]) -> bool:
     """Return whether values from a possibly corrupt file have the form of a knob's `given` and `changes`."""
     bounds = BOUNDS[name]
-    values = [*given.items(), *changes.items()]
-    return changes.keys() <= given.keys() and all(
+    values = [*flag_values.items(), *changes.items()]
+    return changes.keys() <= flag_values.keys() and all(
         number in bounds and bounds[number].accepts_type(value) for number, value in values
     )

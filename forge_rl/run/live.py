@@ -23,8 +23,7 @@ from forge_rl.flags.user_code import name_of, shown
 from forge_rl.rewards.composition import described
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.attach import LiveSchedule
-from forge_rl.run.knobs import BOUNDS, Knob, is_knob_state
+from forge_rl.run.knobs import BOUNDS, Knob, LiveSchedule, is_knob_state
 from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.trainer import Trainer
 from forge_rl.system.listeners import Listeners
@@ -366,8 +365,8 @@ def is_live_state(state: object) -> bool:
 
 def _is_knob_state(name: object, state: object) -> bool:
     match name, state:
-        case str(), {"given": dict(given), "changes": dict(changes)} if name in BOUNDS:
-            return is_knob_state(name, given, changes)
+        case str(), {"given": dict(flag_values), "changes": dict(changes)} if name in BOUNDS:
+            return is_knob_state(name, flag_values, changes)
         case "reward", {"given": {"reward": str()}, "changes": {"reward": {"name": str(), "texts": [*texts]}}}:
             return all(isinstance(text, str) for text in texts)
         case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:

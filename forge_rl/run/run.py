@@ -17,12 +17,12 @@ from forge_rl.packing.rows import PackedBatch, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.after_step import AfterStepQueue
-from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.gap import GapReport, explain_gap
 from forge_rl.run.kept import Stateful
+from forge_rl.run.knobs import LiveSchedule
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
