@@ -6,6 +6,7 @@ forge-rl compare runs/grpo-1a2b3c4d runs/grpo-5e6f7a8b
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,19 @@ from rich.text import Text
 
 from forge_rl.algorithms.evaluation import Estimate, compare_paired, mean_over_tasks
 from forge_rl.errors import ConfigError
+from forge_rl.flags.categories import Category
+from forge_rl.flags.fields import flags_of
+from forge_rl.flags.retired import retired_default
+from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.metrics.display.format import number, sparkline
 from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
+from forge_rl.run.example_config import ExampleConfig
 from forge_rl.run.launch import launch
 from forge_rl.run.past_runs import as_float, flag_of, metrics_of, read_bounded, setting_text, settings_of
-from forge_rl.run.run_dir import defines_run
+from forge_rl.run.task_config import TaskConfig
+from forge_rl.services.teachers_config import TeachersConfig
+from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.system.terminal import clipped
 
 _CURVES = (
@@ -109,15 +117,33 @@ class Difference:
 def differences(first: Path, second: Path) -> list[Difference]:
     """List what differs between two runs: settings that define them, code, packages, and other settings."""
     diffs = []
+    categories = _categories()
     for file, is_setting in (("config.json", True), ("versions.json", False)):
         first_values, second_values = (settings_of(read_bounded(folder / file)) for folder in (first, second))
         for name in sorted(first_values.keys() | second_values.keys()):
             values = [setting_text(side.get(name, "none")) for side in (first_values, second_values)]
             if values[0] != values[1]:
                 flag = flag_of(name) if is_setting else name.replace("code.", "code of ", 1)
-                defines = defines_run(name) if is_setting else name.startswith("code.")
+                defines = _defines_run(name, categories) if is_setting else name.startswith("code.")
                 diffs.append(Difference(flag, values[0], values[1], defines))
     return sorted(diffs, key=lambda diff: not diff.defines)
+
+
+def _categories() -> dict[str, Category]:
+    """Return the category of each flag that recipes have, by its path; a folder does not say which recipe ran."""
+    groups = {"critic": CriticConfig, "teachers": TeachersConfig, "gateway": GatewayConfig}
+    flags = itertools.chain(
+        *map(flags_of, (TaskConfig, ExampleConfig)),
+        *(flags_of(config, path=(group,)) for group, config in groups.items()),
+    )
+    return {flag.dotted: flag.category for flag in flags}
+
+
+def _defines_run(name: str, categories: Mapping[str, Category]) -> bool:
+    """Return whether a setting, such as "trainer.optimizer.lr", determines what a run computes."""
+    if retired_default(name) is not None:
+        return False
+    return categories.get(name, Category.DEFINING) in (Category.DEFINING, Category.TUNABLE)
 
 
 def _first_line(diffs: Sequence[Difference]) -> str:

@@ -60,6 +60,7 @@ from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure, score_set
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.attach import attach
@@ -505,7 +506,7 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
             devices=DeviceHandover(generator),
             version=lambda: 0,
             seed=config.seed,
-            reward=reward,
+            scoring=EpisodeScoring(reward=reward),
         )
         services.stack.push_async_callback(rollouts.close)
         with interrupted_by(services.faults.raise_fatal):

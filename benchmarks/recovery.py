@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+from unittest import mock
 
 from benchmarks.real_engines import Engines, Stories, engines
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
@@ -32,7 +33,7 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime import supervision
 from forge_rl.services.generator import Generator
 from forge_rl.system.tasks import task_group
 from forge_rl.types import Batch, Episode, Task
@@ -127,7 +128,7 @@ class _Bench:
             seed=0,
             listener=Printed(),
         )
-        served.faults.listeners.append(lambda fault: self._watched.tell())
+        served.faults.listeners.add(lambda fault: self._watched.tell())
 
     async def deliver(self) -> None:
         """Deliver batches, each followed by a new version."""
@@ -254,6 +255,7 @@ async def _measure(config: Config, report: Report) -> None:
     report.results |= {"lost_episodes": num_lost, "duplicated_episodes": num_duplicated}
 
 
+@mock.patch.object(supervision, "HEALTHY_S", 0.0)  # each death counts as the first
 async def _one_run(
     config: Config, report: Report, seconds: dict[str, list[float]], *, spares: int, cold: str
 ) -> _Bench:
@@ -265,7 +267,6 @@ async def _one_run(
         max_model_len=4 * config.tokens[1] + 128,  # room for turns that stop early
         max_num_seqs=config.requests,
         kv_cache_gib=0.75,
-        restart=Restart(healthy_s=0),  # each death counts as the first
     )
     signals = {"": signal.SIGKILL} if config.smoke else _SIGNALS
     async with engines(generator, config.model) as served:

@@ -78,6 +78,9 @@ if TYPE_CHECKING:
     from forge_rl.envs.tools import ToolEnv as ToolEnv
     from forge_rl.errors import ForgeError as ForgeError
     from forge_rl.errors import TaskError as TaskError
+    from forge_rl.flags.categories import OfCommand as OfCommand
+    from forge_rl.flags.categories import Operational as Operational
+    from forge_rl.flags.categories import Tunable as Tunable
     from forge_rl.gateway.gateway_config import GatewayConfig as GatewayConfig
     from forge_rl.gateway.sessions import Session as Session
     from forge_rl.packing.rows import pack as pack
@@ -202,6 +205,7 @@ _HOMES = {
         ),
         "data.mixture": ("Mixture",),
         "engines.optimizer": ("OptimizerConfig",),
+        "flags.categories": ("OfCommand", "Operational", "Tunable"),
         "envs.by_source": ("BySource",),
         "envs.calculator": ("calculator",),
         "envs.env_flag": (

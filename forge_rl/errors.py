@@ -54,8 +54,8 @@ def check_flags(
     """Check fields of a config against limits: `check_flags(self, "--generator.", minimum={"replicas": 1})`.
 
     Raises:
-        ConfigError: a field exceeds a limit; names the flag, which is `flags` plus the field's name, with hyphens
-            unless `flags` ends in a colon.
+        ConfigError: a field exceeds a limit; names the flag, which is `flags` plus the field's name with hyphens, or
+            the argument of a class if `flags` is CLASS( or of a text if it ends in a colon.
     """
     for limits, within, words in (
         (minimum, operator.ge, "{} or more"),
@@ -65,8 +65,10 @@ def check_flags(
     ):
         for name, limit in (limits or {}).items():
             if not within(value := getattr(config, name), limit):
-                flag = flags + (name if flags.endswith(":") else name.replace("_", "-"))
-                raise ConfigError(f"{flag} is {value}", hint=f"set {flag} to {words.format(limit)}")
+                is_argument = flags.endswith("(")
+                flag = name if is_argument else flags + (name if flags.endswith(":") else name.replace("_", "-"))
+                place = f"{flags}{name}=...): " * is_argument
+                raise ConfigError(f"{place}{flag} is {value}", hint=f"set {flag} to {words.format(limit)}")
 
 
 def check_installed(user: str, package: str, extra: str) -> None:

@@ -26,7 +26,7 @@ class Config(rl.RunConfig):
     command: str = EXAMPLE
     """The agent's program and arguments, split as by a shell. Each episode runs it once."""
     tasks: rl.TaskTexts = (rl.ONE_DIGIT_ADDITION,)
-    eval_tasks: tuple[str, ...] = ()
+    eval_tasks: rl.Tunable[tuple[str, ...]] = ()
     """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: rl.DataConfig = field(default_factory=rl.DataConfig)
     rewards: rl.RewardTexts = ("auto",)

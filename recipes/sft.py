@@ -5,7 +5,6 @@ python -m recipes.sft --help
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 import forge_rl as rl
@@ -32,11 +31,7 @@ async def step(run: rl.Run[Config]) -> None:
     """Run one step: draw examples, train."""
     with run.phase("draw"):
         batch = await run.examples.next_batch()
-    with run.phase("train"):
-        no_advantages = batch.rewards
-        packed = await asyncio.to_thread(rl.pack, batch, no_advantages, run.trainer.layout)
-        stats = await run.trainer.step(packed, run.loss)
-    run.log(stats, batch, packed)
+    await run.train_on(batch)
 
 
 async def main(config: Config) -> None:

@@ -8,9 +8,11 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from forge_rl.engines.protocol import Quantization
 from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.runtime import supervision
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.engine_pool import LendOne
@@ -65,7 +67,7 @@ class Stage:
     def only_once(self, engine: int, **orders: object) -> None:
         """Give an engine these orders until its first fault."""
         self.orders.tell(engine, **orders)
-        self.faults.listeners.append(lambda fault: self.orders.tell(engine) if fault.replica == engine else None)
+        self.faults.listeners.add(lambda fault: self.orders.tell(engine) if fault.replica == engine else None)
 
 
 @contextlib.asynccontextmanager
@@ -89,7 +91,7 @@ async def stage(
         spares=spares,
         quantization=quantization,
         max_model_len=256,
-        restart=Restart(max_restarts=max_restarts, backoff_s=0.01),
+        restart=Restart(max_restarts=max_restarts),
     )
     async with cluster(tmp_path / "logs") as (made, faults):
         generator = await Generator.start(
@@ -101,7 +103,8 @@ async def stage(
             actor=FakeEngine,
         )
         try:
-            yield Stage(generator, Orders(tmp_path), FakeStore(), faults)
+            with mock.patch.object(supervision, "BACKOFF_S", 0.01):
+                yield Stage(generator, Orders(tmp_path), FakeStore(), faults)
         finally:
             faults.closing = True
             await generator.stop()

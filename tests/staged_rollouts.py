@@ -19,10 +19,12 @@ from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import LocalSession
+from forge_rl.system.listeners import Listeners
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.thoughts import without_thoughts
 from forge_rl.types import Episode, Message, Sampling, Score, Task
@@ -98,7 +100,7 @@ class StagedGenerator:
         """What it decodes instead of its seed."""
         self.seen: list[tuple[tuple[int, ...], Sampling]] = []
         self.truncated = truncated
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners = Listeners[[]]()
         self.told: list[str] = []
 
     def engines(self) -> dict[int, int]:
@@ -216,15 +218,13 @@ def rollouts(**changes: Any) -> RolloutExecutor:
         leaves=parts["leaves"],
     )
     return RolloutExecutor(
-        Dispatcher(scheduler, generator, tokenizer),
+        Dispatcher(scheduler, generator, tokenizer, hold=parts["hold"]),
         EpisodeRunner(tokenizer, parts["environment"], reward),
         devices=DeviceHandover(generator),
         version=lambda: generator.version,
         seed=parts["seed"],
-        reward=reward,
+        scoring=EpisodeScoring(reward=reward, wait_s=parts["reward_wait_s"]),
         listener=SimpleNamespace(warn=parts["warn"], episode=parts["on_episode"]),
-        reward_wait_s=parts["reward_wait_s"],
-        hold=parts["hold"],
     )
 
 
@@ -262,8 +262,7 @@ class MortalGenerator(StagedGenerator):
         self.tell()
 
     def tell(self) -> None:
-        for listener in self.listeners:
-            listener()
+        self.listeners.tell()
 
     async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
         sampling = completion.rest

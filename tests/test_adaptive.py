@@ -110,7 +110,7 @@ def test_the_target_is_where_a_source_has_its_largest_share(target: float, more:
 
 def test_a_share_that_is_set_by_hand_stays_until_adapt_is_set_again_and_a_listener_hears_of_both():
     found, heard = mixture(a=1, b=1, c=1), []
-    found.changed.append(heard.append)
+    found.changed.add(heard.append)
     found.adapt(SUCCESS)
     found["a"] = 0.02  # the hand may pass the bounds
     found.observe([group("b", 0, 1), group("c", 0, 0)])

@@ -21,6 +21,7 @@ from forge_rl.run.ending import Ending
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.parts import RunParts
 from forge_rl.run.services import RolloutServices, Services
+from forge_rl.system.listeners import Listeners
 from forge_rl.types import Task
 
 BOUNDS = {"max_lag": 1, "over_sampling": 1.0, "max_episodes": 64}
@@ -117,7 +118,7 @@ class Unchanged:
     """Stands for the settings of a run that nobody changes."""
 
     def __init__(self) -> None:
-        self.changed: list[object] = []
+        self.changed = Listeners[[]]()
 
     def state(self) -> dict[str, object]:
         return UNCHANGED

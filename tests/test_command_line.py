@@ -18,6 +18,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.flags.command_line import parse
 from forge_rl.flags.config_file import dump, read
 from forge_rl.flags.fields import flags_of
+from forge_rl.run.run_config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 FILES = [*(ROOT / "recipes").glob("[a-z]*.py"), *(ROOT / "apps").glob("[a-z]*.py")]
@@ -109,6 +110,17 @@ def test_a_wrong_file_is_one_clear_message(text: str, message: str, file: Path) 
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         parsed("--config", str(file))
+
+
+def test_flags_that_became_constants_are_ignored_at_their_old_defaults_and_refused_otherwise(file: Path) -> None:
+    file.write_text("[generator.restart]\nmax_restarts = 4\nbackoff_s = 1.0\npause_s = 300.0\n")
+    assert read(file, RunConfig).generator.restart.max_restarts == 4
+    file.write_text("[generator.restart]\nbackoff_s = 2.0\n")
+    with pytest.raises(ConfigError, match=r"\.toml:2: generator\.restart\.backoff_s is no flag any more") as raised:
+        read(file, RunConfig)
+    assert "it is always 1.0" in raised.value.hint
+    with pytest.raises(ConfigError, match=r"--generator\.restart\.pause-s is no flag any more"):
+        parse(RunConfig, "grpo", ["--generator.restart.pause-s", "9"])
 
 
 def test_a_file_that_is_not_there_is_one_clear_message() -> None:

@@ -238,7 +238,7 @@ def test_a_batch_without_a_teachers_scores_is_refused():
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"k": 2000}, {"beta": -0.1}, {"beta": 1.5}, {"clip": 0.0}])
 def test_a_wrong_option_names_its_flag(wrong: dict[str, float]):
     (name,) = wrong
-    with pytest.raises(ConfigError, match=f"--loss distill:{name} is"):
+    with pytest.raises(ConfigError, match=rf"^Distillation\({name}=\.\.\.\): {name} is"):
         Distillation(**wrong)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,8 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.errors import ConfigError, ReplicaError
-from forge_rl.run.live import ReplicasKnob, is_live_state
+from forge_rl.run.knobs import Knob
+from forge_rl.run.live import is_live_state, replicas_knob
 from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.jobs.joining import attach_host
@@ -288,9 +289,9 @@ class Scaled:
 def test_a_resumed_run_takes_up_numbers_of_replicas_unless_flags_change_them():
     told: list[str] = []
 
-    def knob(engines: int = 1, environments: int = 1) -> ReplicasKnob:
+    def knob(engines: int = 1, environments: int = 1) -> Knob:
         services = {"engines": Scaled(engines), "environments": Scaled(environments)}
-        return ReplicasKnob(services, told.append, told.append)
+        return replicas_knob(services, told.append, told.append)
 
     before = knob()
     asyncio.run(before.write({"engines": 3, "environments": 2}))
@@ -307,9 +308,9 @@ def test_a_resumed_run_takes_up_numbers_of_replicas_unless_flags_change_them():
     asyncio.run(after.resume(state["given"], state["changes"]))
     assert after.read() == {"engines": 3, "environments": 4}
     assert told == [
+        "the current flags set environments 4, which overrides the live change to 2",
         "engines 1 -> 3",
-        "the current flags set 4 environments, which overrides the live change to 2",
     ]
     small: Any = SimpleNamespace(replicas=1, scale=Scaled(1).scale)
-    asyncio.run(ReplicasKnob({"engines": small}, told.append, told.append).resume({"engines": 1}, {"engines": 9}))
-    assert told[-1] == "the live change to 9 engines is not taken up: no room"
+    asyncio.run(replicas_knob({"engines": small}, told.append, told.append).resume({"engines": 1}, {"engines": 9}))
+    assert told[-1] == "the live change to engines 9 no longer applies: no room"

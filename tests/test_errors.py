@@ -100,7 +100,7 @@ def test_long_texts_of_users_errors_are_cut_where_they_enter(capsys: pytest.Capt
     error = ForgeError(f"the reward raised {Talkative()}", hint="fix it")
     loss = errors.LossError("it raised", trace=str(Talkative()))
     faults = Faults()
-    faults.tell(fail_with, raised())
+    faults.listener_failed(raised())
     faults.record("reward", 0, str(Talkative()))
     packed = _pack(raised())
     (short, bare), stderr = pickle.loads(packed), capsys.readouterr().err
@@ -111,7 +111,3 @@ def test_long_texts_of_users_errors_are_cut_where_they_enter(capsys: pytest.Capt
         assert len(text) < 150_000
     assert len(pickle.dumps(error)) < 50_000
     assert error.args == (error.message, "fix it")
-
-
-def fail_with(error: Exception) -> None:
-    raise error

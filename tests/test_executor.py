@@ -126,8 +126,7 @@ def test_engines_are_listed_when_they_change_and_not_for_every_episode() -> None
             generator.version = version
             await executor.next_batch()
         assert generator.listed == 1
-        for listener in generator.listeners:
-            listener()
+        generator.listeners.tell()
         assert generator.listed == 2
 
     asyncio.run(main())

@@ -192,6 +192,6 @@ def test_a_completion_at_which_engines_die_again_and_again_costs_its_episode_and
         assert poisoned <= 3 * 4, "an episode is not run again"
         await executor.close()
         assert environment.closed >= 1, "the sessions of episodes that are given up are closed"
-        assert generator.listeners == []
+        assert len(generator.listeners) == 0
 
     asyncio.run(main())

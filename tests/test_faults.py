@@ -150,7 +150,7 @@ def test_listeners_hear_of_faults_and_of_recoveries():
     clock = Clock()
     faults = Faults(clock)
     heard: list[tuple[int | None, float | None]] = []
-    faults.listeners.append(lambda fault: heard.append((fault.replica, fault.recovered_s)))
+    faults.listeners.add(lambda fault: heard.append((fault.replica, fault.recovered_s)))
     faults.record("generator", 1, "killed", fatal=False)
     clock.now += 2
     faults.record("generator", 0, "killed", fatal=False)
@@ -164,7 +164,7 @@ def test_listeners_hear_of_faults_and_of_recoveries():
 
 def test_what_ends_while_closing_is_no_fault():
     faults = Faults()
-    faults.listeners.append(lambda fault: pytest.fail(f"told of {fault}"))
+    faults.listeners.add(lambda fault: pytest.fail(f"told of {fault}"))
     faults.closing = True
     faults.record("generator", 0, "killed")
     faults.recovered("generator", 0)

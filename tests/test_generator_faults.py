@@ -327,7 +327,7 @@ def test_an_engine_whose_cache_is_full_gets_fewer_requests_until_it_dies(tmp_pat
             await on.load(1)
             assert on.generator.pop_metrics() == {}
             told: list[dict[int, int]] = []
-            on.generator.listeners.append(lambda: told.append(on.generator.engines()))
+            on.generator.listeners.add(lambda: told.append(on.generator.engines()))
             on.orders.tell(0, cache=(0.97, 3, 5, 11))
             await on.generator.generate(PROMPT, Sampling(max_tokens=2), engine=0)
             assert told == [{0: 11, 1: 64}]

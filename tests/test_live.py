@@ -22,9 +22,10 @@ from forge_rl.run import live as live_module
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
-from forge_rl.run.live import LiveSettings, ReplicasKnob, changes_by, is_live_state
+from forge_rl.run.live import LiveSettings, changes_by, is_live_state, replicas_knob
 from forge_rl.run.parts import RunParts
 from forge_rl.run.services import Services
+from forge_rl.system.listeners import Listeners
 from tests.staged_rollouts import rollouts, run_until_idle
 from tests.test_mixture import Counting
 
@@ -47,14 +48,13 @@ class FakeReward:
 
     def __init__(self, function: object) -> None:
         self.function = function
-        self.replaced: list[Any] = []
+        self.replaced = Listeners[[]]()
 
     async def replace(self, function: object) -> None:
         if function == "broken":
             raise ForgeError("it cannot be pickled")
         self.function = function
-        for listener in self.replaced:
-            listener()
+        self.replaced.tell()
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def change_all(live: Live) -> None:
     live.schedule.max_lag = 2
     live.schedule.over_sampling = 1.5
     live.schedule.max_episodes = 64
-    live.settings.optimizer.set(1e-5)
+    live.settings.optimizer.put({"lr": 1e-5})
     live.replace_reward("7")
 
 
@@ -196,7 +196,7 @@ def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path
         ({"reward": Flagged(2.0)}, (3, 2, 1.5, 64, 1e-5, Flagged(2.0)), "the current flags set the reward Flagged"),
         ({"weights": {"a": 0, "b": 9}}, (0, 2, 1.5, 64, 1e-5, Flagged(7.0)), "mixture a 3 -> 0 (by the current flags)"),
         ({"over_sampling": 1.5, "max_lag": 2}, CHANGED, ""),
-        ({"lr": 2e-5}, (3, 2, 1.5, 64, 2e-5, Flagged(7.0)), "the current flags set the learning rate 2e-05"),
+        ({"lr": 2e-5}, (3, 2, 1.5, 64, 2e-5, Flagged(7.0)), "the current flags set learning rate 2e-05"),
     ],
 )
 def test_a_flag_that_the_continuing_command_changes_wins_over_what_was_changed_live(
@@ -245,9 +245,9 @@ def test_a_reward_that_is_refused_leaves_the_one_before(tmp_path: Path):
         ({}, "max_lag", True, "set to True"),
         ({}, "max_lag", "2", "set to '2'"),
         ({}, "max_episodes", 0, "max-episodes is 0"),
-        ({}, "max_episodes", 10**9, "set it to at most 1000000"),
-        ({}, "max_lag", 10**6, "set it to at most 1000"),
-        ({}, "over_sampling", math.nan, "over-sampling is nan"),
+        ({}, "max_episodes", 10**9, "at most 1000000"),
+        ({}, "max_lag", 10**6, "at most 1000"),
+        ({}, "over_sampling", math.nan, "over_sampling is set to nan"),
         ({}, "over_sampling", 9, "over-sampling is 9"),
         ({"max_lag": 1}, "over_sampling", 2, "waits for its stragglers all the same"),
         ({"over_sampling": 2, "max_lag": 2}, "max_lag", 0, "no later batch can use the surplus"),
@@ -313,6 +313,12 @@ def test_the_state_of_live_settings_is_known_as_such(tmp_path: Path):
         ("optimizer", {"lr": "1e-5"}, "'1e-5'"),
         ("optimizer", {"lr": 1e-5, "beta1": 0.5}, "beta1"),
         ("group_size", {"group_size": 10**6}, "set one of schedule, mixture, optimizer, reward"),
+        ("schedule", {"max_lag": 3, "max_episodes": 0}, "max-episodes is 0"),
+        ("schedule", {"max_lag": 3, "over_sampling": "2"}, "set to '2'"),
+        ("schedule", {"max_episodes": 32, "kind": "asynchronous"}, "'kind' cannot change"),
+        ("mixture", {"weights": {"a": 3, "b": -1}}, "from 0 to 1e+09"),
+        ("mixture", {"weights": {"a": 3, "c": 1}}, "no source named 'c'"),
+        ("mixture", {"weights": {"a": 3}, "adapting": {"adapt": "success"}}, "set weights, or adapting"),
         ("mixture", {"weights": {"a": math.nan}}, "from 0 to 1e+09"),
         ("mixture", {"weights": {"a": 1e300}}, "from 0 to 1e+09"),
         ("mixture", {"weights": {"a": -1}}, "from 0 to 1e+09"),
@@ -343,11 +349,11 @@ def test_a_change_of_replicas_that_is_refused_in_part_changes_nothing() -> None:
             self.replicas = replicas
 
     services, said = {"engines": Service(), "environments": Service()}, list[str]()
-    knob = ReplicasKnob(services, said.append, said.append)
+    knob = replicas_knob(services, said.append, said.append)
     for values in ({"engines": 3, "rewards": 2}, {"engines": 3, "environments": 5}):
         with pytest.raises(ConfigError):
-            knob.set(values)
+            knob.put(values)
         assert (knob.read(), knob.changes(), said) == ({"engines": 1, "environments": 1}, {}, [])
-    knob.set({"engines": 3, "environments": 2})
+    knob.put({"engines": 3, "environments": 2})
     assert knob.changes() == {"engines": 3, "environments": 2}
-    assert said == ["engines 1 -> 3", "environments 1 -> 2"]
+    assert said == ["engines 1 -> 3, environments 1 -> 2"]

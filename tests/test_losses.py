@@ -320,7 +320,7 @@ def test_a_penalty_needs_a_reference(kl_coef, needed):
 def test_a_bad_field_is_refused_with_its_flag_and_value(field, value):
     with pytest.raises(ConfigError) as error:
         ClippedSurrogate(**{field: value})
-    assert ":" + field in str(error.value)
+    assert f"{field} is " in str(error.value)
     assert str(value) in str(error.value)
 
 

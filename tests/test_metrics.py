@@ -218,7 +218,7 @@ def test_a_listener_is_told_each_phase_at_its_end_also_one_that_fails() -> None:
     time = FakeClock()
     clock = PhaseClock(time)
     seen: list[tuple[str, float, float, str]] = []
-    clock.on_phase = lambda name, begin, end: seen.append((name, begin, end, clock.current))
+    clock.ended.add(lambda name, begin, end: seen.append((name, begin, end, clock.current)))
 
     def fail() -> None:
         time.seconds += 4.0

@@ -60,8 +60,7 @@ def test_phases_and_faults_are_in_the_trace_and_among_the_events(bench: Bench) -
         bench.seconds += 5.00049
         fault = Fault(service="reward", replica=0, cause="hung", phase="rollout", at_s=bench.seconds, fatal=False)
         bench.faults.seen.append(fault)
-        for listener in bench.faults.listeners:
-            listener(fault)
+        bench.faults.listeners.tell(fault)
     (fault,) = bench.monitor.recoveries()
     assert (fault.name, fault.at_s, outcome_of(fault)) == ("reward/0", 5.0, "no")
     bench.monitor.close()

@@ -54,7 +54,7 @@ async def score(service: RewardService, task: Task, text: str) -> float:
 async def full_strength(service: RewardService) -> None:
     """Wait until all replicas serve."""
     changed = asyncio.Event()
-    service._shared.service.listeners.append(changed.set)
+    service._shared.service.listeners.add(changed.set)
     async with asyncio.timeout(LONG_S):
         while not all(replica.serving for replica in service._shared.service.replicas):
             await changed.wait()
@@ -209,7 +209,7 @@ def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_
                 await score(service, task_of(), "")
             assert faults.seen == []
             told: list[None] = []
-            service.replaced.append(lambda: told.append(None))
+            service.replaced.add(lambda: told.append(None))
             await service.replace(fake_envs.length)
             assert told == [None]
             assert await score(service, task_of(), "four") == 4.0
@@ -246,7 +246,7 @@ def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
         async with reward(tmp_path, fake_envs.length) as (service, faults):
             task, told = task_of(), list[str]()
             service.try_on(lambda: [[Episode(task=task, turns=(), score=Score(total=4.0), output="four")]])
-            service.replaced.append(lambda: told.append("replaced"))
+            service.replaced.add(lambda: told.append("replaced"))
             with pytest.raises(ConfigError, match=r"fails on s t.*KeyError: 'absent' \(.*test_reward_service.py:\d+\)"):
                 await service.replace(raising)
             with pytest.raises(ConfigError, match="the reward of t is nan"):

@@ -7,55 +7,72 @@ import json
 import os
 import pkgutil
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import recipes
 from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.flags.categories import Category, OfCommand, Operational, Tunable
 from forge_rl.flags.fields import flags_of
-from forge_rl.run import run_dir
 from forge_rl.run.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    lr: float = 0.1
+    lr: Tunable[float] = 0.1
     decay: str = "constant"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    ranks: int = 1
-    seq_len: int = 32
+    ranks: Operational[int] = 1
+    seq_len: Operational[int] = 32
     optimizer: Optimizer = field(default_factory=Optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
+    CATEGORY: ClassVar[Category] = Category.OPERATIONAL
     shm: str = "/dev/shm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    steps: int = 2
+    steps: Tunable[int] = 2
     group_size: int = 8
-    display: str = "auto"
-    force_continue: bool = False
+    display: OfCommand[str] = "auto"
+    force_continue: OfCommand[bool] = False
     trainer: Trainer = field(default_factory=Trainer)
     weights: Weights = field(default_factory=Weights)
-    rewards: tuple[str, ...] = ("exact",)
+    rewards: Tunable[tuple[str, ...]] = ("exact",)
 
 
-def test_each_pattern_of_settings_that_may_change_matches_one() -> None:
+@pytest.mark.parametrize(
+    ("category", "names"),
+    [
+        (Category.OF_COMMAND, "out display plan target.on isolation.pass_env job cache prometheus"),
+        (Category.OPERATIONAL, "trainer.ranks trainer.seq_len trainer.tensor_parallel_degree trainer.deadline_s"),
+        (Category.OPERATIONAL, "critic.ranks critic.seq_len gateway.port gateway.agent_limits.cpu_s"),
+        (Category.OPERATIONAL, "generator.replicas generator.max_num_seqs generator.restart.max_restarts weights.shm"),
+        (Category.OPERATIONAL, "schedule.retries evaluation.every recording.share data.max_bad_rows alerts.command"),
+        (
+            Category.TUNABLE,
+            "steps trainer.optimizer.lr critic.epochs schedule.max_lag mixture.least generator.max_tokens",
+        ),
+        (Category.TUNABLE, "rewards eval_tasks"),
+        (Category.DEFINING, "model seed group_size loss trainer.dtype trainer.optimizer.decay generator.temperature"),
+        (Category.DEFINING, "evaluation.episodes data.template curriculum.pools tasks env advantages"),
+    ],
+)
+def test_flags_have_the_categories_of_their_fields_in_each_recipe(category: Category, names: str) -> None:
     modules = [importlib.import_module(f"recipes.{module.name}") for module in pkgutil.iter_modules(recipes.__path__)]
-    settings = {
-        ".".join(flag.path) for module in modules if hasattr(module, "Config") for flag in flags_of(module.Config)
-    }
-    patterns = {*run_dir._UNSAID, *run_dir._FREE, *run_dir._TUNABLE}
-    assert not {pattern for pattern in patterns if not any(fnmatch(setting, pattern) for setting in settings)}
+    configs = [module.Config for module in modules if hasattr(module, "Config")]
+    categories = {(flag.dotted, flag.category) for config in configs for flag in flags_of(config)}
+    for name in names.split():
+        assert {kind for flag, kind in categories if flag == name} == {category}, name
 
 
 def begin(run: Path) -> None:
@@ -156,6 +173,20 @@ def test_a_flag_that_the_run_did_not_know_is_no_change(tmp_path: Path) -> None:
     del saved["group_size"]
     (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
     assert choose_folder(Config(), "grpo", tmp_path / "run") == (tmp_path / "run", [])
+
+
+@pytest.mark.parametrize(("backoff_s", "expected"), [(1.0, ""), (2.5, "was 2.5, is no flag any more, and always 1.0")])
+def test_a_flag_that_became_a_constant_is_told_only_if_the_run_had_set_it(
+    backoff_s: float, expected: str, tmp_path: Path
+) -> None:
+    prepare_folder(tmp_path / "run", Config())
+    begin(tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    restart = {"max_restarts": 5, "backoff_s": backoff_s}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved | {"generator": {"restart": restart}}))
+    folder, notes = choose_folder(Config(), "grpo", tmp_path / "run")
+    change = f"the run is continued with changes: --generator.restart.backoff-s {expected}"
+    assert (folder, notes) == (tmp_path / "run", [change] if expected else [])
 
 
 def test_edited_code_is_refused_once_there_is_something_to_continue(

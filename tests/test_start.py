@@ -22,6 +22,7 @@ from forge_rl.run.checks import _evaluation_sets
 from forge_rl.services.completion import DraftCounts
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig
+from forge_rl.system.listeners import Listeners
 from forge_rl.types import Sampling
 from recipes import distill
 from recipes.grpo import Config, start
@@ -48,8 +49,8 @@ class Handle:
     def __init__(self, name: str, stopped: list[str]) -> None:
         self.name = name
         self.stopped = stopped
-        self.listeners: list[object] = []
-        self.replaced: list[object] = []
+        self.listeners = Listeners[[]]()
+        self.replaced = Listeners[[]]()
 
     def engines(self) -> dict[int, int]:
         return {}

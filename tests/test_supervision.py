@@ -73,12 +73,12 @@ async def supervised(
 async def until(service: Service, condition: Callable[[], bool]) -> None:
     """Wait until something is so after a change of the serving replicas."""
     changed = asyncio.Event()
-    service.listeners.append(changed.set)
+    service.listeners.add(changed.set)
     async with asyncio.timeout(LONG_S):
         while not condition():
             await changed.wait()
             changed.clear()
-    service.listeners.remove(changed.set)
+    service.listeners.discard(changed.set)
 
 
 def all_serve(service: Service) -> bool:
@@ -89,9 +89,9 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
     async def main() -> None:
         async with supervised(tmp_path) as (service, faults, _):
             served: list[list[int]] = []
-            service.listeners.append(lambda: served.append([r.index for r in service.replicas if r.serving]))
+            service.listeners.add(lambda: served.append([r.index for r in service.replicas if r.serving]))
             told: list[float | None] = []
-            faults.listeners.append(lambda fault: told.append(fault.recovered_s))
+            faults.listeners.add(lambda fault: told.append(fault.recovered_s))
             dead, other = service.replicas
             other.held = 5  # so that the first is chosen
             held = asyncio.create_task(dead.ask("hold", deadline_s=LONG_S))
@@ -223,13 +223,13 @@ def test_a_replica_that_keeps_dying_rests_and_is_tried_again_while_the_others_go
             if service.replicas[index].incarnation not in (6, 7):
                 await service.replicas[index].call("exit", 7, deadline_s=LONG_S)
 
-        restart = Restart(max_restarts=4, backoff_s=25.0, pause_s=300.0)
+        restart = Restart(max_restarts=4)
         async with supervised(tmp_path, restart=restart, after=die) as (service, faults, naps):
             assert await service.route("answer", 0, deadline_s=LONG_S)
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             await until(service, lambda: not service.replicas[0].serving)
             await until(service, lambda: all_serve(service))
-            assert naps.seconds == [0.0, 25.0, 50.0, 60.0, 300.0, 300.0]
+            assert naps.seconds == [0.0, 1.0, 2.0, 4.0, 300.0, 300.0]
             assert service.replicas[0].incarnation == 6
             assert [fault.replica for fault in faults.seen] == [0] * 6
             assert faults.fatal is None
@@ -323,7 +323,7 @@ def test_a_replica_that_does_not_start_again_is_killed_and_tried_again(tmp_path:
 def test_a_replica_that_served_for_long_starts_afresh(tmp_path: Path):
     async def main() -> None:
         now = 0.0
-        restart = Restart(max_restarts=2, healthy_s=60)
+        restart = Restart(max_restarts=2)
         async with supervised(tmp_path, replicas=1, restart=restart, clock=lambda: now) as (service, _, naps):
             for served_s in (10, 59, 60, 100, 59):
                 now += served_s
@@ -386,8 +386,9 @@ def test_a_listener_that_raises_changes_nothing_for_others_and_is_told_of(tmp_pa
             def full(*_: object) -> None:
                 raise OSError("no space left")
 
-            service.listeners.append(full)
-            faults.listeners += [full, lambda fault: told.append(fault.recovered_s)]
+            service.listeners.add(full)
+            faults.listeners.add(full)
+            faults.listeners.add(lambda fault: told.append(fault.recovered_s))
             os.kill(await pid_of(service), signal.SIGKILL)
             await until(service, lambda: not service.replicas[0].serving)
             await until(service, lambda: all_serve(service))
@@ -520,10 +521,10 @@ def test_without_supervision_a_death_is_fatal(tmp_path: Path):
 
 
 def test_restarts_are_bounded_by_numbers_that_make_sense():
-    assert [Restart(backoff_s=3, max_restarts=9).delay_s(deaths) for deaths in range(1, 8)] == [0, 3, 6, 12, 24, 48, 60]
-    for name in ("max_restarts", "backoff_s", "pause_s", "healthy_s"):
-        with pytest.raises(ConfigError, match=f"restart.{name.replace('_', '-')} is -1"):
-            Restart(**{name: -1})
+    delays = [Restart(max_restarts=9).delay_s(deaths) for deaths in range(1, 11)]
+    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60, 300]
+    with pytest.raises(ConfigError, match=r"restart\.max-restarts is -1"):
+        Restart(max_restarts=-1)
 
 
 def test_what_a_killed_replica_kept_in_shared_memory_is_cleaned_up_by_its_own_tracker(tmp_path: Path):

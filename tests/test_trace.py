@@ -226,7 +226,7 @@ def test_text_that_is_no_unicode_does_not_break_the_file(tmp_path: Path) -> None
 def test_phases_land_in_the_trace_by_the_listener(tmp_path: Path) -> None:
     time = FakeClock()
     phases, trace = PhaseClock(time), Trace(tmp_path / "t.json", clock=time)
-    phases.on_phase = lambda name, begin_s, end_s: trace.span("controller", name, begin_s, end_s)
+    phases.ended.add(lambda name, begin_s, end_s: trace.span("controller", name, begin_s, end_s))
     with phases.phase("rollout"):
         time.seconds += 2.0
     with phases.phase("train"):

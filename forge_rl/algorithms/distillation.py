@@ -103,7 +103,7 @@ class Distillation(Loss):
     def __post_init__(self) -> None:
         check_flags(
             self,
-            "--loss distill:",
+            "Distillation(",
             minimum={"k": 1, "beta": 0, "ratio_max": 0},
             maximum={"k": MOST_TOP, "beta": 1},
             above={"clip": 0},

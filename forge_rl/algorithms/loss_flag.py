@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, cast
 
@@ -99,10 +98,7 @@ def _loss_of(parsed: FlagText) -> Loss:
         try:
             make = make(**options)
         except ForgeError as error:
-            flag = f"--loss {parsed.name}:"  # dapo's class is called clipped
-            raise type(error)(
-                re.sub(r"--loss \w+:", flag, error.message), hint=re.sub(r"--loss \w+:", flag, error.hint)
-            ) from None
+            raise parsed.refused(error) from None
         except Exception as error:
             raise ConfigError(
                 f"--loss {parsed.text}: {parsed.name} cannot be created: {type(error).__name__}: {error}",

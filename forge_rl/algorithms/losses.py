@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.correction import Correction
@@ -27,8 +27,6 @@ class PolicyLoss(Loss):
     overflows. A trained token with a logprob that is not finite has no loss, but counts in the mean.
     """
 
-    method: ClassVar[str] = ""
-    """Name in METHODS, for errors; defaults to the class's name in lower case."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the reference; 0 needs no reference."""
     kl_kind: Literal["k2", "k3"] = "k2"
@@ -50,27 +48,26 @@ class PolicyLoss(Loss):
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
-        flag = self.flag
         check_flags(
             self,
-            flag,
+            self.flag,
             minimum={"kl_coef": 0, "entropy_coef": 0},
             maximum={"top_entropy_quantile": 1},
             above={"off_policy_bound": 0, "top_entropy_quantile": 0},
             below={"kl_coef": math.inf, "entropy_coef": math.inf},
         )
         if self.kl_kind not in ("k2", "k3"):
-            raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint=f"set {flag}kl_kind to k2 or k3")
+            raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint="set kl_kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:
             raise ConfigError(
                 f"kl_kind {self.kl_kind} has no effect while kl_coef is 0",
-                hint=f"set {flag}kl_coef above 0, or leave kl_kind out",
+                hint="set kl_coef above 0, or leave kl_kind out",
             )
 
     @property
     def flag(self) -> str:
-        """Prefix of a setting's name in errors."""
-        return f"--loss {self.method or type(self).__name__.lower()}:"
+        """Prefix of an option's name in errors; `build_loss` marks the option in the user's text instead."""
+        return f"{type(self).__name__}("
 
     @property
     def needs(self) -> Collection[Need]:
@@ -135,7 +132,7 @@ class PolicyLoss(Loss):
         if self.kl_coef > 0 and inputs.reference is None:
             raise ConfigError(
                 f"kl_coef is {self.kl_coef} and the trainer has no reference",
-                hint=f"give the trainer a frozen reference, or set {self.flag}kl_coef=0",
+                hint="give the trainer a frozen reference, or set kl_coef=0",
             )
         inputs.check()
         is_finite = inputs.logprobs.isfinite() & inputs.behaviour.isfinite()
@@ -186,7 +183,6 @@ class ClippedSurrogate(PolicyLoss):
     For negative A, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO").
     """
 
-    method = "clipped"
     clip_low: float = 0.2
     """Ratios below 1 - clip_low have no gradient if the advantage is negative."""
     clip_high: float = 0.28

@@ -77,7 +77,6 @@ class ClipCov(ClippedSurrogate):
     "cov_clipped" counts the tokens chosen, which "clipped" includes.
     """
 
-    method = "clip_cov"
     cov_ratio: float = 2e-4
     """Share of the tokens to choose."""
     cov_low: float = 1.0
@@ -135,7 +134,6 @@ class KlCov(PolicyLoss):
     The sum "penalised" counts the tokens chosen.
     """
 
-    method = "kl_cov"
     cov_ratio: float = 2e-4
     """Share of the tokens to choose; 2e-3 for a model of 7B parameters and 2e-4 for 32B in the paper."""
     penalty: float = 1.0

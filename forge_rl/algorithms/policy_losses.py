@@ -68,7 +68,7 @@ class Dppo(PolicyLoss):
         super().__post_init__()
         check_flags(self, self.flag, above={"threshold": 0, "ratio_max": 0}, below={"threshold": math.inf})
         if self.divergence not in ("tv", "kl"):
-            raise ConfigError(f"divergence is {self.divergence!r}", hint=f"set {self.flag}divergence to tv or kl")
+            raise ConfigError(f"divergence is {self.divergence!r}", hint="set divergence to tv or kl")
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs

@@ -111,8 +111,8 @@ class Dpo(PreferenceLoss):
         check_flags(self, "--loss.", above={"beta": 0}, minimum={"label_smoothing": 0}, below={"label_smoothing": 0.5})
         if self.kind not in ("sigmoid", "ipo") or (self.kind == "ipo" and self.label_smoothing):
             raise ConfigError(
-                f"the kind {self.kind!r} has a label smoothing of {self.label_smoothing:g}",
-                hint="set kind to sigmoid, or to ipo without label smoothing",
+                f"--loss.kind is {self.kind!r}, with a --loss.label-smoothing of {self.label_smoothing:g}",
+                hint="set --loss.kind to sigmoid, or to ipo without --loss.label-smoothing",
             )
 
     @property

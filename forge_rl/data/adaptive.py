@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from forge_rl.errors import ConfigError, TaskError, check_flags
+from forge_rl.flags.categories import Category
 from forge_rl.types import Group
 
 _FLOOR = 1e-9
@@ -17,6 +18,8 @@ _FLOOR = 1e-9
 @dataclass(frozen=True, kw_only=True)
 class Adapting:
     """Mixture settings: fixed weights, or shares that follow each source's success rate."""
+
+    CATEGORY: ClassVar[Category] = Category.TUNABLE
 
     adapt: Literal["off", "success"] = "off"
     """off: keep the weights as given or set. success: after each batch, a source's share becomes proportional to its

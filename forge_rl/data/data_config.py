@@ -25,6 +25,7 @@ from forge_rl.data.sources.rows import Kind
 from forge_rl.data.sources.tables import Table
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.flags import user_code
+from forge_rl.flags.categories import Operational
 from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.models.resolve import is_hub_id
 
@@ -69,7 +70,7 @@ class DataConfig:
     held_out_share: float | None = None
     """Share of problems held out for evaluation, selected by the problem's content, not by the seed. Defaults to 0.25
     for generated tasks and 0.1 for files, or 0 for files if --eval-tasks is set."""
-    max_bad_rows: float = 0.0
+    max_bad_rows: Operational[float] = 0.0
     """Maximum share of a file's rows that may be bad; they are skipped and counted. With 0, the first is an error."""
     overlap: Literal["refuse", "leave-out"] = "refuse"
     """Handling of problems in --eval-tasks that are also training tasks: an error, or leave them out of training."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from forge_rl.data.adaptive import Adapting, AdaptiveShares
 from forge_rl.data.sources import IterableSource, Reseedable, Source
 from forge_rl.data.sources.iterable import Items
 from forge_rl.errors import TaskError
+from forge_rl.system.listeners import Listeners
 from forge_rl.types import Group, Task
 
 _MOST_WEIGHT = 1e9
@@ -61,7 +62,7 @@ class Mixture:
         self.holds_out = holds_out
         self.overlap = overlap
         self._adaptive: AdaptiveShares | None = None
-        self.changed: list[Callable[[str], None]] = []
+        self.changed = Listeners[[str]]()
         """Callbacks that take a one-line description of each change."""
 
     @property
@@ -124,7 +125,7 @@ class Mixture:
             self._weights = self._checked({**self._weights, **weights})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
         for name, weight in weights.items():
-            self._tell(f"mixture {name} {old_weights[name]:g} -> {weight:g}")
+            self.changed.tell(f"mixture {name} {old_weights[name]:g} -> {weight:g}")
 
     def adapt(self, config: Adapting) -> None:
         """Adapt all weights from the next batch on, even those set by hand; with "off", keep the current weights.
@@ -135,7 +136,7 @@ class Mixture:
         if config.adapt == "off":
             if self._adaptive is not None:
                 self._adaptive = None
-                self._tell("mixture keeps its current weights")
+                self.changed.tell("mixture keeps its current weights")
             return
         if self._adaptive is None:
             self._adaptive = AdaptiveShares(config, self._weights)
@@ -143,7 +144,7 @@ class Mixture:
             self._adaptive = self._adaptive.released(config)
         self._weights = self._adaptive.shares()
         bounds = f"between {config.least:g} and {config.most:g}"
-        self._tell(f"mixture adapts: shares by success, {bounds}, target {config.target:g}")
+        self.changed.tell(f"mixture adapts: shares by success, {bounds}, target {config.target:g}")
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Update adaptive weights with the groups of a delivered batch, from the next batch on."""
@@ -246,10 +247,6 @@ class Mixture:
         for name, source in self._sources.items():
             if isinstance(saved_sources, Mapping) and isinstance(position := saved_sources.get(name), Mapping):
                 source.restore(position)
-
-    def _tell(self, line: str) -> None:
-        for listener in self.changed:
-            listener(line)
 
     def _known(self, name: str) -> str:
         if name not in self._sources:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forge_rl.errors import check_flags
+from forge_rl.flags.categories import Tunable
 
 OptimizerState = Literal["float32", "bfloat16", "int8"]
 SCALED_TOGETHER = 256
@@ -25,9 +26,9 @@ def moments_bytes(state: OptimizerState) -> float:
 class OptimizerConfig:
     """AdamW, its learning rate schedule and gradient clipping."""
 
-    lr: float = 3e-5
+    lr: Tunable[float] = 3e-5
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: Tunable[float] = 0.0
     """Decoupled weight decay of AdamW, of matrices: weights of layers and experts, embeddings and the output head.
     Norms, biases and other vectors do not decay."""
     beta1: float = 0.9
@@ -38,7 +39,7 @@ class OptimizerConfig:
     """Updates over which the learning rate rises linearly to its peak; a step takes one or more updates."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate schedule after the warm-up; linear and cosine reach 0 at the end of the run."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Tunable[float] = 1.0
     """Maximum global norm of the gradient; larger gradients are scaled down to it."""
 
     def check(self, flags: str) -> None:

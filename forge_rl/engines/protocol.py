@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.optimizer import OptimizerConfig, OptimizerState
+from forge_rl.flags.categories import Operational, Tunable
 from forge_rl.runtime.far_files import Folder
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
@@ -40,20 +41,20 @@ class DecodeSettings:
 
     dtype: Dtype = "auto"
     """Dtype of the engines' weights and activations. auto is bfloat16 on CUDA, float32 on CPU."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Operational[int] = 1
     """Devices that split each layer of an engine's model. Must divide the number of heads, and divide or be a multiple
     of the number of key heads."""
-    data_parallel_size: int = 1
+    data_parallel_size: Operational[int] = 1
     """Copies of the model in one engine, each on tensor_parallel_size devices; requests are spread over them."""
-    enable_expert_parallel: bool = False
+    enable_expert_parallel: Operational[bool] = False
     """Give each device of an engine whole experts instead of a part of each. For mixture-of-experts models."""
-    max_model_len: int = 1024
+    max_model_len: Tunable[int] = 1024
     """Maximum tokens of a prompt and its completion together."""
-    max_num_seqs: int = 64
+    max_num_seqs: Operational[int] = 64
     """Maximum requests that each data_parallel_size copy of an engine decodes at a time; further ones wait."""
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: Operational[float] = 1.0
     """Size of an engine's KV cache on CPU, in GiB; on CUDA the cache takes what gpu_memory_utilization leaves."""
-    gpu_memory_utilization: float = 0.4
+    gpu_memory_utilization: Operational[float] = 0.4
     """Share of a GPU's memory that an engine may take; trainer and engine may share a GPU."""
     routed_experts: bool = False
     """Return the experts that each token was routed to with each completion, for router replay in training."""
@@ -61,11 +62,11 @@ class DecodeSettings:
     """Speculative decoding: tokens are drafted from the request's own text (ngram), also from other answers to the same
     prompt (suffix), or by a frozen smaller model (draft:MODEL), and verified several at a time; the sampled tokens stay
     the same. off, or KIND[:max_tokens=8,max_running=8,min_accepted=0.3,adaptive=true]."""
-    kv_transfer_config: str = ""
+    kv_transfer_config: Operational[str] = ""
     """vLLM's config of KV transfer, as JSON: for a connector that offloads keys and values to host memory or a store.
     It must forget them when weights are loaded. Example: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592}}."""
-    enforce_eager: bool = False
+    enforce_eager: Operational[bool] = False
     """Disable compilation and CUDA graphs: starts sooner, decodes slower. Always the case on CPU."""
     batch_invariant: bool = False
     """Have each completion's logprobs not depend on what else an engine decodes at the time, by vLLM's batch-invariant
@@ -74,7 +75,7 @@ class DecodeSettings:
     """Format that engines round the weights of each version to when they load it: faster, and another policy than the
     trainer's. fp8: E4M3, with a scale for each output of a linear layer or expert matrix and each token's input. int8:
     of experts only, with a scale for each output. Embeddings and the head are not rounded. For CUDA."""
-    stall_s: float = 180.0
+    stall_s: Operational[float] = 180.0
     """Timeout for one step of an engine, including long prompts; an engine that exceeds it is replaced."""
 
     @property
@@ -170,18 +171,18 @@ class TrainSettings:
     dtype: TrainDtype = "auto"
     """Dtype of forward and backward. auto is bfloat16 on CUDA, float32 on CPU. Weights and optimizer state are float32,
     or float64 with float64, which is CPU only and meant for comparisons free of rounding."""
-    seq_len: int = 1024
+    seq_len: Operational[int] = 1024
     """Maximum tokens of a packed row on one device; a row is one microbatch, and no episode is longer."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Operational[Literal["none", "selective", "full"]] = "none"
     """Recompute activations in the backward pass to save memory. full keeps only each layer's input, for a third more
     compute; selective also keeps the results of attention and of every second matmul; none keeps all."""
-    enable_activation_offload: bool = False
+    enable_activation_offload: Operational[bool] = False
     """Keep each layer's input in pinned host memory between forward and backward pass, for longer rows. Needs full
     activation checkpointing, and GPUs."""
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: Operational[bool] = False
     """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU when needed (FSDP2's
     CPU offload). For models that do not fit: slower, and the optimizer runs on the CPU."""
-    stays_on_device: bool = False
+    stays_on_device: Operational[bool] = False
     """Keep the trainer's state on a GPU that it shares with engines while they decode, instead of moving it to host
     memory each time. A run turns this on automatically where both fit."""
     frozen: tuple[str, ...] = ()
@@ -192,10 +193,10 @@ class TrainSettings:
     """Dtype of AdamW's two moments, which take 8, 4 or 2 bytes a weight. Those in bfloat16 are rounded stochastically;
     int8 is blockwise dynamic quantization. Both compute in float32, in a slower optimizer. Checkpoints hold the moments
     in float32."""
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: Operational[int] = 1
     """Ranks that split each matrix: its heads, hidden units and vocabulary. Must divide the model's heads and key
     heads."""
-    context_parallel_degree: int = 1
+    context_parallel_degree: Operational[int] = 1
     """Ranks that split each row, which then has up to this many times seq_len: for episodes longer than one device
     can hold."""
     context_parallel_load_balancer: LoadBalancer = "auto"
@@ -203,19 +204,19 @@ class TrainSettings:
     attention to compute. headtail: rank i has the parts i and 2n-1-i of 2n. ptrr: blocks of 128 tokens on GPUs, 1024 on
     CPU, are sorted by their work and dealt to the ranks. auto: for each row, whichever of the three leaves the heaviest
     rank the least work. Results are the same."""
-    pipeline_parallel_degree: int = 1
+    pipeline_parallel_degree: Operational[int] = 1
     """Stages that split the layers of the model, each on an equal part of the ranks: for models over several hosts, as
     stages exchange only rows' hidden states. Each stage waits for the others while a minibatch's first rows come and
     its last ones leave: with n stages, n - 1 of every rows + n - 1 steps. All ranks of a stage get the same rows, so
     each share needs many more rows than stages."""
-    expert_parallel_degree: int = 1
+    expert_parallel_degree: Operational[int] = 1
     """Ranks that split the experts of a mixture-of-experts model. No additional ranks are needed: it divides the same
     ranks as the other degrees."""
     expert_balance: Literal["plain", "least_loaded", "bias"] = "plain"
     """How expert-parallel ranks share uneven work. least_loaded: ranks with too many rows lend experts, so that all
     compute about as much; results equal plain's, where each rank computes its own experts. bias: after each
     update, DeepSeek-V3's biases in the choice of experts move by 0.001 towards even loads, which changes the policy."""
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: Operational[int] = 1
     """Copies of the policy, each sharded over its own part of the ranks (HSDP); 1 shards it over all."""
     router_replay: bool = False
     """Route each token to the experts that the engine chose for it, with gate weights from the trainer's own router.

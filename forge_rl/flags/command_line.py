@@ -17,6 +17,7 @@ import tyro
 from forge_rl.errors import ConfigError
 from forge_rl.flags.config_file import dump, read
 from forge_rl.flags.fields import Flag, usable_flags
+from forge_rl.flags.retired import retired_default
 from forge_rl.flags.texts import suggest
 
 C = TypeVar("C")
@@ -49,6 +50,8 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
             default = read(Path(value if equals else next(words, "")), kind)
         elif word == "--dump-config":
             dumps = True
+        elif name.startswith("--") and (value_now := retired_default(name[2:].replace("-", "_"))) is not None:
+            raise ConfigError(f"{name} is no flag any more", hint=f"leave it out: it is always {value_now}")
         else:
             rest.append(word)
     config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)

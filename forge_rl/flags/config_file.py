@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import Flag, default_of, flags_of, usable_flags
+from forge_rl.flags.retired import retired_default
 from forge_rl.flags.texts import suggest, written
 
 C = TypeVar("C")
@@ -60,7 +61,10 @@ class _FlagFile:
     def filled(self, kind: type[C], default: object, table: Mapping[str, Any], place: tuple[str, ...]) -> C:
         fields = {field.name: field for field in dataclasses.fields(cast(Any, kind)) if field.init}
         for key in table:
-            if key not in fields:
+            if key not in fields and (value := retired_default(".".join((*place, key)))) is not None:
+                if table[key] != value:
+                    raise self.wrong((*place, key), "is no flag any more", f"leave it out: it is always {value}")
+            elif key not in fields:
                 homes = [flag.dotted for flag in self.flags if flag.path[-1] == key]
                 suggestion = f"did you mean {' or '.join(homes[:3])}?"
                 hint = suggestion if homes else suggest(key, fields, "keys here")

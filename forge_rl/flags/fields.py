@@ -15,6 +15,8 @@ from typing import Any
 
 import tyro
 
+from forge_rl.flags.categories import Category
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
@@ -30,6 +32,7 @@ class Flag:
     """Default or current value; tyro.MISSING if it must be given."""
     owner: type
     """Class that has the field."""
+    category: Category = Category.DEFINING
 
     @property
     def dotted(self) -> str:
@@ -42,12 +45,18 @@ class Flag:
         return docs_of(self.owner).get(self.path[-1], "") or _argument(self.owner, self.path[-1]).help or ""
 
 
-def flags_of(kind: type, config: object = None, path: tuple[str, ...] = (), prefix: str = "--") -> Iterator[Flag]:
+def flags_of(
+    kind: type,
+    config: object = None,
+    path: tuple[str, ...] = (),
+    prefix: str = "--",
+    category: Category = Category.DEFINING,
+) -> Iterator[Flag]:
     """Yield the flags of a config class in the order of its fields.
 
     Args:
         config: instance that provides the values; by default they are the class's defaults.
-        path, prefix: place of a nested config in the whole.
+        path, prefix, category: place of a nested config in the whole, and category of the field that holds it.
     """
     for field in dataclasses.fields(kind):
         if not field.init:
@@ -56,14 +65,15 @@ def flags_of(kind: type, config: object = None, path: tuple[str, ...] = (), pref
         value = default_of(field) if config is None else getattr(config, field.name)
         inner = type(value) if dataclasses.is_dataclass(value) else hint
         field_path = (*path, field.name)
+        field_category = _category(kind, field.name) or category
         name = (_argument(kind, field.name).name or field.name).replace("_", "-")
         if dataclasses.is_dataclass(inner):
             nested_config = None if value is tyro.MISSING else value
             inside = prefix if tyro.conf.OmitArgPrefixes in marks else f"{prefix}{name}."
-            yield from flags_of(typing.cast(type, inner), nested_config, field_path, inside)
+            yield from flags_of(typing.cast(type, inner), nested_config, field_path, inside, field_category)
         else:
             flag_name = field.name if tyro.conf.Positional in marks else f"{prefix}{name}"
-            yield Flag(path=field_path, name=flag_name, hint=hint, value=value, owner=kind)
+            yield Flag(path=field_path, name=flag_name, hint=hint, value=value, owner=kind, category=field_category)
 
 
 def usable_flags(kind: type, config: object = None) -> list[Flag]:
@@ -85,6 +95,11 @@ def changed_flags(config: object, groups: Collection[str]) -> list[str]:
         if any(f"{flag.dotted}.".startswith(f"{group}.") for group in groups)
         and flag.value != defaults.get(flag.dotted, flag.value)
     ]
+
+
+def categories_of(config: object) -> dict[str, Category]:
+    """Return the category of each flag of a config by its path, such as "trainer.ranks"."""
+    return {flag.dotted: flag.category for flag in flags_of(type(config), config)}
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -124,6 +139,13 @@ def _hint(kind: type, name: str) -> tuple[Any, tuple[Any, ...]]:
     if typing.get_origin(hint) is typing.Annotated:
         return typing.get_args(hint)[0], hint.__metadata__
     return hint, ()
+
+
+def _category(kind: type, name: str) -> Category | None:
+    """Return the category of a field by its annotation in the class or its bases, or else by the class's CATEGORY."""
+    bases = (base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
+    marks = (mark for base in bases for mark in _hint(base, name)[1] if isinstance(mark, Category))
+    return next(marks, getattr(kind, "CATEGORY", None))
 
 
 _PLAIN = tyro.conf.arg()

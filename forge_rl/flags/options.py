@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from forge_rl.errors import ForgeError
 from forge_rl.flags.fields import default_of
 from forge_rl.flags.texts import FlagText, suggest
 
@@ -49,7 +50,10 @@ def read_options(
     nested_fields = (field for field in dataclasses.fields(kind) if field.name in nested)
     base_values = {field.name: default_of(field) for field in nested_fields} | dict(defaults)
     for name, values in nested.items():
-        field_values[name] = dataclasses.replace(field_values.get(name, base_values[name]), **values)
+        try:
+            field_values[name] = dataclasses.replace(field_values.get(name, base_values[name]), **values)
+        except ForgeError as error:
+            raise parsed.refused(error) from None
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [
         field.name

@@ -54,6 +54,11 @@ class FlagText:
         mark = f"{' ' * column}{'^' * max(1, length)}"
         return self.error(f"{self.flag}: {problem}\n  {self.text}\n  {mark}", hint=hint)
 
+    def refused(self, cause: ForgeError) -> ForgeError:
+        """Return an error of what the text names, such as "CLASS(KEY=...): KEY is -1", as one that marks the option."""
+        keys = (key for key in self.raw_params if re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", cause.message))
+        return self.wrong(re.sub(r"^\w+\(\w+=\.\.\.\): ", "", cause.message), cause.hint, key=next(keys, "name"))
+
 
 def parse(
     text: str,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import Category
 from forge_rl.runtime.commands import CommandLimits
 
 AgentSampling: TypeAlias = Literal["replaced", "untrained", "trained"]
@@ -16,6 +17,8 @@ AgentSampling: TypeAlias = Literal["replaced", "untrained", "trained"]
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
     """Configures the HTTP server in front of the engines: `GatewayConfig(port=8000)`."""
+
+    CATEGORY: ClassVar[Category] = Category.OPERATIONAL
 
     host: str = "127.0.0.1"
     """Address to listen on. The default serves only this machine; 0.0.0.0 serves others too."""

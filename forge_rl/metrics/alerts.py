@@ -14,9 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.flags.categories import Category
 from forge_rl.metrics.advisories import Advisory
 from forge_rl.metrics.sinks import RunInfo, RunOutcome, Sink
 from forge_rl.system.redaction import without_credentials
@@ -27,11 +29,16 @@ _MOST_WAITING = 100
 _MOST_LETTERS = 2000
 """Most letters of an alert's text."""
 _HOUR_S = 3600.0
+_MOST_PER_HOUR = 60
+"""Most alerts per hour about advisories; further ones are counted in the next alert's left_out. One a minute still
+shows that something flaps, and floods no chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alerts:
     """Whom to tell when an advisory begins or ends, and when the run ends."""
+
+    CATEGORY: ClassVar[Category] = Category.OPERATIONAL
 
     command: str = ""
     """Command to run for each alert, without a shell, with a JSON object on stdin: event, text, run, folder, recipe,
@@ -41,13 +48,9 @@ class Alerts:
     """URL to POST the same JSON object to; never written to the run folder. Redirects are not followed."""
     deadline_s: float = 10.0
     """Timeout of one alert; the command and its processes are then killed."""
-    most_per_hour: int = 60
-    """Maximum alerts per hour about advisories; further ones are counted in the next alert's left_out."""
 
     def __post_init__(self) -> None:
-        check_flags(
-            self, "--alerts.", above={"deadline_s": 0}, maximum={"deadline_s": 300}, minimum={"most_per_hour": 1}
-        )
+        check_flags(self, "--alerts.", above={"deadline_s": 0}, maximum={"deadline_s": 300})
         if self.webhook_url and not _is_url(self.webhook_url):
             raise ConfigError("--alerts.webhook-url is not a URL of http or https", hint="set it to https://HOST/PATH")
         if self.command:
@@ -75,7 +78,7 @@ class AlertSink(Sink):
         self._clock = clock
         self._about: dict[str, object] = {}
         self._step = 0
-        self._sent: deque[float] = deque(maxlen=config.most_per_hour)
+        self._sent: deque[float] = deque(maxlen=_MOST_PER_HOUR)
         """Times of the latest alerts about advisories."""
         self._left_out = 0
         self._jobs: queue.Queue[dict[str, object] | None] = queue.Queue(maxsize=_MOST_WAITING)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from forge_rl.errors import ForgeError, ServiceError
+from forge_rl.system.listeners import Listeners
 
 
 class PhaseClock:
@@ -34,7 +35,7 @@ class PhaseClock:
         self._current: tuple[str, float] = ("", clock())
         self.used = False
         """True once a phase has begun."""
-        self.on_phase: Callable[[str, float, float], None] | None = None
+        self.ended = Listeners[[str, float, float]]()
         """Called after each phase, even a failed one, with its name and its start and end in clock seconds."""
         self._begun = clock()
         self._paused_before = paused_s()
@@ -84,8 +85,7 @@ class PhaseClock:
             end = self._clock()
             self._seconds[name] += end - begin - (self._paused_s() - paused_before)
             self._current = ("", end)
-            if self.on_phase is not None:
-                self.on_phase(name, begin, end)
+            self.ended.tell(name, begin, end)
 
     def tokens(self, phase: str, count: int) -> None:
         """Add tokens processed in a phase of this step."""

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import ClassVar, get_args
 
 from forge_rl.errors import CheckpointError, check_flags
+from forge_rl.flags.categories import Category
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode, write_episodes
 from forge_rl.metrics.sinks import RunInfo, Sink
 from forge_rl.metrics.step_lines import writing
@@ -35,6 +36,8 @@ _ROOM_BYTES = 1 << 30
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """Whole episodes in the run folder: messages, tokens, logprobs, scores; `forge-rl show` prints them."""
+
+    CATEGORY: ClassVar[Category] = Category.OPERATIONAL
 
     share: float = 1.0
     """Share of each step's groups, and of the tasks of each evaluation, whose episodes are kept; 0 keeps none."""

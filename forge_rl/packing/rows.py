@@ -241,7 +241,7 @@ episode's turns, like token advantages."""
 
 def pack(
     batch: Batch,
-    advantages: Advantages,
+    advantages: Advantages | None,
     layout: Layout,
     *,
     drop_uniform: bool = True,
@@ -263,7 +263,7 @@ def pack(
 
     Args:
         advantages: [P, G] float32, one per episode, shared by its segments: a tensor, an array, or lists; or one per
-            token of each episode.
+            token of each episode. None for a loss that reads none, as of given examples: no group is then uniform.
         drop_uniform: if False, all groups share rows, and none can be spared.
         columns: other values that the loss needs for each token; see `Loss.columns`.
 
@@ -272,6 +272,8 @@ def pack(
             match the batch.
     """
     shape = [len(batch.groups), len(batch.groups[0].episodes) if batch.groups else 0]
+    if advantages is None:
+        advantages, drop_uniform = torch.zeros(shape), False
     advantages = _check(batch, advantages, shape, layout)
     groups = []
     for p, group in enumerate(batch.groups):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeAlias, cast
 import tyro
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.categories import Category
 from forge_rl.flags.options import read_options
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.flags.user_code import load
@@ -57,6 +58,7 @@ REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
 
 RewardTexts: TypeAlias = Annotated[
     tuple[str, ...],
+    Category.TUNABLE,
     tyro.conf.arg(
         name="reward",
         help="Rewards, as NAME[:KEY=VALUE,...][*WEIGHT], or your own as MODULE:FUNCTION[*WEIGHT] or "

@@ -11,7 +11,9 @@ from typing import Protocol, TypeAlias
 from forge_rl.errors import ContextError, ForgeError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
+from forge_rl.runtime.hold import Hold
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.seeds import derive_seed
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -31,7 +33,7 @@ class Decoder(Protocol):
     def version(self) -> int | None: ...
 
     @property
-    def listeners(self) -> list[Callable[[], None]]: ...
+    def listeners(self) -> Listeners[[]]: ...
 
     def engines(self) -> dict[int, int]: ...
 
@@ -48,6 +50,7 @@ class Dispatcher:
 
     Args:
         wanted_engines: returns how many engines there should be; by default as many as have served at once.
+        hold: the run's pause, during which the engines hold their requests; never paused by default.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class Dispatcher:
         tokenizer: Tokenizer,
         *,
         wanted_engines: Callable[[], int] | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self._wanted_engines = wanted_engines
         self._most_engines = 0
+        self.hold = hold or Hold()
         self.scheduler = scheduler
         self.generator = generator
         self.tokenizer = tokenizer

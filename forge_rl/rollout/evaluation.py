@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from forge_rl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
 from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.flags.categories import Operational
 from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode
 from forge_rl.types import Episode, Outcome, Sampling, Task
 
@@ -27,7 +28,7 @@ class EvalTasks:
 class EvalConfig(EvalTasks):
     """Evaluation on tasks that are never trained on: frequency, tasks and sampling."""
 
-    every: int = 5
+    every: Operational[int] = 5
     """Steps between evaluations, with one before the first step and one after the last; 0 disables them."""
     episodes: int = 1
     """k: episodes per task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k if answers are extracted."""
@@ -37,12 +38,12 @@ class EvalConfig(EvalTasks):
     """Maximum tokens per completion; by default --generator.max-tokens."""
     success: float = 1.0
     """Minimum reward of a successful episode, for pass@k."""
-    blocking: bool = False
+    blocking: Operational[bool] = False
     """Pause all other rollouts and training during an evaluation. By default its episodes run alongside the next
     batches when engines have room, and continue with the next weights if unfinished; the share of such tokens is logged
     as other_versions. The evaluation before the first step, and all with a lag of 0, finish before the weights
     change."""
-    keep_best: bool = True
+    keep_best: Operational[bool] = True
     """Keep the checkpoint with the best score, among steps with an evaluation, and link checkpoints/best to it,
     regardless of --keep-checkpoints."""
 

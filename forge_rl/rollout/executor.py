@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from forge_rl.errors import ContextError, ForgeError, PoisonError, TaskError, UnscoredError
 from forge_rl.metrics import RolloutStatus
-from forge_rl.rewards.scorer import Scorer, not_scored, score_again
+from forge_rl.rewards.scorer import not_scored, score_again
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation, describe_failure
 from forge_rl.rollout.placement import DeviceHandover
-from forge_rl.rollout.reward_outage import RewardOutage
+from forge_rl.rollout.reward_outage import EpisodeScoring, RewardOutage
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
-from forge_rl.runtime.hold import Hold
 from forge_rl.system.seeds import derive_seed
 from forge_rl.system.terminal import shortened
 from forge_rl.types import Batch, Episode, Group, Outcome, Task
@@ -76,12 +75,10 @@ class RolloutExecutor:
     Args:
         dispatcher: decodes on the engines that its scheduler grants.
         devices: hands devices to the engines and back.
-        reward: scores the episodes of a group together if they have no score yet.
         seed: sampling seed. The same seed yields the same batches if the schedule has no lag.
         version: returns the latest published version.
+        scoring: the reward; by default each episode must come with a score.
         listener: receives warnings and finished episodes.
-        reward_wait_s: seconds to ask a failing reward again, or to wait for another one, before raising an error.
-        hold: the run's pause, during which the engines hold their requests; never paused by default.
     """
 
     def __init__(
@@ -92,10 +89,8 @@ class RolloutExecutor:
         devices: DeviceHandover,
         version: Callable[[], int],
         seed: int,
-        reward: Scorer | None = None,
+        scoring: EpisodeScoring | None = None,
         listener: RolloutListener | None = None,
-        reward_wait_s: float = 0.0,
-        hold: Hold | None = None,
     ) -> None:
         self.config = dispatcher.scheduler.config
         """Settings of the schedule. Assign new ones of the same kind to apply them from the next batch on."""
@@ -107,14 +102,15 @@ class RolloutExecutor:
         self._scheduler = dispatcher.scheduler
         self._generator = dispatcher.generator
         self._run_episode = run_episode
-        self._reward = reward
+        scoring = scoring or EpisodeScoring()
+        self._reward = scoring.reward
         self._devices = devices
         self._seed = seed
         self._version = version
         self._listener = listener or NoListener()
-        self._outage = RewardOutage(reward, reward_wait_s, warn=self._warn, on_end=self._advance, on_failure=self._fail)
+        self._outage = RewardOutage(scoring, warn=self._warn, on_end=self._advance, on_failure=self._fail)
         """While it lasts, no episodes start."""
-        self._generator.listeners.append(self._on_engines_changed)
+        self._generator.listeners.add(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._episodes: dict[asyncio.Task[None], InflightEpisode] = {}
         self._failure: BaseException | None = None
@@ -128,8 +124,8 @@ class RolloutExecutor:
         # Made once, as each episode in flight would otherwise keep its own.
         self._context = contextvars.copy_context()
         self._start_branch, self._on_done = self._start, self._forget
-        self._hold = hold or Hold()
-        self._hold.listeners.append(self._changed.set)
+        self._hold = dispatcher.hold
+        self._hold.listeners.add(self._changed.set)
 
     async def next_batch(self) -> Batch:
         """Return the next complete batch: P groups in the mixture's proportions.
@@ -267,8 +263,8 @@ class RolloutExecutor:
 
     async def close(self) -> None:
         """Cancel all episodes in flight."""
-        self._generator.listeners.remove(self._on_engines_changed)
-        self._hold.listeners.remove(self._changed.set)
+        self._generator.listeners.discard(self._on_engines_changed)
+        self._hold.listeners.discard(self._changed.set)
         await self._cancel_all()
 
     def metrics(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ForgeError, HangError, JudgeError, PoisonError, SpendingError, UngradedError, UnscoredError
@@ -18,12 +19,21 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class EpisodeScoring:
+    """How a run scores its episodes."""
+
+    reward: Scorer | None = None
+    """Scores the episodes of a group together if they have no score yet; None if each comes with one."""
+    wait_s: float = 0.0
+    """Maximum seconds for which a failing reward is asked again, or another one is waited for; 0 asks once."""
+
+
 class RewardOutage:
     """Asks a reward again that has failed.
 
     Args:
-        reward: the run's reward.
-        wait_s: maximum seconds to ask for; 0 asks once.
+        scoring: the run's reward, and how long to ask it.
         warn: called with a line for the user.
         on_end: called when scores come again, or another reward is set, after `begin`.
         on_failure: called with the error if `wait_s` are over.
@@ -31,8 +41,7 @@ class RewardOutage:
 
     def __init__(
         self,
-        reward: Scorer | None,
-        wait_s: float,
+        scoring: EpisodeScoring,
         *,
         warn: Callable[[str], None],
         on_end: Callable[[], None],
@@ -42,8 +51,8 @@ class RewardOutage:
         """The last episode of a batch whose score failed since the reward was replaced, with its group's results."""
         self.scored: tuple[Episode, ...] = ()
         """The last episodes that the reward has scored together."""
-        self._reward = reward
-        self._wait_s = wait_s
+        self._reward = scoring.reward
+        self._wait_s = scoring.wait_s
         self._warn = warn
         self._on_end = on_end
         self._on_failure = on_failure

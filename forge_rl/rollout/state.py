@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import Category, Operational
 from forge_rl.types import Episode, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """Schedule: which batches the engines work on, and how a batch is composed."""
+
+    CATEGORY: ClassVar[Category] = Category.TUNABLE
 
     kind: Literal["pipelined", "synchronous", "one_step", "asynchronous"] = "pipelined"
     """pipelined: engines work ahead on the next batches while one waits for its stragglers, and pause during training.
@@ -30,15 +33,15 @@ class ScheduleConfig:
     """Dynamic sampling: replace a group whose rewards are all equal by another task of the same source."""
     least_advantage: float = 0.0
     """With dynamic_sampling, also replace a group in which no reward is this far from the group's mean."""
-    max_replaced: int = 64
+    max_replaced: Operational[int] = 64
     """Stop after this many batches' worth of consecutive groups of a source were replaced by dynamic_sampling."""
-    retries: int = 2
+    retries: Operational[int] = 2
     """Restarts of an episode after a failure that is not the policy's, before its group is replaced. If scoring fails,
     only the score is retried, then the group is replaced."""
     max_infrastructure_failures: float = 0.5
     """Stop the run if more than this share of the latest attempts at episodes ended in an infrastructure error, over
     twice the number of attempts that batches can have in flight, and at least 64; with 1, never."""
-    max_episodes: int = 16384
+    max_episodes: Operational[int] = 16384
     """Maximum concurrent episodes, including those waiting for tools."""
 
     def __post_init__(self) -> None:

@@ -26,11 +26,13 @@ from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.examples import ExampleMaker, Examples
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
+from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checks import CheckedRun, longest_example
-from forge_rl.run.control import Control, serving_control
+from forge_rl.run.control import Control
+from forge_rl.run.control_server import serving_control
 from forge_rl.run.elastic import ElasticHosts
 from forge_rl.run.ending import Ending
 from forge_rl.run.endpoints import check_reachable, listen
@@ -278,6 +280,7 @@ def _rollouts(
         rollout.generator,
         tokenizer,
         wanted_engines=lambda: len(config.generator.urls) + rollout.generator.replicas,
+        hold=monitor.faults.hold,
     )
     rollouts = RolloutExecutor(
         dispatcher,
@@ -285,12 +288,10 @@ def _rollouts(
         devices=rollout.devices,
         version=lambda: services.trainer.version,
         seed=config.seed,
-        reward=rollout.reward,
+        scoring=EpisodeScoring(reward=rollout.reward, wait_s=config.reward.wait_for_another_s),
         listener=monitor.log,
-        reward_wait_s=config.reward.wait_for_another_s,
-        hold=monitor.faults.hold,
     )
-    rollout.reward.replaced.append(rollouts.reward_replaced)
+    rollout.reward.replaced.add(rollouts.reward_replaced)
     rollout.reward.try_on(rollouts.samples)
     monitor.follow(rollouts.status, rollouts.waiting_for)
     return rollouts

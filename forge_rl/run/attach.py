@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-import socket
 import time
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.runtime.local_socket import connect
-from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
+from forge_rl.run.control_client import exchange, last_events
+from forge_rl.run.knobs import BOUNDS, LiveSchedule
 from forge_rl.system.folders import check_own
 from forge_rl.system.terminal import visible
 
 if TYPE_CHECKING:  # loads NumPy, which only batches need
     from forge_rl.types import Batch
 
-SOCKET = "control.sock"
-"""Name of the socket in a run folder."""
-ELSEWHERE = "attach.json"
-"""File in a run folder with the address and the key for clients on other machines, if the run serves them."""
 _FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")
-_CONNECT_S = 20.0
 _BUSY_S = 30.0
 """Time to keep retrying while other clients keep the run busy."""
-_TAIL_BYTES = 1 << 18
 
 
 def attach(folder: str | Path) -> AttachedRun:
@@ -133,7 +124,7 @@ class AttachedRun:
 
     def events(self, last: int = 20) -> Events:
         """Read the last events in this folder; also works after the run has ended."""
-        return Events(_events(self.folder, last))
+        return Events(last_events(self.folder, last))
 
     def checkpoint(self) -> Path:
         """Write a checkpoint after the current step; waits for it."""
@@ -178,7 +169,8 @@ class AttachedRun:
         self.ask("stop", now=now)
 
     def set(self, knob: str, values: Mapping[str, object]) -> None:
-        """Change a knob: "mixture", "schedule", "reward", "optimizer" or "replicas"."""
+        """Change several values of a knob at once, or none if one is refused: "mixture", "reward", or a name in
+        `knobs.BOUNDS`."""
         self.ask("set", knob=knob, values=values)
 
     def _knob(self, name: str) -> Any:
@@ -194,33 +186,12 @@ class AttachedRun:
         Raises:
             ForgeError: the run refused it, or has ended.
         """
-        deadline = time.monotonic() + _BUSY_S
-        while (reply := self._exchange({"do": do, "with": arguments})).get("busy") and time.monotonic() < deadline:
+        request, deadline = {"do": do, "with": arguments}, time.monotonic() + _BUSY_S
+        while (reply := exchange(self.folder, request)).get("busy") and time.monotonic() < deadline:
             time.sleep(0.1)
         if "error" in reply:
             raise ForgeError(str(reply["error"]), hint=str(reply.get("hint", "")))
         return reply.get("result")
-
-    def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
-        line = json.dumps(request).encode() + b"\n"
-        try:
-            connection = connect(self.folder, SOCKET, timeout_s=_CONNECT_S)
-        except PermissionError as error:
-            raise ConfigError(f"the run in {self.folder} is another user's: {error}") from None
-        except OSError:
-            connection = None
-        try:
-            answer = _asked_elsewhere(self.folder, line) if connection is None else _asked(connection, line)
-            if not answer:
-                raise OSError("the run ended, or refused this user")
-            reply = json.loads(answer)
-            if not isinstance(reply, dict):
-                raise ValueError("its reply is not an object")
-        except FileNotFoundError:
-            raise ConfigError(_ended(self.folder), hint="run the same command again to resume it") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the run in {self.folder} did not answer {request['do']!r}: {error}") from None
-        return reply
 
     def __repr__(self) -> str:
         try:
@@ -232,7 +203,7 @@ class AttachedRun:
         rows["lr"] = f"{status['optimizer']['lr']:g}"
         if (schedule := status.get("schedule")) is not None:
             mean = status["reward_mean"]
-            bounds = ", ".join(f"{name} {schedule[name]:g}" for name in ("max_lag", "over_sampling", "max_episodes"))
+            bounds = ", ".join(f"{name} {schedule[name]:g}" for name in BOUNDS["schedule"])
             rows |= {
                 "version": status["version"],
                 "engines": status["engines"],
@@ -295,41 +266,6 @@ class AttachedMixture(MutableMapping[str, float]):
         return visible(str(self._run.ask("status")["mixture"]["shown"]))
 
 
-class LiveSchedule:
-    """The schedule of a live run: settings are readable, and bounds can be set.
-
-        run.schedule.max_lag = 2  # from the next batch on
-
-    A lower bound applies from the next batch on: episodes in flight that are too old for it are replaced.
-
-    Args:
-        read: returns the settings by name.
-        write: sets bounds by name; raises a ForgeError for a setting that cannot change or a value out of range.
-    """
-
-    max_lag: int
-    over_sampling: float
-    max_episodes: int
-
-    def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[Mapping[str, Any]], None]) -> None:
-        vars(self).update(_read=read, _write=write)
-
-    def __getattr__(self, name: str) -> Any:
-        settings = vars(self)["_read"]() if not name.startswith("_") else {}
-        if name not in settings:
-            raise AttributeError(f"the schedule has no {name!r}")
-        return settings[name]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        vars(self)["_write"]({name: value})
-
-    def __repr__(self) -> str:
-        settings = vars(self)["_read"]()
-        return visible(
-            "\n".join([f"Schedule  {settings['kind']}", *(f"  {name} {value}" for name, value in settings.items())])
-        )
-
-
 class Events(list[dict[str, Any]]):
     """Events of a run: time in seconds, level and text. Prints one line per event."""
 
@@ -350,50 +286,6 @@ class Text(str):
         return visible(str(self))
 
 
-def _asked(connection: socket.socket, line: bytes) -> bytes:
-    """Send a request over a run's socket; returns its reply, empty if there is none."""
-    with connection, connection.makefile("rb") as replies:
-        with contextlib.suppress(BrokenPipeError):  # it replied early: busy, or the request is too long
-            connection.sendall(line)
-        connection.settimeout(None)  # a reply may take as long as a step
-        return _whole(replies.readline())
-
-
-def _asked_elsewhere(folder: Path, line: bytes) -> bytes:
-    """Send a request to a run on another machine; returns its reply, empty if there is none.
-
-    Raises:
-        FileNotFoundError: the run does not serve clients on other machines, or has ended.
-        OSError: it cannot be reached, or is not the run that wrote the folder's file.
-    """
-    path = folder / ELSEWHERE
-    place = json.loads(path.read_text())
-    try:
-        connection = socket.create_connection((str(place["host"]), int(place["port"])), timeout=_CONNECT_S)
-    except ConnectionRefusedError:
-        raise FileNotFoundError(path) from None
-    with connection, connection.makefile("rb") as replies:
-        client_nonce = nonce()
-        run_nonce = replies.readline(NONCE_BYTES + 1).strip()
-        sealed = SealedChannel(str(place["key"]).encode(), run_nonce, client_nonce)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(client_nonce + sealed.seal("request", line))
-        connection.settimeout(None)
-        reply = _whole(replies.readline())
-        return sealed.open("reply", reply) if reply else b""
-
-
-def _whole(reply: bytes) -> bytes:
-    """Return a reply, which may be empty.
-
-    Raises:
-        ConnectionError: the connection was closed in the middle of it.
-    """
-    if reply and not reply.endswith(b"\n"):
-        raise ConnectionError(f"the connection was closed after {len(reply)} bytes of its reply")
-    return reply
-
-
 def _absolute(text: str) -> str:
     """Make the path of a reward's file absolute, so that the run's process finds it."""
     match = _FILE.fullmatch(text)
@@ -401,35 +293,3 @@ def _absolute(text: str) -> str:
         return text
     prefix, file, options = match.groups()
     return f"{prefix or ''}{Path(file).expanduser().resolve()}{options}"
-
-
-def _ended(folder: Path) -> str:
-    """Return the message that a folder has no live run, and how the last one ended."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-        if summary.get("outcome", "finished") != "finished":
-            raise ValueError("it did not reach its end")
-        scores = summary["score_before"], summary["score_after"]
-        score = "" if None in scores else f", with a held-out score of {scores[1]:.3f} after {scores[0]:.3f}"
-        return f"the run in {folder} is not running: it finished after {summary['steps']} steps{score}"
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    event = next(iter(_events(folder, 1)), None)
-    detail = f"; its last event: {event['text']}" if event else ""
-    return f"the run in {folder} is not running: it was stopped, or has not started yet{detail}"
-
-
-def _events(folder: Path, last: int) -> list[dict[str, Any]]:
-    try:
-        with (folder / "events.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    events = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # truncated at its start, or half-written
-            event = json.loads(line)
-            if isinstance(event, dict) and {"time", "level", "text"} <= event.keys():
-                events.append(event)
-    return events[-last:] if last > 0 else []

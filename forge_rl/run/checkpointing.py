@@ -85,7 +85,7 @@ class Checkpointer:
         self.kept = KeptObjects()
         """The recipe's own objects."""
         self._note()
-        parts.live.changed.append(self._save_changes)
+        parts.live.changed.add(self._save_changes)
 
     @property
     def seconds(self) -> float:

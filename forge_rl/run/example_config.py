@@ -11,6 +11,7 @@ from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources.rows import Kind
 from forge_rl.errors import ConfigError
+from forge_rl.flags.categories import Tunable
 from forge_rl.flags.fields import changed_flags
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.protocol import RewardFunction
@@ -45,10 +46,10 @@ class ExampleConfig(RunConfig):
     """The mixture of examples, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, or FILE.py:NAME. Keys of
     files name columns: data/*.jsonl:question=problem,answer=solution*0.7. The documentation lists the forms of
     rows."""
-    eval_tasks: tuple[str, ...] = ()
+    eval_tasks: Tunable[tuple[str, ...]] = ()
     """Examples for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
-    rewards: Annotated[tuple[str, ...], tyro.conf.arg(name="reward")] = ()
+    rewards: Tunable[Annotated[tuple[str, ...], tyro.conf.arg(name="reward")]] = ()
     """Rewards as in recipes/grpo.py, such as auto, of answers that evaluations then generate: engines start for it, and
     a set's score is the answers' mean. By default the score is the negative loss."""
 

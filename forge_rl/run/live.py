@@ -1,16 +1,15 @@
-"""The live knobs of a run: settings that code or attached clients change while it runs, and that a resumed run keeps.
+"""The live settings of a run: what code or attached clients change while it runs, and what a resumed run keeps.
 
-`given` holds a knob's values by this command's flags. `read` returns the current values, and `write` sets a client's,
-raising ForgeErrors. `changes` returns the live changes to save, and `resume` reapplies the changes of an earlier
-process. All values are JSON. A live change overrides an unchanged flag; a flag that the resuming command changes
-overrides the live change.
+Numbers are knobs, see `run.knobs`; the mixture and the reward have classes of their own with the same methods. `given`
+holds the values by this command's flags. `read` returns the current values, and `write` sets a client's, changing
+nothing if it raises a ForgeError. `changes` returns the live changes to save, and `resume` reapplies the changes of an
+earlier process. All values are JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -24,14 +23,11 @@ from forge_rl.flags.user_code import name_of, shown
 from forge_rl.rewards.composition import described
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.attach import LiveSchedule
+from forge_rl.run.knobs import BOUNDS, Knob, LiveSchedule, is_knob_state
 from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.trainer import Trainer
+from forge_rl.system.listeners import Listeners
 
-_BOUNDS = ("max_lag", "over_sampling", "max_episodes")
-_MOST = {"max_lag": 1000, "max_episodes": 1_000_000}
-"""Largest values of bounds in a live run; the settings themselves limit the others."""
-_MOST_LR = 0.1
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _author: ContextVar[str] = ContextVar("author", default="")
 """Author of a change, for the events; "" for code in this process."""
@@ -45,67 +41,6 @@ def changes_by(author: str) -> Iterator[None]:
         yield
     finally:
         _author.reset(token)
-
-
-class ScheduleKnob:
-    """Bounds of the schedule. A lower bound replaces episodes in flight that are too old for it."""
-
-    def __init__(self, rollouts: RolloutExecutor, changed: Callable[[str], None], tell: Callable[[str], None]) -> None:
-        self._rollouts = rollouts
-        self._changed = changed
-        self._tell = tell
-        self.given: dict[str, Any] = {name: getattr(rollouts.config, name) for name in _BOUNDS}
-
-    def read(self) -> dict[str, Any]:
-        return vars(self._rollouts.config)
-
-    async def write(self, values: dict[str, Any]) -> None:
-        self.set(values)
-
-    def set(self, values: Mapping[str, Any]) -> None:
-        """Set bounds from the next batch on.
-
-        Raises:
-            ConfigError: a value is out of range, or the setting cannot change in a live run.
-        """
-        config = self._rollouts.config
-        for name, value in values.items():
-            if name not in _BOUNDS:
-                raise ConfigError(
-                    f"the schedule's {name!r} cannot change in a live run", hint=f"set one of {', '.join(_BOUNDS)}"
-                )
-            kinds = (int, float) if isinstance(getattr(config, name), float) else int
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                raise ConfigError(
-                    f"the schedule's {name} is set to {value!r}", hint="set it to a number of the current value's type"
-                )
-            if name == "max_lag" and config.kind in ("synchronous", "one_step"):
-                raise ConfigError(
-                    f"the schedule {config.kind} has a fixed lag, which no bound changes",
-                    hint="start the run with --schedule.kind pipelined or asynchronous",
-                )
-            if name in _MOST and value > _MOST[name]:
-                raise ConfigError(f"the schedule's {name} is set to {value}", hint=f"set it to at most {_MOST[name]}")
-        self._rollouts.config = replace(config, **values)
-        lines = (f"schedule {name} {getattr(config, name):g} -> {value:g}" for name, value in values.items())
-        self._changed(f"{', '.join(lines)}, from the next batch on")
-
-    def changes(self) -> dict[str, Any]:
-        config = self._rollouts.config
-        return {name: getattr(config, name) for name in _BOUNDS if getattr(config, name) != self.given[name]}
-
-    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        differences = {name: live for name, live in changes.items() if live != self.given[name]}
-        for name, live in differences.items():
-            if (flag := self.given[name]) != old_flags[name]:
-                self._tell(
-                    f"the current flags set schedule {name} {flag:g}, which overrides the live change to {live:g}"
-                )
-        if bounds := {name: live for name, live in differences.items() if self.given[name] == old_flags[name]}:
-            try:
-                self.set(bounds)
-            except ConfigError as error:  # accepted by an earlier version
-                self._tell(f"live changes of the schedule no longer apply: {error.message}")
 
 
 class MixtureKnob:
@@ -122,19 +57,19 @@ class MixtureKnob:
         }
         if adapting.adapt != "off":
             mixture.adapt(adapting)
-        mixture.changed.append(self._mixture_changed)
+        mixture.changed.add(self._mixture_changed)
 
     def read(self) -> dict[str, Any]:
         return {"weights": {name: self._mixture[name] for name in self._mixture}, "shown": repr(self._mixture)}
 
     async def write(self, values: dict[str, Any]) -> None:
         match values:
-            case {"weights": dict(weights)}:
+            case {"weights": dict(weights)} if len(values) == 1:
                 for source, weight in weights.items():
                     if isinstance(weight, bool) or not isinstance(weight, int | float):
                         raise ConfigError(f"the weight of {source!r} is {weight!r}", hint="choose a number from 0 up")
                 self._mixture.update(weights)
-            case {"adapting": dict(settings)}:
+            case {"adapting": dict(settings)} if len(values) == 1:
                 if settings.get("adapt", "off") not in ("off", "success"):
                     raise ConfigError(f"the mixture cannot adapt by {settings['adapt']!r}", hint="set off or success")
                 try:
@@ -143,7 +78,7 @@ class MixtureKnob:
                     raise ConfigError(f"the mixture cannot adapt by {settings}: {error}") from error
                 self._mixture.adapt(config)
             case _:
-                raise ConfigError(f"the mixture has no {sorted(values)}", hint="set weights, or adapting")
+                raise ConfigError(f"the mixture is set to {sorted(values)}", hint="set weights, or adapting")
 
     def changes(self) -> dict[str, Any]:
         state = self._mixture.state() if self._touched else {}
@@ -171,59 +106,11 @@ class MixtureKnob:
 
     def close(self) -> None:
         """Stop reporting changes; the mixture may be reused."""
-        self._mixture.changed.remove(self._mixture_changed)
+        self._mixture.changed.discard(self._mixture_changed)
 
     def _mixture_changed(self, line: str) -> None:
         self._touched = True
         self._changed(line)
-
-
-class OptimizerKnob:
-    """The policy's peak learning rate, from the next step on; the schedule of --trainer.optimizer.decay scales it."""
-
-    def __init__(self, trainer: Trainer, changed: Callable[[str], None], tell: Callable[[str], None]) -> None:
-        self._trainer = trainer
-        self._changed = changed
-        self._tell = tell
-        self.given: dict[str, Any] = {"lr": trainer.lr}
-
-    def read(self) -> dict[str, Any]:
-        return {"lr": self._trainer.lr}
-
-    async def write(self, values: dict[str, Any]) -> None:
-        match values:
-            case {"lr": lr} if len(values) == 1:
-                self.set(lr)
-            case _:
-                raise ConfigError(f"the optimizer's {sorted(values)} cannot change in a live run", hint="set lr")
-
-    def set(self, lr: object) -> None:
-        """Set the peak learning rate.
-
-        Raises:
-            ConfigError: it is not a number within bounds.
-        """
-        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= _MOST_LR:
-            raise ConfigError(
-                f"the learning rate is set to {lr!r}",
-                hint=f"choose a number above 0, at most {_MOST_LR:g}; to stop for a while, pause the run instead",
-            )
-        old_lr = self._trainer.lr
-        self._trainer.lr = float(lr)
-        self._changed(f"learning rate {old_lr:g} -> {lr:g}, from the next step on")
-
-    def changes(self) -> dict[str, Any]:
-        lr = self._trainer.lr
-        return {} if lr == self.given["lr"] else {"lr": lr}
-
-    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        flag, live = self.given["lr"], changes.get("lr", self.given["lr"])
-        if live == flag:
-            return
-        if flag != old_flags["lr"]:
-            self._tell(f"the current flags set the learning rate {flag:g}, which overrides the live change to {live:g}")
-        else:
-            self.set(live)
 
 
 class RewardKnob:
@@ -237,7 +124,7 @@ class RewardKnob:
         """The last reward built from strings, and these strings."""
         self._now = self.read()
         self.given: dict[str, Any] = {"reward": _without_address(reward.function)}
-        reward.replaced.append(self._replaced)
+        reward.replaced.add(self._replaced)
 
     def read(self) -> str:
         """Describe the current reward: the strings that it was built from, or the name of its function."""
@@ -297,59 +184,62 @@ class Scalable(Protocol):
     def scale(self, replicas: int) -> None: ...
 
 
-class ReplicasKnob:
-    """Numbers of engines and of environments' processes on the present hosts; hosts that join or leave change them in
-    proportion."""
+def schedule_knob(rollouts: RolloutExecutor, changed: Callable[[str], None], tell: Callable[[str], None]) -> Knob:
+    """Return the knob of a schedule's bounds. A lower bound replaces episodes in flight that are too old for it."""
 
-    def __init__(
-        self, services: Mapping[str, Scalable], changed: Callable[[str], None], tell: Callable[[str], None]
-    ) -> None:
-        self._services = services
-        self._changed = changed
-        self._tell = tell
-        self._set: dict[str, int] = {}
-        self.given: dict[str, Any] = self.read()
+    def set_bounds(values: Mapping[str, Any]) -> None:
+        if "max_lag" in values and rollouts.config.kind in ("synchronous", "one_step"):
+            raise ConfigError(
+                f"the schedule {rollouts.config.kind} has a fixed lag, which no bound changes",
+                hint="start the run with --schedule.kind pipelined or asynchronous",
+            )
+        rollouts.config = replace(rollouts.config, **values)
 
-    def read(self) -> dict[str, Any]:
-        return {name: service.replicas for name, service in self._services.items()}
+    return Knob(
+        name="schedule",
+        get=lambda: vars(rollouts.config),
+        set=set_bounds,
+        changed=changed,
+        tell=tell,
+        from_when=", from the next batch on",
+    )
 
-    async def write(self, values: dict[str, Any]) -> None:
-        self.set(values)
 
-    def set(self, values: Mapping[str, Any]) -> None:
-        """Start or stop replicas until there are as many.
+def optimizer_knob(trainer: Trainer, changed: Callable[[str], None], tell: Callable[[str], None]) -> Knob:
+    """Return the knob of the policy's peak learning rate, which the schedule of --trainer.optimizer.decay scales."""
 
-        Raises:
-            ConfigError: the run lacks such a service, or room for so many; nothing has then changed.
-        """
-        for name in values:
-            if name not in self._services:
-                names = ", ".join(self._services) or "nothing: the run generates no episodes"
-                raise ConfigError(f"the run has no {name} to scale", hint=f"scale {names}")
-        old_counts = self.read()
+    def set_lr(values: Mapping[str, Any]) -> None:
+        if "lr" in values:
+            trainer.lr = float(values["lr"])
+
+    return Knob(
+        name="optimizer",
+        get=lambda: {"lr": trainer.lr},
+        set=set_lr,
+        changed=changed,
+        tell=tell,
+        from_when=", from the next step on",
+    )
+
+
+def replicas_knob(
+    services: Mapping[str, Scalable], changed: Callable[[str], None], tell: Callable[[str], None]
+) -> Knob:
+    """Return the knob of the numbers of engines and of environments' processes on the present hosts, which hosts that
+    join or leave change in proportion."""
+
+    def counts() -> dict[str, int]:
+        return {name: service.replicas for name, service in services.items()}
+
+    def scale(values: Mapping[str, Any]) -> None:
+        old_counts = counts()
         with contextlib.ExitStack() as undo:
             for name, count in values.items():
-                self._services[name].scale(count)
-                undo.callback(self._services[name].scale, old_counts[name])
+                services[name].scale(count)
+                undo.callback(services[name].scale, old_counts[name])
             undo.pop_all()
-        self._set |= values
-        for name, count in values.items():
-            self._changed(f"{name} {old_counts[name]} -> {count}")
 
-    def changes(self) -> dict[str, Any]:
-        return {name: count for name, count in self._set.items() if count != self.given[name]}
-
-    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        for name, live in changes.items():
-            if name not in self._services or (flag := self.given[name]) == live:
-                continue
-            if flag != old_flags.get(name):
-                self._tell(f"the current flags set {flag} {name}, which overrides the live change to {live}")
-                continue
-            try:
-                self.set({name: live})
-            except ConfigError as error:  # there are other hosts now
-                self._tell(f"the live change to {live} {name} is not taken up: {error.message}")
+    return Knob(name="replicas", get=counts, set=scale, changed=changed, tell=tell, moves=True)
 
 
 class LiveSettings:
@@ -376,18 +266,18 @@ class LiveSettings:
         scalable: Mapping[str, Scalable] | None = None,
     ) -> None:
         self.mixture = mixture
-        self.changed: list[Callable[[], None]] = []
+        self.changed = Listeners[[]]()
         """Called after each change."""
         self._tell = tell
         self._resuming = False
         self._mixture = MixtureKnob(mixture, adapting, self._changed)
-        self.optimizer = OptimizerKnob(trainer, self._changed, tell)
-        self.replicas = ReplicasKnob(scalable or {}, self._changed, tell)
-        self.knobs: dict[str, ScheduleKnob | MixtureKnob | RewardKnob | OptimizerKnob | ReplicasKnob] = {}
+        self.optimizer = optimizer_knob(trainer, self._changed, tell)
+        self.replicas = replicas_knob(scalable or {}, self._changed, tell)
+        self.knobs: dict[str, Knob | MixtureKnob | RewardKnob] = {}
         self._schedule: LiveSchedule | None = None
         if rollouts is not None:
-            schedule = self.knobs["schedule"] = ScheduleKnob(rollouts, self._changed, tell)
-            self._schedule = LiveSchedule(schedule.read, schedule.set)
+            schedule = self.knobs["schedule"] = schedule_knob(rollouts, self._changed, tell)
+            self._schedule = LiveSchedule(schedule.read, schedule.put)
         self.knobs["mixture"] = self._mixture
         self.knobs["optimizer"] = self.optimizer
         if scalable:
@@ -455,8 +345,7 @@ class LiveSettings:
     def _changed(self, line: str) -> None:
         self.report(line)
         if not self._resuming:
-            for listener in self.changed:
-                listener()
+            self.changed.tell()
 
 
 def _without_address(value: object) -> str:
@@ -476,22 +365,13 @@ def is_live_state(state: object) -> bool:
 
 def _is_knob_state(name: object, state: object) -> bool:
     match name, state:
-        case "schedule", {"given": dict(bounds), "changes": dict(changed)}:
-            return bounds.keys() == {*_BOUNDS} >= changed.keys() and _are_numbers(bounds) and _are_numbers(changed)
+        case str(), {"given": dict(flag_values), "changes": dict(changes)} if name in BOUNDS:
+            return is_knob_state(name, flag_values, changes)
         case "reward", {"given": {"reward": str()}, "changes": {"reward": {"name": str(), "texts": [*texts]}}}:
             return all(isinstance(text, str) for text in texts)
         case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:
             return not changes
-        case "replicas", {"given": dict(numbers), "changes": dict(changed)}:
-            return all(type(number) is int for number in (*numbers.values(), *changed.values()))
-        case "optimizer", {"given": {"lr": lr}, "changes": dict(changed)}:
-            rates = {"lr": lr, **changed}
-            return rates.keys() == {"lr"} and all(_is_rate(rate) for rate in (lr, *changed.values()))
     return False
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _are_numbers(values: Mapping[str, object]) -> bool:

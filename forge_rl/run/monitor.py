@@ -79,9 +79,9 @@ class RunMonitor:
         self._missing: Callable[[], str] | None = None
         self._training: Callable[[], tuple[int, int] | None] | None = None
         (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
-        phase_clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
-        faults.on_span = self.span
-        faults.listeners.append(self._on_fault)
+        phase_clock.ended.add(self._on_phase)
+        faults.spans.add(self.span)
+        faults.listeners.add(self._on_fault)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -192,9 +192,13 @@ class RunMonitor:
 
     def close(self) -> None:
         """Close the trace."""
-        self.clock.on_phase = self.faults.on_span = None
-        self.faults.listeners.remove(self._on_fault)
+        self.clock.ended.discard(self._on_phase)
+        self.faults.spans.discard(self.span)
+        self.faults.listeners.discard(self._on_fault)
         self._draw(lambda trace: trace.close())
+
+    def _on_phase(self, name: str, begin: float, end: float) -> None:
+        self.span("controller", name, begin, end)
 
     def _on_fault(self, fault: Fault) -> None:
         self.log.event(*event_of(fault))

@@ -68,7 +68,9 @@ class Replacements:
         """
         if self.asks:
             self._hosts = hosts
-            self._cluster.on_lost.insert(0, self._on_lost)  # before listeners that check whether a host is awaited
+            self._cluster.on_lost.add(
+                self._on_lost, first=True
+            )  # before listeners that check whether a host is awaited
             for host, cause in self._cluster.lost_hosts.items():
                 self._on_lost(host, cause)
 
@@ -96,8 +98,7 @@ class Replacements:
 
     async def close(self) -> None:
         """Give back the hosts that were asked for."""
-        if self._on_lost in self._cluster.on_lost:
-            self._cluster.on_lost.remove(self._on_lost)
+        self._cluster.on_lost.discard(self._on_lost)
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -17,11 +17,11 @@ from forge_rl.packing.rows import PackedBatch, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.after_step import AfterStepQueue
-from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.gap import GapReport, explain_gap
 from forge_rl.run.kept import Stateful
+from forge_rl.run.knobs import LiveSchedule
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.parts import RunParts
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
@@ -160,7 +160,7 @@ class Run(Generic[C]):
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        self._live.optimizer.set(lr)
+        self._live.optimizer.put({"lr": lr})
 
     def scale(self, *, engines: int | None = None, environments: int | None = None) -> None:
         """Start or stop engines, or processes of environments, in the background; stopped ones hand their work over.
@@ -171,7 +171,7 @@ class Run(Generic[C]):
             ConfigError: the hosts lack room for so many, or the run has none.
         """
         counts = {"engines": engines, "environments": environments}
-        self._live.replicas.set({name: count for name, count in counts.items() if count is not None})
+        self._live.replicas.put({name: count for name, count in counts.items() if count is not None})
 
     @property
     def paused(self) -> bool:
@@ -257,7 +257,7 @@ class Run(Generic[C]):
         self._pop_evaluation()
         return values
 
-    async def train_on(self, batch: Batch, advantages: Advantages) -> None:
+    async def train_on(self, batch: Batch, advantages: Advantages | None = None) -> None:
         """Train on a batch, publish the weights if batches are generated, and log the step: the phases of
         `recipes/grpo.py` after its rollout.
 
@@ -266,7 +266,7 @@ class Run(Generic[C]):
         await run.train_on(batch, batch_advantages(batch, estimator="rloo"))
 
         Args:
-            advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`.
+            advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`. Given examples have none.
         """
         with self.phase("train"):
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)

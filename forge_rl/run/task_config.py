@@ -9,6 +9,7 @@ from forge_rl.data.mixture import Mixture, as_mixture
 from forge_rl.envs.env_flag import sources_of
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.errors import ConfigError
+from forge_rl.flags.categories import Tunable
 from forge_rl.rewards.reward_flag import RewardTexts
 from forge_rl.run.run_config import RunConfig
 
@@ -29,7 +30,7 @@ class TaskConfig(RunConfig):
     """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
     Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default the tasks of --env, or
     one-digit additions."""
-    eval_tasks: tuple[str, ...] = ()
+    eval_tasks: Tunable[tuple[str, ...]] = ()
     """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
     env: str = ""

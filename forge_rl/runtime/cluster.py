@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
 from forge_rl.runtime.scratch import make_scratch
 from forge_rl.runtime.signals import outlive_stop_signals
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.streams import lasting
 from forge_rl.system.variables import handed_on, hide, kept_back, take
 
@@ -118,7 +119,7 @@ class Cluster:
         self.awaited: set[str] = set()
         """Hosts that are gone, and in whose place the run has asked for others that have not joined yet."""
         self._changed = asyncio.Event()
-        self.on_lost: list[Callable[[str, str], None]] = []
+        self.on_lost = Listeners[[str, str]]()
         """Called with the name of a host that is gone, and the cause."""
         for name, mesh in self._hosts.items():
             _check_host(name, mesh)
@@ -175,8 +176,7 @@ class Cluster:
         if host in self._hosts and host not in self.lost_hosts:
             self.lost_hosts[host] = cause
             self.tell_change()
-            for listener in list(self.on_lost):
-                listener(host, cause)
+            self.on_lost.tell(host, cause)
 
     def tell_change(self) -> None:
         """Wake those who wait for a `change`, which they look for themselves."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from forge_rl.errors import DeadlineError, Fault, ServiceError
 from forge_rl.runtime.hold import Hold
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.tasks import interrupted_by
 from forge_rl.system.terminal import TRACE_LETTERS, shortened
 
@@ -59,9 +60,9 @@ class Faults:
         self._failed: asyncio.Event = asyncio.Event()
         self.seen: list[Fault] = []
         """All faults, oldest first."""
-        self.listeners: list[Callable[[Fault], None]] = []
+        self.listeners = Listeners[[Fault]](self.listener_failed)
         """Called with each fault when it is recorded, and again on recovery."""
-        self.on_span: Callable[[str, str, float, float, bool], None] | None = None
+        self.spans = Listeners[[str, str, float, float, bool]]()
         """Called after each span of a replica's work with its lane, such as "generator/0", its name, begin and end on
         the monotonic clock, and whether other spans of its kind may overlap it."""
         self.closing = False
@@ -174,14 +175,14 @@ class Faults:
         fault = self._add(service, replica, cause, fatal=fatal)
         if fatal:
             self._failed.set()
-        self._tell(fault)
+        self.listeners.tell(fault)
 
     def recovered(self, service: str, replica: int) -> None:
         """Record that a replica has recovered from its faults so far."""
         for fault in self.seen:
             if (fault.service, fault.replica, fault.recovered_s) == (service, replica, None):
                 fault.recovered_s = self.clock() - fault.at_s
-                self._tell(fault)
+                self.listeners.tell(fault)
 
     def _add(self, service: str, replica: int | None, cause: str, *, fatal: bool) -> Fault:
         fault = Fault(
@@ -195,19 +196,12 @@ class Faults:
         self.seen.append(fault)
         return fault
 
-    def _tell(self, fault: Fault) -> None:
-        for listener in list(self.listeners):
-            self.tell(listener, fault)
-
-    def tell(self, listener: Callable[..., object], *news: object) -> None:
-        """Call a listener; print and record its exceptions, so that the caller can continue."""
-        try:
-            listener(*news)
-        except Exception as error:
-            print(shortened("".join(traceback.format_exception(error)), TRACE_LETTERS), end="", file=sys.stderr)
-            cause = shortened(f"a listener failed: {type(error).__name__}: {error}").splitlines()[0]
-            if not any(fault.cause == cause for fault in self.seen):
-                self._add("controller", None, cause, fatal=False)
+    def listener_failed(self, error: Exception) -> None:
+        """Print and record a listener's exception, so that what told it can continue."""
+        print(shortened("".join(traceback.format_exception(error)), TRACE_LETTERS), end="", file=sys.stderr)
+        cause = shortened(f"a listener failed: {type(error).__name__}: {error}").splitlines()[0]
+        if not any(fault.cause == cause for fault in self.seen):
+            self._add("controller", None, cause, fatal=False)
 
     def _on_mesh_failure(self, failure: object) -> None:
         """Handle Monarch's failure report, in one of Monarch's threads."""

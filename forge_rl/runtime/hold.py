@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from forge_rl.system.listeners import Listeners
+
 
 class Hold:
     """Says whether the run is paused, and for how many seconds it has been in all.
@@ -23,7 +25,7 @@ class Hold:
         self._before = 0.0
         self._released = asyncio.Event()
         self._released.set()
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners = Listeners[[]]()
         """Called after each change."""
 
     @property
@@ -46,19 +48,15 @@ class Hold:
         if self._since is None:
             self._since = self._clock()
             self._released.clear()
-            self._tell()
+            self.listeners.tell()
 
     def resume(self) -> None:
         """Resume; does nothing if it is not paused."""
         if self._since is not None:
             self._before, self._since = self.seconds, None
             self._released.set()
-            self._tell()
+            self.listeners.tell()
 
     async def released(self) -> None:
         """Wait until it is not paused."""
         await self._released.wait()
-
-    def _tell(self) -> None:
-        for listener in list(self.listeners):
-            listener()

@@ -7,10 +7,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
+from forge_rl.flags.categories import Category
 from forge_rl.runtime.private_network import is_private
 from forge_rl.system.variables import hand_on_too
 
@@ -20,6 +22,8 @@ _LOOPBACK = re.compile(r"127\.|::1$|::ffff:127\.")
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
     """Who else may reach the services."""
+
+    CATEGORY: ClassVar[Category] = Category.OF_COMMAND
 
     private_network: bool = False
     """Run in a private network namespace, where other users of this machine cannot reach the services. Processes inside

@@ -308,8 +308,7 @@ class Replica:
         self._end(key)
 
     def _trace(self, name: str, begin: float, end: float, overlapping: bool) -> None:
-        if self._faults.on_span is not None:
-            self._faults.on_span(f"{self.service}/{self.index}", name, begin, end, overlapping)
+        self._faults.spans.tell(f"{self.service}/{self.index}", name, begin, end, overlapping)
 
     def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
         return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")

@@ -13,6 +13,7 @@ from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.replica_processes import DeathRules, ProcessSettings, ReplicaProcesses
+from forge_rl.system.listeners import Listeners
 
 __all__ = ["Replica", "Service", "ServiceActor"]
 
@@ -69,7 +70,7 @@ class Service:
         """Latest incarnation of each replica, by index."""
         self.spares: dict[int, Replica] = {}
         """Replicas that stand by for dead ones and get no calls, by number; numbers and indices differ."""
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners = Listeners[[]](faults.listener_failed)
         """Called after every change of the set of serving replicas."""
         self.recoverable = recoverable
         """True while the owner handles deaths itself: one is then not fatal even without a supervisor."""
@@ -96,7 +97,7 @@ class Service:
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set briefly after every state change, to wake waiters for a serving replica."""
-        cluster.on_lost.append(self._on_host_lost)
+        cluster.on_lost.add(self._on_host_lost)
 
     def spawn(
         self,
@@ -288,11 +289,6 @@ class Service:
         self.faults.recovered(self.name, spare.index)
         self.notify()
 
-    def tell_listeners(self) -> None:
-        """Call all `listeners`."""
-        for listener in list(self.listeners):
-            self.faults.tell(listener)
-
     async def change(self) -> None:
         """Wait until a replica next starts to serve or dies, or a spare stands by, dies or is adopted."""
         await self._changed.wait()
@@ -369,7 +365,7 @@ class Service:
         was_serving, replica.state = replica.serving, state
         self.notify()
         if was_serving != replica.serving:
-            self.tell_listeners()
+            self.listeners.tell()
 
     def notify(self) -> None:
         """Wake those who wait for a change."""
@@ -379,8 +375,7 @@ class Service:
     async def stop(self) -> None:
         """Stop all replicas' processes. Calls in flight fail."""
         self.stopping = True
-        if self._on_host_lost in self.cluster.on_lost:
-            self.cluster.on_lost.remove(self._on_host_lost)
+        self.cluster.on_lost.discard(self._on_host_lost)
         self.notify()
         background = list(self._background)
         for task in background:

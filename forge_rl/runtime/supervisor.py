@@ -119,7 +119,7 @@ class Supervisor:
             elif not service.faults.closing:
                 service.begin_start(index, self._start_more)
         elif index not in service.starting:  # else it died while starting
-            healthy = service.faults.clock() - replica.serving_since >= self._restart.healthy_s
+            healthy = self._restart.recovered(service.faults.clock() - replica.serving_since)
             if replica.answered or healthy:
                 self._deaths[index] = 0
             service.begin_start(index, self._recover)

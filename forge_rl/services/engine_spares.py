@@ -108,7 +108,7 @@ class EngineSpares:
         if (replica := self._service.spares.pop(number, None)) is not None:
             await self._service.processes.clean_up(replica)
         if (spare := self._ready.pop(number, None)) is not None:
-            is_healthy = spare.replica.clock() - spare.since >= self._restart.healthy_s
+            is_healthy = self._restart.recovered(spare.replica.clock() - spare.since)
             self._deaths = 1 if is_healthy else self._deaths + 1
 
     def _missing(self) -> int | None:

@@ -29,6 +29,7 @@ from forge_rl.envs.protocol import (
 )
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
+from forge_rl.flags.categories import Operational
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import Seats, ServiceHosts, check_bounds
@@ -53,13 +54,13 @@ class Environment:
     class Config:
         """The environment service: its processes."""
 
-        replicas: int = 1
+        replicas: Operational[int] = 1
         """Number of processes that run environments."""
         least_replicas: int = 0
         """Least number of them, to which hosts that leave may reduce it; by default as many as replicas."""
         most_replicas: int = 0
         """Most of them, to which hosts that join a live run may raise it; by default as many as replicas."""
-        deadline_s: float = 600.0
+        deadline_s: Operational[float] = 600.0
         """Timeout of one environment step; a process that an environment blocks for longer is killed, with all its
         environments."""
         restart: Restart = field(default_factory=Restart)

@@ -41,11 +41,16 @@ from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.request_limits import RequestLimits
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
+
+_ANSWER_S = 3600.0
+"""Longest wait for the next chunk of a completion, or for scores, without pauses. It bounds what nothing else does: an
+engine that hangs is found by --generator.stall-s, and a request may wait long in the queue of a busy one."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,7 @@ class Generator:
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")
 
     @property
-    def listeners(self) -> list[Callable[[], None]]:
+    def listeners(self) -> Listeners[[]]:
         """Callbacks that run in the loop after every change of the result of `engines`."""
         return self._service.listeners
 
@@ -255,7 +260,7 @@ class Generator:
             WeightsError: no version is loaded yet, or the last load failed.
             ConfigError: prompt and completion may exceed the context length, or vLLM refuses the request.
             ReplicaError: the engine died, failed, or sent garbage; earlier chunks are valid.
-            DeadlineError: no chunk came for config.request_deadline_s.
+            DeadlineError: no chunk came for an hour.
             ServiceError: no engine is left.
         """
         # Engines read the model's settings, which need not name the token that ends turns.
@@ -286,13 +291,13 @@ class Generator:
                 if problem:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
                 if chunk.cache is not None and self._limits.note(replica, chunk.cache):
-                    self._service.tell_listeners()
+                    self._service.listeners.tell()
                 self._drafts.note(chunk)
                 return completion.add(chunk)
 
-            deadline_s, gather_s = self.config.request_deadline_s, completion.gather_s
+            gather_s = completion.gather_s
             with self._blaming(replica, refuses=bool(sampling.extra)):
-                await replica.ask("stream", prompt_ids, sampling, gather_s, deadline_s=deadline_s, on_item=take)
+                await replica.ask("stream", prompt_ids, sampling, gather_s, deadline_s=_ANSWER_S, on_item=take)
             if not completion.finish:
                 raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
         finally:
@@ -344,7 +349,7 @@ class Generator:
             ContextError: prompt and tokens do not fit into the context.
             ConfigError: vLLM refuses the request.
             PoisonError: several engines in a row died of it.
-            DeadlineError: no answer for config.request_deadline_s.
+            DeadlineError: no answer for an hour.
             ServiceError: no engine is left.
         """
         self._check_version()
@@ -356,9 +361,7 @@ class Generator:
 
         async def attempt(replica: Replica) -> ScoredTokens:
             with self._blaming(replica):
-                scores = await replica.ask(
-                    "score", prompt_ids, token_ids, temperature, top_k, deadline_s=self.config.request_deadline_s
-                )
+                scores = await replica.ask("score", prompt_ids, token_ids, temperature, top_k, deadline_s=_ANSWER_S)
             self._pool.note_progress(replica)
             if problem := validate_scores(scores, len(token_ids), top_k, self._tokenizer.vocab_size):
                 raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")

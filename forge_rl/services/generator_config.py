@@ -10,6 +10,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import check_speculation
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import Operational, Tunable
 from forge_rl.runtime.seats import check_bounds
 from forge_rl.runtime.supervision import Restart
 from forge_rl.system.redaction import without_credentials
@@ -19,13 +20,13 @@ from forge_rl.system.redaction import without_credentials
 class GeneratorConfig(DecodeSettings):
     """The generator: its engines, and how they sample."""
 
-    replicas: int = 1
+    replicas: Operational[int] = 1
     """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
     CPU. May be 0 with --generator.urls."""
     hosts_per_replica: int = 1
     """Number of hosts of each engine: its tensor_parallel_size workers are split evenly over so many, for models that
     no host can hold. Slower than an engine within a host."""
-    urls: tuple[str, ...] = ()
+    urls: Operational[tuple[str, ...]] = ()
     """Addresses of vLLM servers that others started by forge-rl serve-engine, such as http://10.0.0.7:8000, whose
     engines join the run in addition to its replicas. The environment variable VLLM_API_KEY must hold their key. Only
     https:// may lead to a public address."""
@@ -35,7 +36,7 @@ class GeneratorConfig(DecodeSettings):
     most_replicas: int = 0
     """Most engines: a host that joins a live run adds as many as the other hosts have each, up to this many. By default
     as many as replicas."""
-    guests: int = 0
+    guests: Operational[int] = 0
     """Number of further engines on the trainer's devices, with --placement separate and a schedule that decodes while
     training. They decode while the trainer waits for a batch, if it lately waited longer than the change takes."""
     spares: int = 0
@@ -48,12 +49,10 @@ class GeneratorConfig(DecodeSettings):
     gpu_memory_utilization: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
     """Share of a GPU's memory that an engine may use. 0, the default on CUDA, means the memory left by the run's
     trainer, or 0.9 of a GPU that the engine does not share."""
-    max_tokens: int = 16
+    max_tokens: Tunable[int] = 16
     """Maximum tokens of a completion."""
     temperature: float = 1.0
     """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
-    request_deadline_s: float = 3600.0
-    """Timeout between two chunks of a completion, excluding time while engines are paused."""
     restart: Restart = field(default_factory=Restart)
     """Policy for engines that die."""
 
@@ -79,7 +78,6 @@ class GeneratorConfig(DecodeSettings):
             above={
                 "temperature": 0,
                 "kv_cache_gib": 0,
-                "request_deadline_s": 0,
                 "stall_s": 0,
                 "max_model_len": self.max_tokens,
             },

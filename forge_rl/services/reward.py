@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from forge_rl.errors import ConfigError, ReplicaError, check_flags
+from forge_rl.flags.categories import Operational
 from forge_rl.rewards import protocol
 from forge_rl.rewards.composition import WeightedSum, described
 from forge_rl.rewards.peers import as_reward
@@ -25,6 +26,7 @@ from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.reward_actor import REWARD_STUCK, RewardActor
+from forge_rl.system.listeners import Listeners
 from forge_rl.system.tasks import task_group
 from forge_rl.types import Episode, Score, Task
 
@@ -46,11 +48,11 @@ class RewardService:
     class Config:
         """The reward service: its processes, and the behaviour of a run when the reward fails."""
 
-        replicas: int = 1
+        replicas: Operational[int] = 1
         """Number of processes that score."""
-        deadline_s: float = 60.0
+        deadline_s: Operational[float] = 60.0
         """Timeout of one score, from the call of its function; time in the queue does not count."""
-        wait_for_another_s: float = 1800.0
+        wait_for_another_s: Operational[float] = 1800.0
         """Time for which a reward whose scores all fail is asked again, in training and in evaluations, before the run
         ends; an attached client or run.reward.replace may set another meanwhile. 0 ends the run immediately."""
         restart: Restart = field(default_factory=Restart)
@@ -72,7 +74,7 @@ class RewardService:
         self._shared = _ReplicaPool(setting, "reward", shared_parts, replicas=setting.config.replicas)
         self._own = {name: self._own_pool(name, part) for name, part in own_parts.items()}
         """Pools of the parts that have their own replicas, by part name."""
-        self.replaced: list[Callable[[], None]] = []
+        self.replaced = Listeners[[]]()
         """Callbacks that run after the function was replaced."""
         self._samples: Callable[[], Sequence[Sequence[Episode]]] = tuple
         self._replacing = asyncio.Lock()
@@ -188,8 +190,7 @@ class RewardService:
             # Switch atomically, so that each score comes from either the old function or the new one.
             self._shared.version, self.function, self._own, self.form = version, function, kept_pools | new_pools, form
             try:
-                for listener in self.replaced:
-                    listener()
+                self.replaced.tell()
             finally:
                 for pool in old_pools:
                     await pool.service.stop()

@@ -11,6 +11,7 @@ import tyro
 
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import Operational
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.runtime.supervision import Restart
 
@@ -37,7 +38,7 @@ class TeachersConfig(DecodeSettings):
     models: TeacherTexts = ()
     """Teachers, as [SOURCE=]MODEL: a bundled model, a folder, a hub id, or policy for the policy itself. One without
     SOURCE is for the episodes of all other sources."""
-    replicas: int = 1
+    replicas: Operational[int] = 1
     """Number of engines of each model, on GPUs of their own."""
     max_model_len: int = 0
     """Maximum tokens that are scored at a time, plus one. 0: as the policy's engines need, with a quarter for hints."""
@@ -45,8 +46,6 @@ class TeachersConfig(DecodeSettings):
     """Maximum episodes that an engine scores at a time; further ones wait."""
     gpu_memory_utilization: float = 0.8
     """Share of a GPU's memory that an engine may take. Logits of scored prompts come on top of that."""
-    request_deadline_s: float = 600.0
-    """Timeout of one episode's scores."""
     restart: Restart = field(default_factory=Restart)
     """Policy for engines that die."""
 
@@ -56,7 +55,7 @@ class TeachersConfig(DecodeSettings):
             self,
             "--teachers.",
             minimum=dict.fromkeys(counts, 1) | {"max_model_len": 0},
-            above={"gpu_memory_utilization": 0, "kv_cache_gib": 0, "request_deadline_s": 0, "stall_s": 0},
+            above={"gpu_memory_utilization": 0, "kv_cache_gib": 0, "stall_s": 0},
             below={"gpu_memory_utilization": 1},
         )
         _ = self.by_source

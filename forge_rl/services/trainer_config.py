@@ -11,6 +11,7 @@ from forge_rl.engines.degrees import check_ranks, least_ranks
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import Operational, Tunable
 
 PAD_MULTIPLE = 128
 """Row lengths on a GPU are multiples of this, FlexAttention's block size. Attention on CPU takes any length."""
@@ -22,28 +23,28 @@ LEAST_ROW = 256
 class TrainerConfig(TrainSettings):
     """Settings of the trainer: its processes, its rows, its optimizer."""
 
-    ranks: int = 1
+    ranks: Operational[int] = 1
     """Processes that shard the policy with FSDP2: one per GPU, or several on one CPU. 1 is raised to the number that
     the parallel flags require; more ranks shard the policy further and train more rows at a time."""
     seq_len: int = field(default_factory=lambda: 0 if device_type() == "cuda" else 1024)
     """Maximum tokens of a packed row per device; a row is one microbatch and must hold the longest episode. 0, the
     default on CUDA, chooses by GPU memory and model; the default on CPU is 1,024."""
-    minibatches: int = 1
+    minibatches: Tunable[int] = 1
     """Number of minibatches that a batch is split into, with one update each."""
-    epochs: int = 1
+    epochs: Tunable[int] = 1
     """Number of passes over each batch, each with a new split into minibatches."""
-    max_skipped_updates: int = 3
+    max_skipped_updates: Operational[int] = 3
     """End the run after this many consecutive updates with a non-finite gradient; fewer are skipped, and saved for
     inspection."""
-    port: int = 0
+    port: Operational[int] = 0
     """Rendezvous port of the ranks; 0 picks a free one."""
-    max_restarts: int = 3
+    max_restarts: Operational[int] = 3
     """Maximum restarts from the last checkpoint per launch of the run, after a rank died or hung; then, or at 0, such a
     death ends the run."""
-    wait_for_host_s: float = 1800.0
+    wait_for_host_s: Operational[float] = 1800.0
     """Longest wait for a host that the run has asked for (--job ...:most_replaced=N) in the place of one that died, if
     the ranks do not fit on the others; after it, or at 0, the run ends. Within --phase-deadline-s."""
-    deadline_s: float = 1800.0
+    deadline_s: Operational[float] = 1800.0
     """Timeout of one call to the ranks, such as a step; the ranks then count as hung and are restarted. Once a call of
     its kind was measured, the timeout is 20 times the slowest call's time for as many tokens, but at least 5 minutes,
     if that is less."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from forge_rl.errors import check_flags
+from forge_rl.flags.categories import Category
 from forge_rl.runtime.supervision import Restart
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStoreConfig:
     """The weight store: how versions travel, and how many are kept."""
+
+    CATEGORY: ClassVar[Category] = Category.OPERATIONAL
 
     transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
     """How weights travel. auto uses shared memory if it has room, otherwise torchstore if it is installed."""

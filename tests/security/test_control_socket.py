@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import pytest
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.run import control as control_module
-from forge_rl.run.attach import ELSEWHERE, AttachedRun
-from forge_rl.run.control import MOST_BYTES, SOCKET, _check_types, serving_control
+from forge_rl.run import control_server as control_module
+from forge_rl.run.attach import AttachedRun
+from forge_rl.run.control_client import ELSEWHERE, SOCKET
+from forge_rl.run.control_server import MOST_BYTES, _check_types, serving_control
 from forge_rl.run.endpoints import check_reachable
 from forge_rl.runtime.local_socket import connect, listening
 from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce

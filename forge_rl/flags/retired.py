@@ -1,0 +1,18 @@
+"""Flags that earlier versions had, whose values are now constants: run folders and config files may still hold them."""
+
+from __future__ import annotations
+
+RETIRED = {
+    "restart.backoff_s": 1.0,
+    "restart.pause_s": 300.0,
+    "restart.healthy_s": 60.0,
+    "generator.request_deadline_s": 3600.0,
+    "teachers.request_deadline_s": 600.0,
+    "alerts.most_per_hour": 60,
+}
+"""Default of each retired flag, by the end of its path."""
+
+
+def retired_default(path: str) -> float | None:
+    """Return the default of a retired flag, such as "generator.restart.pause_s"; None if it is none."""
+    return next((value for end, value in RETIRED.items() if f".{path}".endswith(f".{end}")), None)

@@ -1,0 +1,202 @@
+"""Knobs: numbers of a run that clients and code may change while it runs, with their bounds. Imports nothing heavy.
+
+A live change overrides an unchanged flag when the run is resumed; a flag that the resuming command changes overrides
+the live change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.system.terminal import visible
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Type and limits of a number in a live run; the settings themselves limit it further."""
+
+    kind: type[int] | type[float] = int
+    """Type of the value; whole numbers count as floats, and booleans as no numbers."""
+    above: float = -math.inf
+    at_most: float = math.inf
+    label: str = ""
+    """Name in events and errors."""
+    advice: str = ""
+    """Further hint if a value is refused."""
+
+    def accepts_type(self, value: object) -> bool:
+        """Return whether a value, such as one from a file, is a number of this type."""
+        return type(value) is int or (self.kind is float and type(value) is float)
+
+    def check(self, value: Any) -> None:
+        """Check a new value.
+
+        Raises:
+            ConfigError: it is not a number of this type within the limits.
+        """
+        if not self.accepts_type(value) or not self.above < value <= self.at_most:
+            hint = "set it to a whole number" if self.kind is int else "set it to a number"
+            hint += f" above {self.above:g}" * (self.above > -math.inf)
+            hint += f", at most {self.at_most:.9g}" * (self.at_most < math.inf)
+            raise ConfigError(f"{self.label} is set to {value!r}", hint=hint + self.advice)
+
+
+BOUNDS: Mapping[str, Mapping[str, Bounds]] = {
+    "schedule": {
+        "max_lag": Bounds(at_most=1000, label="schedule max_lag"),
+        "over_sampling": Bounds(kind=float, label="schedule over_sampling"),
+        "max_episodes": Bounds(at_most=1_000_000, label="schedule max_episodes"),
+    },
+    "optimizer": {
+        "lr": Bounds(
+            kind=float,
+            above=0,
+            at_most=0.1,
+            label="learning rate",
+            advice="; to stop for a while, pause the run instead",
+        ),
+    },
+    "replicas": {"engines": Bounds(label="engines"), "environments": Bounds(label="environments")},
+}
+"""Bounds of each number that a knob has, by the names with which clients set it."""
+
+
+@dataclass(kw_only=True)
+class Knob:
+    """Numbers that are set together: all of them, or none if one is refused.
+
+    def set_lr(values: Mapping[str, Any]) -> None:
+        trainer.lr = values["lr"]
+
+    knob = Knob(name="optimizer", get=lambda: {"lr": trainer.lr}, set=set_lr, changed=log, tell=log)
+    await knob.write({"lr": 1e-5})
+    """
+
+    name: str
+    """Name in `BOUNDS`."""
+    get: Callable[[], Mapping[str, Any]]
+    """Returns the current values, as JSON; may have others that cannot be set."""
+    set: Callable[[Mapping[str, Any]], None]
+    """Sets values within bounds; must change nothing if it raises a ForgeError."""
+    changed: Callable[[str], None]
+    """Called with a line for the events after each change."""
+    tell: Callable[[str], None]
+    """Called with a line for the events if a resumed run does not keep a change."""
+    from_when: str = ""
+    """When a change takes effect, for its line."""
+    moves: bool = False
+    """Whether the values also change by themselves, as hosts join or leave: only what was set is a change then, and a
+    resumed run takes up each alone."""
+    _written: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.given: dict[str, Any] = self._numbers()
+        """Values by this command's flags."""
+
+    def read(self) -> dict[str, Any]:
+        return dict(self.get())
+
+    async def write(self, values: Mapping[str, Any]) -> None:
+        self.put(values)
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Set values.
+
+        Raises:
+            ConfigError: one is unknown, or cannot be; nothing has then changed.
+        """
+        for name, value in values.items():
+            if name not in self.given:
+                names = ", ".join(self.given) or "nothing: the run generates no episodes"
+                raise ConfigError(
+                    f"the run's {self.name} {name!r} cannot change in a live run", hint=f"set one of {names}"
+                )
+            self._bounds[name].check(value)
+        old_values = self._numbers()
+        self.set(values)
+        self._written |= values
+        lines = (f"{self._bounds[name].label} {old_values[name]:g} -> {value:g}" for name, value in values.items())
+        self.changed(", ".join(lines) + self.from_when)
+
+    def changes(self) -> dict[str, Any]:
+        """Return the live changes to save."""
+        values = self._written if self.moves else self._numbers()
+        return {name: value for name, value in values.items() if value != self.given[name]}
+
+    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        """Reapply the live changes of an earlier process.
+
+        Args:
+            old_flags: its `given`.
+        """
+        lasting: dict[str, Any] = {}
+        for name, live in changes.items():
+            flag, label = self.given.get(name, live), self._bounds[name].label
+            if flag == live:
+                continue
+            if flag != old_flags.get(name):
+                self.tell(f"the current flags set {label} {flag:g}, which overrides the live change to {live:g}")
+            else:
+                lasting[name] = live
+        for values in [{name: value} for name, value in lasting.items()] if self.moves else [lasting] * bool(lasting):
+            try:
+                self.put(values)
+            except ForgeError as error:  # accepted by an earlier version, or there are other hosts now
+                settings = ", ".join(f"{self._bounds[name].label} {value:g}" for name, value in values.items())
+                self.tell(f"the live change to {settings} no longer applies: {error.message}")
+
+    @property
+    def _bounds(self) -> Mapping[str, Bounds]:
+        return BOUNDS[self.name]
+
+    def _numbers(self) -> dict[str, Any]:
+        values = self.get()
+        return {name: values[name] for name in self._bounds if name in values}
+
+
+class LiveSchedule:
+    """The schedule of a live run: settings are readable, and bounds can be set.
+
+        run.schedule.max_lag = 2  # from the next batch on
+
+    A lower bound applies from the next batch on: episodes in flight that are too old for it are replaced.
+
+    Args:
+        read: returns the settings by name.
+        write: sets bounds by name; raises a ForgeError for a setting that cannot change or a value out of range.
+    """
+
+    max_lag: int
+    over_sampling: float
+    max_episodes: int
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[Mapping[str, Any]], None]) -> None:
+        vars(self).update(_read=read, _write=write)
+
+    def __getattr__(self, name: str) -> Any:
+        settings = vars(self)["_read"]() if not name.startswith("_") else {}
+        if name not in settings:
+            raise AttributeError(f"the schedule has no {name!r}")
+        return settings[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self)["_write"]({name: value})
+
+    def __repr__(self) -> str:
+        settings = vars(self)["_read"]()
+        return visible(
+            "\n".join([f"Schedule  {settings['kind']}", *(f"  {name} {value}" for name, value in settings.items())])
+        )
+
+
+def is_knob_state(name: str, flag_values: Mapping[str, object], changes: Mapping[str, object]) -> bool:
+    """Return whether values from a possibly corrupt file have the form of a knob's `given` and `changes`."""
+    bounds = BOUNDS[name]
+    values = [*flag_values.items(), *changes.items()]
+    return changes.keys() <= flag_values.keys() and all(
+        number in bounds and bounds[number].accepts_type(value) for number, value in values
+    )

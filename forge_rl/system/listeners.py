@@ -1,0 +1,52 @@
+"""Listeners: callables that an object calls when something happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, ParamSpec
+
+P = ParamSpec("P")
+
+
+class Listeners(Generic[P]):
+    """Callables that are told of an event, in the order in which they were added.
+
+        mixture.changed = Listeners[[str]]()
+        mixture.changed.add(print)
+        mixture.changed.tell("mixture maths 1 -> 2")
+
+    Change the state first and tell of it then: one that raises keeps no other from being told, and leaves no state
+    half-changed.
+
+    Args:
+        failed: called with what a listener raises; by default the first error is raised once all have been told.
+    """
+
+    def __init__(self, failed: Callable[[Exception], object] | None = None) -> None:
+        self._failed = failed
+        self._listeners: list[Callable[P, object]] = []
+
+    def add(self, listener: Callable[P, object], *, first: bool = False) -> None:
+        """Tell a listener from now on; `first` puts it before the present ones."""
+        self._listeners.insert(0 if first else len(self._listeners), listener)
+
+    def discard(self, listener: Callable[P, object]) -> None:
+        """Tell a listener no more, if it was added."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call all listeners."""
+        errors: list[Exception] = []
+        for listener in tuple(self._listeners):  # one may add or discard others
+            try:
+                listener(*args, **kwargs)
+            except Exception as error:
+                errors.append(error)
+                if self._failed is not None:
+                    self._failed(error)
+        if errors and self._failed is None:
+            raise errors[0]
