@@ -128,7 +128,7 @@ class _Bench:
             seed=0,
             listener=Printed(),
         )
-        served.faults.listeners.append(lambda fault: self._watched.tell())
+        served.faults.listeners.add(lambda fault: self._watched.tell())
 
     async def deliver(self) -> None:
         """Deliver batches, each followed by a new version."""
