@@ -6,6 +6,7 @@ forge-rl compare runs/grpo-1a2b3c4d runs/grpo-5e6f7a8b
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,16 +24,11 @@ from forge_rl.errors import ConfigError
 from forge_rl.flags.categories import Category
 from forge_rl.flags.fields import flags_of
 from forge_rl.flags.retired import retired_default
-from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.metrics.display.format import number, sparkline
 from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
-from forge_rl.run.example_config import ExampleConfig
 from forge_rl.run.launch import launch
 from forge_rl.run.past_runs import as_float, flag_of, metrics_of, read_bounded, setting_text, settings_of
-from forge_rl.run.task_config import TaskConfig
-from forge_rl.services.teachers_config import TeachersConfig
-from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.system.terminal import clipped
 
 _CURVES = (
@@ -129,8 +125,16 @@ def differences(first: Path, second: Path) -> list[Difference]:
     return sorted(diffs, key=lambda diff: not diff.defines)
 
 
+@functools.cache
 def _categories() -> dict[str, Category]:
     """Return the category of each flag that recipes have, by its path; a folder does not say which recipe ran."""
+    # The configs load Monarch, which looking at a page or at one run does not need.
+    from forge_rl.gateway.gateway_config import GatewayConfig
+    from forge_rl.run.example_config import ExampleConfig
+    from forge_rl.run.task_config import TaskConfig
+    from forge_rl.services.teachers_config import TeachersConfig
+    from forge_rl.services.trainer_config import CriticConfig
+
     groups = {"critic": CriticConfig, "teachers": TeachersConfig, "gateway": GatewayConfig}
     flags = itertools.chain(
         *map(flags_of, (TaskConfig, ExampleConfig)),

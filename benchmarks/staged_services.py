@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.rollout.executor import NoListener
 from forge_rl.services.completion import ResumableCompletion
+from forge_rl.system.listeners import Listeners
 from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.types import Message, Sampling, Task
 
@@ -116,7 +117,7 @@ class StagedGenerator:
         self._budgets = dict.fromkeys(range(engines), budget)
         self._running: set[_Request] = set()
         self._paused = False
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners = Listeners[[]]()
 
     def engines(self) -> dict[int, int]:
         return self._budgets

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.report import BenchmarkError
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.generator import Generator
+from forge_rl.system.listeners import Listeners
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling
 
@@ -69,7 +70,7 @@ class Watched:
         return self._generator.version
 
     @property
-    def listeners(self) -> list[Callable[[], None]]:
+    def listeners(self) -> Listeners[[]]:
         return self._generator.listeners
 
     def engines(self) -> dict[int, int]:

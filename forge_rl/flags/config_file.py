@@ -61,9 +61,9 @@ class _FlagFile:
     def filled(self, kind: type[C], default: object, table: Mapping[str, Any], place: tuple[str, ...]) -> C:
         fields = {field.name: field for field in dataclasses.fields(cast(Any, kind)) if field.init}
         for key in table:
-            if key not in fields and (value := retired_default(".".join((*place, key)))) is not None:
-                if table[key] != value:
-                    raise self.wrong((*place, key), "is no flag any more", f"leave it out: it is always {value}")
+            if key not in fields and (constant := retired_default(".".join((*place, key)))) is not None:
+                if table[key] != constant:
+                    raise self.wrong((*place, key), "is no flag any more", f"leave it out: it is always {constant}")
             elif key not in fields:
                 homes = [flag.dotted for flag in self.flags if flag.path[-1] == key]
                 suggestion = f"did you mean {' or '.join(homes[:3])}?"

@@ -365,8 +365,8 @@ def is_live_state(state: object) -> bool:
 
 def _is_knob_state(name: object, state: object) -> bool:
     match name, state:
-        case str(), {"given": dict(flag_values), "changes": dict(changes)} if name in BOUNDS:
-            return is_knob_state(name, flag_values, changes)
+        case str(knob), {"given": dict(flag_values), "changes": dict(changes)} if knob in BOUNDS:
+            return is_knob_state(knob, flag_values, changes)
         case "reward", {"given": {"reward": str()}, "changes": {"reward": {"name": str(), "texts": [*texts]}}}:
             return all(isinstance(text, str) for text in texts)
         case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:

