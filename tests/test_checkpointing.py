@@ -19,7 +19,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.ending import Ending
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
-from forge_rl.run.services import RolloutServices, Services
+from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.types import Task
 
 BOUNDS = {"max_lag": 1, "over_sampling": 1.0, "max_episodes": 64}

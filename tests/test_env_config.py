@@ -220,7 +220,7 @@ def test_eval_tasks_are_used_beside_an_environments_own_and_unused_flags_of_data
 
 
 def test_adapters_get_the_first_plain_word_and_the_options(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(config, "ENVIRONMENTS", {"adapter": f"{__name__}:adapter"})
+    monkeypatch.setattr(config, "ENVIRONMENTS", {"adapter": adapter})
     made = build_environment("adapter:http://localhost:1/a?b=c,sessions=4,deep=true,names=[1,2],text=a b")
     expected = ("http://localhost:1/a?b=c", {"sessions": 4, "deep": True, "names": [1, 2], "text": "a b"})
     assert made(TASK) == expected

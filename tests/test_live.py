@@ -23,7 +23,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.live import LiveSettings, ReplicasKnob, changes_by, is_live_state
-from forge_rl.run.services import Services
+from forge_rl.run.service_set import Services
 from tests.staged_rollouts import rollouts, run_until_idle
 from tests.test_mixture import Counting
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -16,22 +15,25 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.options import read_option
 from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
+from forge_rl.system.lazy import LazyNames
 
-ENVIRONMENTS: Mapping[str, str] = {
-    "game": "forge_rl.envs.game:GuessNumber",
-    "gymnasium": "forge_rl.envs.gymnasium:GymnasiumEnv",
-    "harbor": "forge_rl.envs.harbor:HarborEnv",
-    "mcp": "forge_rl.envs.mcp:McpEnv",
-    "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
-    "python": "forge_rl.envs.python:PythonEnv",
-    "repository": "forge_rl.envs.repository:RepositoryEnv",
-    "shell": "forge_rl.envs.shell:ShellEnv",
-    "textarena": "forge_rl.envs.textarena:TextArena",
-    "tools": "forge_rl.envs.bundled_tools:tools",
-    "user": "forge_rl.envs.user:SimulatedUser",
-    "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",
-}
-"""Environment factories by name, as MODULE:FUNCTION, imported on first use. `NAME:ARGUMENT,KEY=VALUE` calls
+ENVIRONMENTS: LazyNames[Callable[..., Any]] = LazyNames(
+    {
+        "game": "forge_rl.envs.game:GuessNumber",
+        "gymnasium": "forge_rl.envs.gymnasium:GymnasiumEnv",
+        "harbor": "forge_rl.envs.harbor:HarborEnv",
+        "mcp": "forge_rl.envs.mcp:McpEnv",
+        "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
+        "python": "forge_rl.envs.python:PythonEnv",
+        "repository": "forge_rl.envs.repository:RepositoryEnv",
+        "shell": "forge_rl.envs.shell:ShellEnv",
+        "textarena": "forge_rl.envs.textarena:TextArena",
+        "tools": "forge_rl.envs.bundled_tools:tools",
+        "user": "forge_rl.envs.user:SimulatedUser",
+        "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",
+    }
+)
+"""Environment factories by name. `NAME:ARGUMENT,KEY=VALUE` calls
 `function("ARGUMENT", KEY=VALUE)`, which returns an EnvFactory; without an argument, `function(KEY=VALUE)`."""
 
 
@@ -60,7 +62,7 @@ def build_environment(text: str) -> EnvFactory:
             f"there is no environment {parsed.name!r}", f"{hint}; or give your own as MODULE:CLASS or FILE.py:CLASS"
         )
     arguments = [parsed.argument] if parsed.argument else []
-    return _made(f"--env {parsed.name}", _imported(ENVIRONMENTS[parsed.name]), parsed, *arguments)
+    return _made(f"--env {parsed.name}", ENVIRONMENTS[parsed.name], parsed, *arguments)
 
 
 def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
@@ -78,13 +80,6 @@ def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
             f"the environment's sources(seed) returned {sources_by_name!r:.80}", hint="return a dict of sources by name"
         )
     return sources_by_name
-
-
-def _imported(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    assert callable(function), place
-    return function
 
 
 def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *arguments: str) -> EnvFactory:

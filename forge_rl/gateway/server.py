@@ -31,7 +31,7 @@ from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import GatewayContext
-from forge_rl.gateway.tools import ToolParser, parser_for, reasoning_parser_for
+from forge_rl.gateway.tools import PARSED, ToolParser, parser_for, reasoning_parser_for
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 
@@ -255,6 +255,7 @@ class Gateway:
         assert self._vllm is not None
         state = RequestState(session=session, agent=agent)
         REQUEST.set(state)
+        PARSED.set({})
         request = await self._vllm.read(path, body, state, self._check_model)
         del body
         if session is not None and not state.only_counts:

@@ -11,48 +11,37 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.options import read_options
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.flags.user_code import load
-from forge_rl.rewards.answers import Diversity, Exact, Match, Number
-from forge_rl.rewards.auto import Auto
-from forge_rl.rewards.choice import Choice
 from forge_rl.rewards.composition import WeightedSum
-from forge_rl.rewards.formats import Format, JSONSchema, Regex
-from forge_rl.rewards.function_calls import FunctionCalls
-from forge_rl.rewards.ifeval import IFEval
-from forge_rl.rewards.judge import Judge
-from forge_rl.rewards.lengths import Length, Overlong
-from forge_rl.rewards.maths import Maths
 from forge_rl.rewards.peers import as_reward
-from forge_rl.rewards.programs import Programs
 from forge_rl.rewards.protocol import RewardFunction, Shaping
-from forge_rl.rewards.reward_model import RewardModel
-from forge_rl.rewards.shaping import AdaptiveLength, CosineLength, StopProperly
-from forge_rl.rewards.unit_tests import UnitTests
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.system.lazy import LazyNames
 
-REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
-    "adaptive_length": AdaptiveLength,
-    "auto": Auto,
-    "choice": Choice,
-    "cosine": CosineLength,
-    "diversity": Diversity,
-    "exact": Exact,
-    "format": Format,
-    "function_calls": FunctionCalls,
-    "ifeval": IFEval,
-    "json_schema": JSONSchema,
-    "judge": Judge,
-    "length": Length,
-    "match": Match,
-    "math": Maths,
-    "model": RewardModel,
-    "number": Number,
-    "overlong": Overlong,
-    "programs": Programs,
-    "reasoning_gym": ReasoningGymReward,
-    "regex": Regex,
-    "stop_properly": StopProperly,
-    "unit_tests": UnitTests,
-}
+REWARDS: LazyNames[Callable[..., RewardFunction]] = LazyNames(
+    {
+        "adaptive_length": "forge_rl.rewards.shaping:AdaptiveLength",
+        "auto": "forge_rl.rewards.auto:Auto",
+        "choice": "forge_rl.rewards.choice:Choice",
+        "cosine": "forge_rl.rewards.shaping:CosineLength",
+        "diversity": "forge_rl.rewards.answers:Diversity",
+        "exact": "forge_rl.rewards.answers:Exact",
+        "format": "forge_rl.rewards.formats:Format",
+        "function_calls": "forge_rl.rewards.function_calls:FunctionCalls",
+        "ifeval": "forge_rl.rewards.ifeval:IFEval",
+        "json_schema": "forge_rl.rewards.formats:JSONSchema",
+        "judge": "forge_rl.rewards.judge:Judge",
+        "length": "forge_rl.rewards.lengths:Length",
+        "match": "forge_rl.rewards.answers:Match",
+        "math": "forge_rl.rewards.maths:Maths",
+        "model": "forge_rl.rewards.reward_model:RewardModel",
+        "number": "forge_rl.rewards.answers:Number",
+        "overlong": "forge_rl.rewards.lengths:Overlong",
+        "programs": "forge_rl.rewards.programs:Programs",
+        "reasoning_gym": "forge_rl.rewards.verifiers:ReasoningGymReward",
+        "regex": "forge_rl.rewards.formats:Regex",
+        "stop_properly": "forge_rl.rewards.shaping:StopProperly",
+        "unit_tests": "forge_rl.rewards.unit_tests:UnitTests",
+    }
+)
 """Bundled rewards by name, each a frozen dataclass whose fields are its options."""
 
 RewardTexts: TypeAlias = Annotated[

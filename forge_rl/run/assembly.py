@@ -7,7 +7,7 @@ import contextlib
 import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,11 +17,11 @@ from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import ConfigError
-from forge_rl.gateway import GatewayConfig, GeneratorBackend
+from forge_rl.gateway.backend import GeneratorBackend
 from forge_rl.gateway.tools import ToolParser
 from forge_rl.metrics.recorder import FOLDER as EPISODES
 from forge_rl.metrics.vocabulary import write_vocabulary
-from forge_rl.rollout.agents import Agent, serving_agents
+from forge_rl.rollout.agent_runner import GATEWAY, Agent, AgentGateway, AgentRunner
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.examples import ExampleFn, ExampleMaker, Examples
@@ -42,7 +42,8 @@ from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.run.preparation import CheckedRun, PreparedRun, longest_example
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import RolloutServices, Services, gpus_taken
+from forge_rl.run.service_set import RolloutServices, Services
+from forge_rl.run.services import gpus_taken
 from forge_rl.runtime.jobs.joining import controller_address
 from forge_rl.services.trainer import Trainer
 from forge_rl.tokens.template_args import read_template_args
@@ -62,7 +63,7 @@ async def assemble(
     loss: Loss,
     examples: ExampleFn | None,
     agent: Agent | str | None,
-    gateway: GatewayConfig,
+    gateway: AgentGateway | None,
     close: Callable[[], Awaitable[object]],
 ) -> AsyncIterator[tuple[Run[C], Ending]]:
     """Resume from the checkpoint, publish the first weights, and let clients attach while the body runs.
@@ -225,31 +226,21 @@ async def _running_episodes(
     backend: GeneratorBackend,
     tokenizer: Tokenizer,
     agent: Agent | str | None,
-    gateway: GatewayConfig,
+    gateway: AgentGateway | None,
 ) -> AsyncIterator[RunEpisode]:
     """Provide the function that runs an episode: by an agent at a gateway, or in the environments."""
     warn = prepared.monitor.log.warn
     if services.environment is None:
         assert agent is not None, "somebody plays the episodes"
-        logs, gateway = prepared.folder / "logs", _with_parser(gateway, config.tool_parser)
-        async with serving_agents(agent, gateway, backend, tokenizer, services.reward, warn=warn, logs=logs) as serving:
-            yield serving
+        settings = (gateway or GATEWAY["GatewayConfig"]()).with_parser(config.tool_parser)
+        serving: AbstractAsyncContextManager[AgentRunner] = GATEWAY["serving_agents"](
+            agent, settings, backend, tokenizer, services.reward, warn=warn, logs=prepared.folder / "logs"
+        )
+        async with serving as runner:
+            yield runner
     else:
         parser = ToolParser(config.tool_parser, tokenizer, warn=warn)
         yield EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
-
-
-def _with_parser(gateway: GatewayConfig, name: str) -> GatewayConfig:
-    """Return the gateway's settings with the run's tool parser.
-
-    Raises:
-        ConfigError: both name one, and not the same.
-    """
-    if name and gateway.tool_parser not in ("", name):
-        raise ConfigError(
-            f"--tool-parser is {name}, and --gateway.tool-parser is {gateway.tool_parser}", hint="set one of them"
-        )
-    return replace(gateway, tool_parser=name or gateway.tool_parser)
 
 
 def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.kept import KeptObjects
 from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.run_dir import read_object, write_json
-from forge_rl.run.services import Services
+from forge_rl.run.service_set import Services
 from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
 

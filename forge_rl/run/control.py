@@ -18,22 +18,21 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.episode_files import write_episodes
 from forge_rl.run.attach import ELSEWHERE, SOCKET
 from forge_rl.run.live import LiveSettings, changes_by
 from forge_rl.run.recording import trained_episodes
-from forge_rl.run.services import nothing_generated
+from forge_rl.run.service_set import nothing_generated
 from forge_rl.runtime.local_socket import listening, peer_is_own
 from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
 
 if TYPE_CHECKING:
-    from forge_rl.run.elastic import ElasticHosts
     from forge_rl.run.policy_gateway import PolicyGateway
     from forge_rl.run.run import Run
 
@@ -49,10 +48,19 @@ _MOST_TEMPERATURE = 10.0
 _MOST_PROMPTS = 1024
 
 
+class HostRegistry(Protocol):
+    """Takes hosts into a live run, and lets them go, as `ElasticHosts` does."""
+
+    def states(self) -> dict[str, str]: ...
+    def meeting_point(self) -> dict[str, str]: ...
+    async def join(self, name: str, address: str, services: Sequence[str] = ()) -> str: ...
+    async def leave(self, name: str) -> None: ...
+
+
 class Control:
     """Answers requests of attached clients; each public method is a request."""
 
-    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway | None, hosts: ElasticHosts) -> None:
+    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway | None, hosts: HostRegistry) -> None:
         self._run = run
         self._hosts = hosts
         self._live = live

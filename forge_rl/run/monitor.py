@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Protocol
 
 from forge_rl.errors import CheckpointError, Fault
 from forge_rl.metrics import (
@@ -26,7 +27,6 @@ from forge_rl.metrics import (
 from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.metrics.status import event_of
 from forge_rl.metrics.step_lines import writing
-from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Faults
 from forge_rl.system.redaction import without_credentials
@@ -134,8 +134,8 @@ class RunMonitor:
         step: int,
         seconds: float,
         scores: dict[int, float],
-        checkpoint: Checkpoint | None,
-        best: Checkpoint | None = None,
+        checkpoint: SavedStep | None,
+        best: SavedStep | None = None,
         *,
         outcome: RunOutcome = "finished",
         cause: str = "",
@@ -198,3 +198,14 @@ class RunMonitor:
         except CheckpointError as error:
             self._trace = None
             self.log.warn(f"the trace ends here: {error}")
+
+
+class SavedStep(Protocol):
+    """A step that was saved, as `Checkpoint` is."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def model(self) -> Path: ...

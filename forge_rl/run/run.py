@@ -27,7 +27,7 @@ from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import RolloutServices, Services, nothing_generated
+from forge_rl.run.service_set import RolloutServices, Services, nothing_generated
 from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.processes import idle_collection

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,9 +18,8 @@ from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, RunStopped
 from forge_rl.flags.fields import changed_flags
-from forge_rl.gateway import GatewayConfig
 from forge_rl.rewards.peers import as_reward
-from forge_rl.rollout.agents import Agent
+from forge_rl.rollout.agent_runner import Agent, AgentGateway
 from forge_rl.rollout.examples import ExampleFn
 from forge_rl.run.assembly import assemble
 from forge_rl.run.example_config import ExampleConfig
@@ -77,8 +76,8 @@ class Starting(Generic[C]):
     agent: Agent | str | None = None
     """Plays the episodes instead of environments, calling the policy through a gateway. A string, MODULE:FUNCTION or
     FILE.py:FUNCTION, names one that runs in its own process."""
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """Settings of the gateway for the agent."""
+    gateway: AgentGateway | None = None
+    """Settings of the gateway for the agent, a `GatewayConfig`; None for the default ones."""
     critic: CriticConfig | None = None
     """Settings of a critic, a value model in a trainer service of its own: `Run.critic`. By default there is none."""
     teachers: TeachersConfig | None = None
