@@ -61,20 +61,21 @@ def default_profile() -> Profile:
     return "standard" if os.geteuid() == 0 else "strict"
 
 
-def check_shared_pool() -> None:
-    """Check that `shared_pool` can isolate sessions here, before anything needs it.
+def check_shared_pool(profile: Profile | None = None) -> None:
+    """Check that `shared_pool` can isolate sessions of a profile here, before anything needs it.
 
     Raises:
         SandboxError: this machine lacks a layer of isolation.
     """
-    check_layers(default_profile())
+    check_layers(profile or default_profile())
 
 
 @contextlib.asynccontextmanager
-async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
-    """Yield the shared pool to as many users at a time as there are CPUs, so that their time limits are fair."""
-    pool = await shared_pool()
-    async with _pools()[asyncio.get_running_loop(), (), default_profile()].cpus:
+async def a_cpu_of_shared_pool(profile: Profile | None = None) -> AsyncIterator[Pool]:
+    """Yield the shared pool of a profile to as many users at a time as there are CPUs, so that their time limits are
+    fair."""
+    pool = await shared_pool(profile=profile)
+    async with _pools()[asyncio.get_running_loop(), (), profile or default_profile()].cpus:
         yield pool
 
 
