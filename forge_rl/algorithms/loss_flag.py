@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias
 
 import tyro
 
@@ -18,7 +17,7 @@ from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
 from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Reinforce, Sapo, Topr, Vespo
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.options import read_options
+from forge_rl.flags.options import build
 from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
 
@@ -92,22 +91,13 @@ def _loss_of(parsed: FlagText) -> Loss:
         raise parsed.wrong(f"there is no method {parsed.name!r}", hint)
     make: Any = load(parsed.name, "--loss") if parsed.is_code else METHODS[parsed.name]
     if not isinstance(make, Loss):
-        kind, defaults = (make.func, make.keywords) if isinstance(make, functools.partial) else (make, {})
-        options = dict(parsed.params)
-        if dataclasses.is_dataclass(kind):
-            options = read_options(parsed, cast(type[Any], kind), defaults=defaults)
         try:
-            make = make(**options)
+            make = build(parsed, make)
         except ForgeError as error:
             flag = f"--loss {parsed.name}:"  # dapo's class is called clipped
             raise type(error)(
                 re.sub(r"--loss \w+:", flag, error.message), hint=re.sub(r"--loss \w+:", flag, error.hint)
             ) from None
-        except Exception as error:
-            raise ConfigError(
-                f"--loss {parsed.text}: {parsed.name} cannot be created: {type(error).__name__}: {error}",
-                hint="give a Loss, a subclass of it, or a function that returns one",
-            ) from error
     elif parsed.params:
         raise parsed.wrong("a loss that exists takes no options", "name its class", key=next(iter(parsed.params)))
     if not isinstance(make, Loss):

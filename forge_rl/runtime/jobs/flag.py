@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Mapping
 
-from forge_rl.flags.options import read_options
+from forge_rl.flags.options import build
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.runtime.jobs.protocol import Job, SubmittedJob
 
@@ -41,5 +41,5 @@ def build_job(text: str) -> Job | SubmittedJob:
         if not fields:
             raise parsed.wrong(f"{parsed.name} has no options", f"write --job {parsed.name}")
         parsed = dataclasses.replace(parsed, raw_params={fields[0]: parsed.argument, **parsed.raw_params})
-    job: Job | SubmittedJob = kind(**read_options(parsed, kind))
+    job: Job | SubmittedJob = build(parsed, kind)
     return job
