@@ -1,4 +1,4 @@
-"""Public names, for type checkers and editors; `__init__.py` reads from here where each of them is."""
+"""Public names, one a line: what type checkers see, and what `__init__.py` imports on first use."""
 
 from forge_rl.algorithms.advantages import Estimator as Estimator
 from forge_rl.algorithms.advantages import batch_advantages as batch_advantages

@@ -53,7 +53,7 @@ WINGS = {
     ),
     "worlds": (
         *("forge_rl.envs.textarena", "forge_rl.envs.repository", "forge_rl.envs.mcp", "forge_rl.envs.python"),
-        *("forge_rl.envs.code_blocks", "forge_rl.envs.shell", "forge_rl.envs.openenv", "forge_rl.envs.harbor"),
+        *("forge_rl.envs.code_world", "forge_rl.envs.shell", "forge_rl.envs.openenv", "forge_rl.envs.harbor"),
         *("forge_rl.envs.harbor_trial", "forge_rl.envs.verifiers", "forge_rl.envs.gymnasium", "forge_rl.envs.game"),
         *("forge_rl.envs.user", "forge_rl.envs.peers", "forge_rl.rewards.unit_tests", "forge_rl.rewards.programs"),
         "forge_rl.rewards.inside",

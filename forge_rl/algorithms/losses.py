@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
-from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum, widest
+from forge_rl.algorithms.protocol import FlagNames, Loss, LossInputs, Need, Scope, Sum, widest
 from forge_rl.algorithms.sequences import log_ratios, sequence_means
 from forge_rl.errors import ConfigError, check_flags
 
@@ -27,8 +27,6 @@ class PolicyLoss(Loss):
     overflows. A trained token with a logprob that is not finite has no loss, but counts in the mean.
     """
 
-    method: ClassVar[str] = ""
-    """Name in METHODS, for errors; defaults to the class's name in lower case."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the reference; 0 needs no reference."""
     kl_kind: Literal["k2", "k3"] = "k2"
@@ -70,7 +68,8 @@ class PolicyLoss(Loss):
     @property
     def flag(self) -> str:
         """Prefix of a setting's name in errors."""
-        return f"--loss {self.method or type(self).__name__.lower()}:"
+        kind = type(self)
+        return f"--loss {next(iter(vars(kind).get('flag_names', ())), kind.__name__.lower())}:"
 
     @property
     def needs(self) -> Collection[Need]:
@@ -186,7 +185,13 @@ class ClippedSurrogate(PolicyLoss):
     For negative A, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO").
     """
 
-    method = "clipped"
+    flag_names: ClassVar[FlagNames] = {
+        "clipped": {},
+        "dapo": {"clip_high": 0.28},
+        "grpo": {"clip_high": 0.2, "aggregation": Aggregation(kind="sequence_mean")},
+        "high_entropy": {"top_entropy_quantile": 0.2},
+        "ppo": {"clip_high": 0.2},
+    }
     clip_low: float = 0.2
     """Ratios below 1 - clip_low have no gradient if the advantage is negative."""
     clip_high: float = 0.28

@@ -105,7 +105,7 @@ def parse(
     return replace(
         blank,
         name=name,
-        params={key: _value(value) for key, value in raw_values.items()},
+        params={key: option_value(value) for key, value in raw_values.items()},
         weight=weight,
         title=title[1] if title else "",
         argument=argument,
@@ -232,7 +232,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _value(text: str) -> object:
+def option_value(text: str) -> object:
+    """Return the value that an option's text stands for: a number, true, false, none, a list, or else the text."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     for reader in (json.loads, ast.literal_eval):
@@ -241,5 +242,5 @@ def _value(text: str) -> object:
         except (ValueError, SyntaxError, TypeError):
             continue
     if text.startswith("[") and text.endswith("]"):
-        return [_value(part.strip()) for _, part in _split_commas(text[1:-1])]
+        return [option_value(part.strip()) for _, part in _split_commas(text[1:-1])]
     return text

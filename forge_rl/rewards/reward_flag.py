@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias, cast
 
 import tyro
 
-from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.options import read_options
-from forge_rl.flags.texts import parse, suggest
+from forge_rl.errors import ConfigError
+from forge_rl.flags.options import build
+from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.peers import as_reward
@@ -87,43 +87,28 @@ def _read(text: str) -> tuple[str, RewardFunction, float]:
     parsed = parse(text, "--reward", bundled=REWARDS)
     name = parsed.name
     if parsed.is_code:
-        for key in parsed.params:
-            raise parsed.wrong("your own reward takes no options", "leave them out", key=key)
         name = name.rpartition(":")[2].replace(".", "_")
-        return parsed.title or name, _users(parsed.name), parsed.weight
+        return parsed.title or name, _users(parsed), parsed.weight
     if name in REWARDS:
-        return (
-            parsed.title or name,
-            _made(f"--reward {text}", REWARDS[name], read_options(parsed, cast(type[Any], REWARDS[name]))),
-            parsed.weight,
-        )
+        return parsed.title or name, build(parsed, REWARDS[name]), parsed.weight
     bundled = suggest(name, REWARDS, "bundled rewards")
     raise parsed.wrong(
         f"there is no reward {name!r}", f"{bundled}; or give your own as MODULE:FUNCTION or FILE.py:FUNCTION"
     )
 
 
-def _users(text: str) -> RewardFunction:
-    """Return a user's function, or an object of their class."""
-    reward = load(text, "--reward")
+def _users(parsed: FlagText) -> RewardFunction:
+    """Return a user's function or object, or an object of their class, made with the options."""
+    reward = load(parsed.name, "--reward")
     if isinstance(reward, type):
-        reward = _made(f"--reward {text}", reward, {})
+        reward = build(parsed, reward)
+    else:
+        for key in parsed.params:
+            raise parsed.wrong("a function takes no options", "leave them out, or name a class", key=key)
     try:
         reward = as_reward(cast(RewardFunction, reward))
     except ConfigError as error:
-        raise ConfigError(f"--reward {text}: {error.message}", hint=error.hint) from None
+        raise ConfigError(f"--reward {parsed.name}: {error.message}", hint=error.hint) from None
     if isinstance(reward, WeightedSum):
-        raise ConfigError(f"--reward {text} is a sum of rewards", hint="give each of them with its weight")
+        raise ConfigError(f"--reward {parsed.name} is a sum of rewards", hint="give each of them with its weight")
     return reward
-
-
-def _made(flag: str, kind: Callable[..., Any], options: Mapping[str, object]) -> RewardFunction:
-    try:
-        return cast(RewardFunction, kind(**options))
-    except ForgeError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{flag}: {getattr(kind, '__name__', kind)} cannot be created: {type(error).__name__}: {error}",
-            hint="give a function, an object, or a class whose constructor takes no arguments",
-        ) from error

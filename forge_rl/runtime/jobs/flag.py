@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from forge_rl.flags.options import read_options
+from forge_rl.flags.options import build
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.runtime.jobs.protocol import Job, SubmittedJob
 from forge_rl.system.lazy import LazyNames
@@ -41,5 +41,5 @@ def build_job(text: str) -> Job | SubmittedJob:
         if not fields:
             raise parsed.wrong(f"{parsed.name} has no options", f"write --job {parsed.name}")
         parsed = dataclasses.replace(parsed, raw_params={fields[0]: parsed.argument, **parsed.raw_params})
-    job: Job | SubmittedJob = kind(**read_options(parsed, kind))
+    job: Job | SubmittedJob = build(parsed, kind)
     return job
