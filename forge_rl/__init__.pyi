@@ -85,8 +85,12 @@ from forge_rl.run.example_config import ExampleConfig as ExampleConfig
 from forge_rl.run.launch import launch as launch
 from forge_rl.run.run import Run as Run
 from forge_rl.run.run_config import RunConfig as RunConfig
+from forge_rl.run.setup import AgentPlayer as AgentPlayer
+from forge_rl.run.setup import Rollouts as Rollouts
 from forge_rl.run.start import Starting as Starting
 from forge_rl.run.start import start as start
+from forge_rl.run.start import start_examples as start_examples
+from forge_rl.run.start import start_rollouts as start_rollouts
 from forge_rl.run.task_config import TaskConfig as TaskConfig
 from forge_rl.sandbox.shared import run_code as run_code
 from forge_rl.services.generator_config import GeneratorConfig as GeneratorConfig

@@ -23,13 +23,8 @@ class Config(rl.ExampleConfig):
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the trainer: `async with start(config) as run`, or `run = await start(config).open()`."""
-    return rl.start(
-        config,
-        loss=config.loss,
-        sources=config.sources("conversation"),
-        examples=rl.conversation_episodes,
-        reward=rl.build_reward(config.rewards) if config.rewards else None,
-        recipe="sft",
+    return rl.start_examples(
+        config, rl.conversation_episodes, loss=config.loss, sources=config.sources("conversation"), recipe="sft"
     )
 
 

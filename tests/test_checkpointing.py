@@ -19,6 +19,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.ending import Ending
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
+from forge_rl.run.parts import RunParts
 from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.types import Task
 
@@ -132,11 +133,13 @@ def checkpointer_of(parts: Parts, folder: Path, *, keeps_best: bool = True) -> C
     sets = {"held_out": [Task(id="1", source="a", messages=())]}
     return Checkpointer(
         Checkpoints(folder / "checkpoints", keep=2, keeps_best=keeps_best),
-        services,
-        one,
-        Evaluator(sets, RolloutEvaluations(EvalConfig(), one, max_tokens=1, warn=print)),
-        cast(Any, Unchanged()),
-        model=folder,
+        RunParts(
+            services=services,
+            batches=one,
+            evaluator=Evaluator(sets, RolloutEvaluations(EvalConfig(), one, max_tokens=1, warn=print)),
+            live=cast(Any, Unchanged()),
+        ),
+        models=(folder, folder),
         warn=parts.done.append,
     )
 

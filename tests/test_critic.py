@@ -19,6 +19,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.defaults import check_critic
 from forge_rl.run.ending import Ending
 from forge_rl.run.plan import check_state_fits, plan_run
+from forge_rl.run.run_models import RunModels
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.types import Batch
 from recipes.ppo import Config
@@ -175,15 +176,16 @@ def test_errors_of_a_critics_flags_name_them(tmp_path: Path) -> None:
 def test_a_plan_counts_the_critic(tmp_path: Path) -> None:
     make_model(tmp_path, vocab_size=3000, max_position_embeddings=1024)
     config = Config(model=str(tmp_path), critic=CriticConfig(ranks=2))
-    alone = plan_run(config, tmp_path, reference=False)
-    found = plan_run(config, tmp_path, reference=False, critic=config.critic)
+    alone = plan_run(config, RunModels(policy=tmp_path))
+    models = RunModels(policy=tmp_path, critic=config.critic)
+    found = plan_run(config, models)
     assert [need.who for need in found] == ["trainer rank", "critic rank", "engine", "store of weights"]
     assert [*found[:1], *found[2:]] == alone
     (critic,) = (need for need in found if need.who == "critic rank")
     # A head of one output for 3000, over two ranks.
     weights = alone[0].parts["weights, float32"] - 4 * 24 * (3000 - 1)
     assert (critic.count, critic.parts["weights, float32"]) == (2, weights // 2)
-    check_state_fits(config, read_architecture(tmp_path), reference=False, critic=config.critic)
+    check_state_fits(config, models)
 
 
 ARGUMENTS = ("--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=4,max_digits=4", "--groups-per-batch", "2")

@@ -19,7 +19,7 @@ from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.jobs.joining import attach_host
 from forge_rl.runtime.replica import ReplicaState
-from forge_rl.runtime.seats import Seats, ServiceHosts
+from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
@@ -42,8 +42,8 @@ class Hosts:
         """Nobody waits."""
 
 
-def seats_of(cluster: Hosts, hosts: ServiceHosts, **settings: int) -> Seats:
-    return Seats(cast(Any, cluster), hosts, **settings)
+def seats_of(cluster: Hosts, hosts: ServiceHosts, *, gpus: int = 1, **settings: int) -> Seats:
+    return Seats(cast(Any, cluster), hosts, ReplicaSize(gpus=gpus), **settings)
 
 
 def test_the_number_of_replicas_follows_the_hosts_between_its_bounds():
@@ -67,9 +67,7 @@ def test_the_number_of_replicas_follows_the_hosts_between_its_bounds():
 def test_gpus_count_and_not_hosts():
     cluster = Hosts("a")
     gpus = {"a": ("0", "1", "2", "3")}
-    seats = seats_of(
-        cluster, ServiceHosts(names=("a",), gpus=gpus), gpus_each=2, replicas=1, min_replicas=1, max_replicas=8
-    )
+    seats = seats_of(cluster, ServiceHosts(names=("a",), gpus=gpus), gpus=2, replicas=1, min_replicas=1, max_replicas=8)
     seats.add("b", ("0", "1", "2", "3", "4", "5", "6", "7"))
     assert seats.wanted == 3, "half of six places"
     seats.scale(6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 from forge_rl.algorithms.components import CrossEntropy
-from forge_rl.data.mixture import Mixture
+from forge_rl.algorithms.preferences import BradleyTerry
+from forge_rl.data.mixture import Mixture, as_mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, TaskError
 from forge_rl.metrics import batch_metrics, reduce
 from forge_rl.packing.rows import PackedBatch
+from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.run import services as services_module
@@ -25,10 +29,13 @@ from forge_rl.run.control import Control
 from forge_rl.run.example_config import ExampleConfig
 from forge_rl.run.example_evaluation import ExampleEvaluations
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.start import start
+from forge_rl.run.setup import AgentPlayer, Rollouts
+from forge_rl.run.start import start, start_examples, start_rollouts
+from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer import Trainer
+from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Batch, Episode, Task, Turn
+from forge_rl.types import Batch, Episode, Score, Task, Turn
 from tests.fakes import hf_weights, make_model, packed, random_batch
 from tests.test_mixture import Counting
 from tests.test_start import Handle
@@ -286,3 +293,50 @@ def test_settings_and_arguments_of_a_start_agree(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="episodes can have 1024 tokens"):
         RunConfig(trainer=Trainer.Config(seq_len=64))
     assert torch.tensor(RunConfig().starts_engines)
+
+
+def test_a_start_of_one_kind_makes_the_run_that_start_makes_of_the_same_arguments() -> None:
+    loss, sources = CrossEntropy(), as_mixture([{"question": "1?", "answer": "1"}], seed=0)
+    score, critic = build_reward(("auto",)), CriticConfig()
+    rollouts = Rollouts(reward=score, player=AgentPlayer(agent="mine.py:solve"), teachers=TeachersConfig())
+    narrow = start_rollouts(RunConfig(), rollouts, loss=loss, sources=sources, critic=critic)
+    wide = start(
+        RunConfig(),
+        loss=loss,
+        sources=sources,
+        reward=score,
+        agent="mine.py:solve",
+        teachers=TeachersConfig(),
+        critic=critic,
+    )
+    assert narrow.setup == wide.setup
+    for config, reward in ((ExampleConfig(), None), (ExampleConfig(rewards=("auto",)), score)):
+        narrow_examples = start_examples(config, answered, loss=loss, sources=sources)
+        wide_examples = start(config, loss=loss, sources=sources, examples=answered, reward=reward)
+        assert narrow_examples.setup == wide_examples.setup
+        assert (narrow_examples.setup.rollouts is None) == (reward is None)
+    with pytest.raises(ConfigError, match="a value model gives no answers"):
+        start_examples(ExampleConfig(rewards=("auto",)), answered, loss=BradleyTerry(), sources=sources)
+    with pytest.raises(ConfigError, match="settings of a run on examples"):
+        start_rollouts(ExampleConfig(), rollouts, loss=loss, sources=sources)
+
+
+def test_an_environment_that_plays_its_own_episodes_replaces_agent_and_reward() -> None:
+    class Played:
+        reward = staticmethod(build_reward(("auto",)))
+
+        async def agent(self, task: Task, policy: object) -> Score:
+            return Score(total=1.0)
+
+        def serving(self, logs: Path) -> contextlib.AbstractAsyncContextManager[None]:
+            return contextlib.nullcontext()
+
+    world: Any = Played()
+    sources = as_mixture([{"question": "1?", "answer": "1"}], seed=0)
+    started = start(RunConfig(), loss=CrossEntropy(), sources=sources, environment=world)
+    rollouts = started.setup.rollouts
+    assert rollouts == Rollouts.played_by(world)
+    assert rollouts is not None
+    assert (rollouts.world, rollouts.environment, rollouts.uses_tools) == (world, None, True)
+    alone = Rollouts(reward=world.reward)
+    assert (alone.environment, alone.uses_tools) == (SingleTurn, False)

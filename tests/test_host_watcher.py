@@ -55,8 +55,7 @@ def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Pa
         async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
             cluster.sharing.discard("b")  # its disks are its own
             hosts = {name: psutil.Process(pid) for name, pid in hosts_of(os.getpid()).items()}
-            service = Service(new_service_name(), cluster, faults)
-            service.recoverable = True
+            service = Service(new_service_name(), cluster, faults, recoverable=True)
 
             async def start(host: str, index: int | None = None) -> tuple[Replica, int]:
                 replica = service.spawn(FakeActor, host=host, index=index)

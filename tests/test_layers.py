@@ -261,16 +261,16 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
     }
     assert found == {
         ("forge_rl.run.start", "forge_rl.algorithms.protocol.Loss"),
-        ("forge_rl.run.assembly", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.run", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.plan", "forge_rl.algorithms.protocol.Loss"),
-        ("forge_rl.run.preparation", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.checks", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.setup", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.example_evaluation", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.start", "forge_rl.algorithms.user_loss.try_loss"),  # whichever the recipe gives
         ("forge_rl.run.plan", "forge_rl.algorithms.user_loss.try_loss"),
         ("forge_rl.run.plan", "forge_rl.algorithms.loss_flag.build_loss"),  # which the config names
         ("forge_rl.run.preparation", "forge_rl.rewards.confinement.missing_confinement"),  # whichever the rewards
-        ("forge_rl.run.start", "forge_rl.rewards.peers.as_reward"),  # whichever form it has
+        ("forge_rl.run.setup", "forge_rl.rewards.peers.as_reward"),  # whichever form it has
         ("forge_rl.run.live", "forge_rl.rewards.reward_flag.build_reward"),  # one that is named while the run goes
         ("forge_rl.run.live", "forge_rl.rewards.composition.described"),  # whichever it is, for the events
     }

@@ -23,6 +23,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.live import LiveSettings, ReplicasKnob, changes_by, is_live_state
+from forge_rl.run.parts import RunParts
 from forge_rl.run.service_set import Services
 from tests.staged_rollouts import rollouts, run_until_idle
 from tests.test_mixture import Counting
@@ -93,7 +94,10 @@ class Live:
         checkpoints = Checkpoints(folder / "checkpoints", keep=1)
         evaluator = Evaluator({}, evaluations)
         self.checkpointer = Checkpointer(
-            checkpoints, services, self.rollouts, evaluator, self.settings, model=folder, warn=self.events.append
+            checkpoints,
+            RunParts(services=services, batches=self.rollouts, evaluator=evaluator, live=self.settings),
+            models=(folder,),
+            warn=self.events.append,
         )
         self.checkpointer.step = step
 

@@ -116,8 +116,8 @@ def test_a_command_on_a_page_is_accepted(page: str, line: str, tmp_path: Path, m
     assert (python, flag) == ("python", "-m")
     recipe = importlib.import_module(name)
     started = recipe.start(parse(recipe.Config, name, arguments))  # opens nothing yet
-    try_loss(started.loss, started.mixture.sources)
-    assert started.reward or started.examples
+    try_loss(started.setup.loss, started.setup.mixture.sources)
+    assert started.setup.rollouts or started.setup.examples
 
 
 @pytest.mark.parametrize("text", SNIPPETS)

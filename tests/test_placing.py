@@ -20,7 +20,7 @@ from forge_rl.run.placing import PlacedServices, place
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.addresses import Address, HostNetwork, interface_towards, meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
-from forge_rl.runtime.seats import Seat, Seats, ServiceHosts, ranks_by_host
+from forge_rl.runtime.seats import ReplicaSize, Seat, Seats, ServiceHosts, ranks_by_host
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.trainer_config import TrainerConfig
 
@@ -122,7 +122,7 @@ def cluster_without(*lost: str) -> Cluster:
 
 def test_replicas_are_spread_and_move_when_their_host_is_gone():
     cluster = cluster_without()
-    seats = Seats(cluster, ServiceHosts(names=("a", "b"), gpus={"a": GPU.gpus, "b": GPU.gpus}), gpus_each=2)
+    seats = Seats(cluster, ServiceHosts(names=("a", "b"), gpus={"a": GPU.gpus, "b": GPU.gpus}), ReplicaSize(gpus=2))
     first = [seats.take(index) for index in range(3)]
     assert first == [Seat(host="a", place=0), Seat(host="b", place=0), Seat(host="a", place=1)]
     assert seats.take(2) == first[2], "a replacement starts where its predecessor was"
@@ -146,7 +146,7 @@ def test_replicas_are_spread_and_move_when_their_host_is_gone():
 def test_an_engine_of_two_hosts_has_a_place_on_each_and_moves_as_a_whole():
     cluster = cluster_without()
     gpus = {"a": GPU.gpus, "b": GPU.gpus, "c": GPU.gpus[:2]}
-    seats = Seats(cluster, ServiceHosts(names=("a", "b", "c"), gpus=gpus), gpus_each=2, hosts_each=2, replicas=2)
+    seats = Seats(cluster, ServiceHosts(names=("a", "b", "c"), gpus=gpus), ReplicaSize(hosts=2, gpus=2), replicas=2)
     first = Seat(host="a", place=0, other_seats=(Seat(host="b", place=0),))
     assert seats.take(0) == first
     assert seats.take(1) == Seat(host="c", place=0, other_seats=(Seat(host="a", place=1),))
@@ -160,7 +160,7 @@ def test_an_engine_of_two_hosts_has_a_place_on_each_and_moves_as_a_whole():
         seats.take(0)
     uneven = ServiceHosts(names=("a", "b"), gpus={"a": GPU.gpus, "b": GPU.gpus[:1]})
     with pytest.raises(ConfigError, match="the hosts have GPUs for 1 replicas, not for 2"):
-        Seats(cluster_without(), uneven, hosts_each=2).scale(2)
+        Seats(cluster_without(), uneven, ReplicaSize(hosts=2)).scale(2)
 
 
 def test_engines_that_do_not_fit_on_their_hosts_are_refused():

@@ -27,6 +27,7 @@ from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.rollout import placement
 from forge_rl.run import defaults, plan
 from forge_rl.run.plan import PROCESS_BYTES, Need, check_state_fits, plan_run, refuse, show_plan, with_spares_that_fit
+from forge_rl.run.run_models import RunModels
 from forge_rl.services import trainer_config
 from forge_rl.services.generator import Generator
 from forge_rl.services.trainer import Trainer
@@ -173,17 +174,17 @@ def test_what_cannot_fit_is_refused_with_the_flags_of_the_largest_part():
 def test_a_run_is_planned_by_its_flags(tmp_path: Path):
     make_model(tmp_path, **SHAPE)
     config = Config(model=str(tmp_path))
-    trainer, engine, store = plan_run(config, tmp_path, reference=False)
+    trainer, engine, store = plan_run(config, RunModels(policy=tmp_path))
     assert (trainer.count, engine.count, store.count) == (1, 1, 1)
     assert "frozen reference" not in trainer.parts
     copied = trainer.parts["copy of the state, while a checkpoint is written"]
     assert copied == 3 * trainer.parts["weights, float32"] + 4 * 3000 * 96, "and of the largest weight"
     assert engine.parts["keys and values"] == 2**30
     drafting = replace(config.generator, speculation=f"draft:{tmp_path},max_running=2")
-    parts = plan_run(replace(config, generator=drafting), tmp_path, reference=False)[1].parts
+    parts = plan_run(replace(config, generator=drafting), RunModels(policy=tmp_path))[1].parts
     assert parts["weights of the draft model"] == parts["weights, 4 bytes each"]
     assert parts["its keys and values"] == 2 * sequence_bytes(read_architecture(tmp_path), config.generator)
-    with_reference = plan_run(config, tmp_path, reference=True)[0]
+    with_reference = plan_run(config, RunModels(policy=tmp_path, reference=True))[0]
     assert with_reference.total - trainer.total == trainer.parts["weights, float32"]
     assert (
         torch.finfo(torch.float32).bits // 8 * sum(each.numel() for each in make_model(tmp_path, **SHAPE).parameters())
@@ -202,7 +203,7 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
 
     def host(config: Config, *, reference: bool = True) -> dict[str, int]:
         found: dict[str, int] = {}
-        for need in plan_run(config, tmp_path, reference=reference):
+        for need in plan_run(config, RunModels(policy=tmp_path, reference=reference)):
             if not need.of_gpu:
                 found |= {f"{need.who}: {part}": size for part, size in need.parts.items() if part != "process"}
         return found
@@ -238,13 +239,13 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
     assert host(apart) == {"store of weights: versions": 2 * weights}
     monkeypatch.setattr(plan, "host_bytes", lambda: rank.state)
     with pytest.raises(ConfigError, match=r"the run needs .* but this machine has"):
-        check_state_fits(config, read_architecture(tmp_path), reference=True)
+        check_state_fits(config, RunModels(policy=tmp_path, reference=True))
 
 
 def test_spares_are_counted_and_left_out_if_memory_does_not_suffice(tmp_path: Path):
     make_model(tmp_path, **SHAPE)
     config = Config(model=str(tmp_path), generator=Generator.Config(dtype="bfloat16", spares=2))
-    needs = {need.who: need for need in plan_run(config, tmp_path, reference=False)}
+    needs = {need.who: need for need in plan_run(config, RunModels(policy=tmp_path))}
     spare, engine = needs["spare engine"], needs["engine"]
     assert spare.count == 2
     assert engine.parts == spare.parts | {"keys and values": 1 << 30}

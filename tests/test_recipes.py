@@ -72,14 +72,15 @@ def test_dapo_has_its_authors_settings() -> None:
     generator = rl.GeneratorConfig(max_tokens=20480, max_model_len=32768)
     config = dapo.Config(generator=generator, trainer=rl.TrainerConfig(seq_len=32768))
     started = dapo.start(config)
-    loss = started.loss
+    loss, rollouts = started.setup.loss, started.setup.rollouts
+    assert rollouts is not None
     assert isinstance(loss, rl.ClippedSurrogate)
     assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.kl_coef) == (0.2, 0.28, 10, 0)
     assert loss.aggregation.kind == "token_mean"
     assert config.schedule.dynamic_sampling
-    assert isinstance(started.reward, WeightedSum)
-    assert started.reward.parts["overlong"] == (rl.build_reward(["overlong:max_tokens=20480,cache_tokens=4096"]), 1.0)
-    assert "overlong" not in getattr(dapo.start(dapo.Config(overlong_share=0)).reward, "parts", {})
+    assert isinstance(rollouts.reward, WeightedSum)
+    assert rollouts.reward.parts["overlong"] == (rl.build_reward(["overlong:max_tokens=20480,cache_tokens=4096"]), 1.0)
+    assert "overlong" not in dapo.start(dapo.Config(overlong_share=0)).setup.rewards
 
 
 def test_reinforce_needs_no_groups_and_dynamic_sampling_does() -> None:

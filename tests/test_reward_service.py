@@ -245,7 +245,7 @@ def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
     async def main() -> None:
         async with reward(tmp_path, fake_envs.length) as (service, faults):
             task, told = task_of(), list[str]()
-            service.samples = lambda: [[Episode(task=task, turns=(), score=Score(total=4.0), output="four")]]
+            service.try_on(lambda: [[Episode(task=task, turns=(), score=Score(total=4.0), output="four")]])
             service.replaced.append(lambda: told.append("replaced"))
             with pytest.raises(ConfigError, match=r"fails on s t.*KeyError: 'absent' \(.*test_reward_service.py:\d+\)"):
                 await service.replace(raising)

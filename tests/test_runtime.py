@@ -339,8 +339,7 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
             assert set(parents[4:6]) == {os.getpid()}
 
             # One replica may be on several hosts.
-            wide = Service(new_service_name(), made, faults)
-            wide.recoverable = True
+            wide = Service(new_service_name(), made, faults, recoverable=True)
             replica = wide.spawn(FakeActor, "wide", ranks={"b": 1, "a": 2})
             await wide.watch(replica, deadline_s=LONG_S)
             assert (replica.hosts, replica.host) == (("b", "a", "a"), "b")
@@ -362,8 +361,7 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
             assert not any(map(psutil.pid_exists, wide_pids))
 
             # Nor does anything live on a host that the job says is gone.
-            other = Service(new_service_name(), made, faults)
-            other.recoverable = True
+            other = Service(new_service_name(), made, faults, recoverable=True)
             replica = other.spawn(FakeActor, host="a")
             await other.watch(replica, deadline_s=LONG_S)
             made.lose("a", "the scheduler took it back")

@@ -18,7 +18,7 @@ from forge_rl.errors import ConfigError, LossError, ModelError, ServiceError, Ta
 from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
-from forge_rl.run.preparation import _evaluation_sets
+from forge_rl.run.checks import _evaluation_sets
 from forge_rl.services.completion import DraftCounts
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig
@@ -53,6 +53,9 @@ class Handle:
 
     def engines(self) -> dict[int, int]:
         return {}
+
+    def try_on(self, samples: object) -> None:
+        """Nothing replaces the reward."""
 
     def drain_busy_s(self) -> list[float]:
         return []

@@ -9,7 +9,7 @@ import pytest
 from forge_rl.errors import ConfigError
 from forge_rl.models.digests import _READ_WHOLE, file_digest
 from forge_rl.run.run_dir import check_same, code_digests, prepare_folder
-from forge_rl.run.started_from import keep_model, read_records
+from forge_rl.run.started_from import ModelKeeper, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,8 @@ def started(tmp_path: Path) -> tuple[Path, Path, Settings]:
 
 def kept(run: Path, link: Path, lines: list[str], *, weights: bool = True, force: bool = False) -> Path:
     current = (link / "model").resolve()
-    return keep_model(
-        run, "--model", str(link), current, weights=weights, resumes=True, force=force, tell=lines.append
-    ).parent
+    keeper = ModelKeeper(run=run, resumes=True, force=force, tell=lines.append)
+    return keeper.keep("--model", str(link), current, weights=weights).parent
 
 
 def test_a_resumed_run_keeps_the_folder_that_a_link_led_to(tmp_path: Path):

@@ -22,6 +22,7 @@ from forge_rl.packing.rows import Layout, pack
 from forge_rl.run import defaults
 from forge_rl.run.defaults import check_teachers
 from forge_rl.run.plan import plan_run
+from forge_rl.run.run_models import RunModels
 from forge_rl.services.completion import validate_scores
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.teachers import Teachers, engine_settings, resolve_teachers
@@ -284,8 +285,9 @@ def test_a_plan_counts_the_teachers(tmp_path: Path):
     policy, big = tmp_path / "policy", tmp_path / "big"
     config = Config(model=str(policy), teachers=TeachersConfig(models=(f"math={big}", "policy"), replicas=2))
     folders = {str(big): big}
-    alone = plan_run(config, policy, reference=False)
-    found = plan_run(config, policy, reference=False, teachers=config.teachers, folders=folders)
+    alone = plan_run(config, RunModels(policy=policy))
+    models = RunModels(policy=policy, teachers=config.teachers, teacher_folders=folders)
+    found = plan_run(config, models)
     assert found[: len(alone)] == alone
     (teacher,) = found[len(alone) :]
     assert (teacher.who, teacher.count) == (f"engine of the teacher {big}", 2)

@@ -44,9 +44,22 @@ StartBranch: TypeAlias = Callable[
 
 
 class Dispatcher:
-    """Waits for the engines that the scheduler grants; an episode has one engine at a time."""
+    """Waits for the engines that the scheduler grants; an episode has one engine at a time.
 
-    def __init__(self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
+    Args:
+        wanted_engines: returns how many engines there should be; by default as many as have served at once.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        generator: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        wanted_engines: Callable[[], int] | None = None,
+    ) -> None:
+        self._wanted_engines = wanted_engines
+        self._most_engines = 0
         self.scheduler = scheduler
         self.generator = generator
         self.tokenizer = tokenizer
@@ -56,6 +69,12 @@ class Dispatcher:
     def update_engines(self) -> None:
         """Pass the serving engines to the scheduler; on change only, as there may be a thousand."""
         self.scheduler.capacity.set_engines(self.generator.engines())
+
+    def wanted_engines(self) -> int:
+        """Return how many engines there should be: no fewer than serve."""
+        serving = len(self.scheduler.capacity.engines)
+        self._most_engines = max(self._most_engines, serving)
+        return self._most_engines if self._wanted_engines is None else max(serving, self._wanted_engines())
 
     def grant(self) -> None:
         """Wake the episodes that were just granted an engine."""

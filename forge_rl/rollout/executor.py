@@ -125,9 +125,6 @@ class RolloutExecutor:
         self._more: asyncio.Handle | None = None
         """Callback that starts the remaining episodes in the next event loop iteration."""
         self._changed = asyncio.Event()
-        self.wanted_engines: Callable[[], int] | None = None
-        """Returns how many engines there should be; None counts as many as have served at once."""
-        self._most_engines = 0
         # Made once, as each episode in flight would otherwise keep its own.
         self._context = contextvars.copy_context()
         self._start_branch, self._on_done = self._start, self._forget
@@ -297,8 +294,6 @@ class RolloutExecutor:
         """Return the progress of the next batch and the number of episodes by state."""
         scheduler, planner = self._scheduler, self._scheduler.planner
         done, groups = planner.progress()
-        serving = len(scheduler.capacity.engines)
-        self._most_engines = max(self._most_engines, serving)
         states = scheduler.states + scheduler.evaluation_states
         evaluation = self.evaluation
         return RolloutStatus(
@@ -308,8 +303,8 @@ class RolloutExecutor:
             episodes_running=states["decoding"],
             episodes_waiting=states["in_env"],
             queue=states["waiting"],
-            engines_serving=serving,
-            engines=max(serving, self.wanted_engines()) if self.wanted_engines is not None else self._most_engines,
+            engines_serving=len(scheduler.capacity.engines),
+            engines=self._dispatcher.wanted_engines(),
             lag_max=max(0, planner.published - planner.oldest_version()),
             evaluated=evaluation.total - evaluation.left if evaluation else 0,
             to_evaluate=evaluation.total if evaluation else 0,

@@ -12,23 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.envs.protocol import EnvFactory
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.backend import GeneratorBackend
 from forge_rl.gateway.tools import ToolParser
 from forge_rl.metrics.recorder import FOLDER as EPISODES
 from forge_rl.metrics.vocabulary import write_vocabulary
-from forge_rl.rollout.agent_runner import GATEWAY, Agent, AgentGateway, AgentRunner
+from forge_rl.rollout.agent_runner import GATEWAY, AgentRunner
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.examples import ExampleFn, ExampleMaker, Examples
+from forge_rl.rollout.examples import ExampleMaker, Examples
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
+from forge_rl.run.checks import CheckedRun, longest_example
 from forge_rl.run.control import Control, serving_control
 from forge_rl.run.elastic import ElasticHosts
 from forge_rl.run.ending import Ending
@@ -38,14 +39,15 @@ from forge_rl.run.example_evaluation import AnswerEvaluations, ExampleEvaluation
 from forge_rl.run.hosts import RunHosts
 from forge_rl.run.live import LiveSettings, Scalable
 from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.parts import RunParts
 from forge_rl.run.policy_gateway import PolicyGateway
-from forge_rl.run.preparation import CheckedRun, PreparedRun, longest_example
+from forge_rl.run.preparation import PreparedRun
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.run.services import gpus_taken
+from forge_rl.run.setup import AgentPlayer, RunSetup
 from forge_rl.runtime.jobs.joining import controller_address
-from forge_rl.services.trainer import Trainer
 from forge_rl.tokens.template_args import read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 
@@ -58,20 +60,14 @@ async def assemble(
     checked: CheckedRun[C],
     hosts: RunHosts,
     services: Services,
-    mixture: Mixture,
+    setup: RunSetup,
     *,
-    loss: Loss,
-    examples: ExampleFn | None,
-    agent: Agent | str | None,
-    gateway: AgentGateway | None,
     close: Callable[[], Awaitable[object]],
 ) -> AsyncIterator[tuple[Run[C], Ending]]:
     """Resume from the checkpoint, publish the first weights, and let clients attach while the body runs.
 
     Args:
-        examples: makes the examples to train on; None to generate episodes.
-        agent: plays the episodes instead of the environment service.
-        gateway: settings of the agent's gateway.
+        setup: what the run trains on.
         close: closes the whole run.
     """
     config, monitor, log = checked.config, prepared.monitor, prepared.monitor.log
@@ -85,27 +81,38 @@ async def assemble(
     async with contextlib.AsyncExitStack() as stack:
         rollouts = reward = policy = None
         if services.rollout is not None:
+            assert setup.rollouts is not None, "services of rollouts have started"
             backend, reward = GeneratorBackend(services.rollout.generator, config.model), services.rollout.reward
-            running = _running_episodes(prepared, config, services.rollout, backend, tokenizer, agent, gateway)
+            player = setup.rollouts.player
+            running = _running_episodes(prepared, config, services.rollout, backend, tokenizer, player)
             run_episode = await stack.enter_async_context(running)
-            rollouts = _rollouts(monitor, config, services.trainer, services.rollout, mixture, tokenizer, run_episode)
+            rollouts = _rollouts(monitor, config, services, services.rollout, setup.mixture, tokenizer, run_episode)
             stack.push_async_callback(rollouts.close)
             policy = PolicyGateway(backend, tokenizer, log.warn)
             stack.push_async_callback(policy.close)
-        batches, evaluations = _trained(checked, services, mixture, rollouts, examples, tokenizer, loss, log.warn)
-        evaluator = Evaluator(checked.sets, evaluations, lambda: reward.description if reward is not None else "")
+        batches, evaluations = _batches(checked, services, setup, rollouts, tokenizer, log.warn)
         settings = LiveSettings(
-            rollouts, mixture, config.mixture, reward, services.trainer, log.event, scalable=_scalable(services.rollout)
+            rollouts,
+            setup.mixture,
+            config.mixture,
+            reward,
+            services.trainer,
+            log.event,
+            scalable=_scalable(services.rollout),
         )
-        live = stack.enter_context(contextlib.closing(settings))
-        saving = _checkpointing(prepared, checked, services, batches, evaluator, live)
-        checkpointer = await stack.enter_async_context(saving)
+        parts = RunParts(
+            services=services,
+            batches=batches,
+            evaluator=Evaluator(checked.sets, evaluations, lambda: reward.description if reward is not None else ""),
+            live=stack.enter_context(contextlib.closing(settings)),
+        )
+        checkpointer = await stack.enter_async_context(_checkpointing(prepared, checked, parts))
         await _resume(prepared, checkpointer, generates=rollouts is not None)
-        monitor.training = lambda: services.trainer.progress
-        run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
+        monitor.follow_training(lambda: services.trainer.progress)
+        run = Run(config, parts, checkpointer, monitor, setup.loss, close=close)
         reserved_gpus = gpus_taken(checked, hosts, engines=False)
         elastic = ElasticHosts(config, prepared, hosts, checked.model, services, reserved_gpus)
-        control = Control(run, live, policy, elastic)
+        control = Control(run, settings, policy, elastic)
         attach_address = config.attach_on or _address_for_hosts(hosts)
         tcp_socket = stack.enter_context(_listening(config, attach_address)) if attach_address else None
         await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, tcp_socket))
@@ -115,25 +122,14 @@ async def assemble(
 
 
 @contextlib.asynccontextmanager
-async def _checkpointing(
-    prepared: PreparedRun,
-    checked: CheckedRun[C],
-    services: Services,
-    batches: RolloutExecutor | Examples,
-    evaluator: Evaluator,
-    live: LiveSettings,
-) -> AsyncIterator[Checkpointer]:
+async def _checkpointing(prepared: PreparedRun, checked: CheckedRun[C], parts: RunParts) -> AsyncIterator[Checkpointer]:
     """Provide the checkpointer while the body runs; then finish its saves, and their copies to the mirror if any."""
     log = prepared.monitor.log
     mirror = MirrorTask(prepared.mirror, prepared.checkpoints, log) if prepared.mirror else None
     checkpointer = Checkpointer(
         prepared.checkpoints,
-        services,
-        batches,
-        evaluator,
-        live,
-        model=checked.model,
-        critic_model=checked.critic_model,
+        parts,
+        models=(checked.model, checked.critic_model),
         warn=log.warn,
         saved=mirror.follow if mirror else None,
     )
@@ -189,29 +185,27 @@ def _scalable(services: RolloutServices | None) -> dict[str, Scalable]:
     return scalable
 
 
-def _trained(
+def _batches(
     checked: CheckedRun[C],
     services: Services,
-    mixture: Mixture,
+    setup: RunSetup,
     rollouts: RolloutExecutor | None,
-    examples: ExampleFn | None,
     tokenizer: Tokenizer,
-    loss: Loss,
     warn: Callable[[str], None],
 ) -> tuple[RolloutExecutor | Examples, Evaluations]:
     """Return the source of batches (rollouts or given examples) and the evaluations: of answers, the loss or both."""
-    config = checked.config
+    config, mixture = checked.config, setup.mixture
     answers = None
     if rollouts is not None:
         answers = RolloutEvaluations(config.evaluation, rollouts, max_tokens=config.generator.max_tokens, warn=warn)
-    if examples is None:
+    if setup.examples is None:
         assert rollouts is not None, "a run without examples generates episodes"
         assert answers is not None
         return rollouts, answers
-    maker = ExampleMaker(examples, tokenizer, longest=longest_example(config, checked.model))
+    maker = ExampleMaker(setup.examples, tokenizer, longest=longest_example(config, checked.model))
     tasks = ResumableTaskStream(mixture)
     batches = Examples(tasks, mixture.sources, maker, groups=config.groups_per_batch)
-    losses = ExampleEvaluations(services.trainer, loss, maker, warn=warn)
+    losses = ExampleEvaluations(services.trainer, setup.loss, maker, warn=warn)
     if services.rollout is None or rollouts is None or answers is None:
         return batches, losses
     publish = partial(services.rollout.publish, services.trainer)
@@ -225,20 +219,19 @@ async def _running_episodes(
     services: RolloutServices,
     backend: GeneratorBackend,
     tokenizer: Tokenizer,
-    agent: Agent | str | None,
-    gateway: AgentGateway | None,
+    player: EnvFactory | AgentPlayer,
 ) -> AsyncIterator[RunEpisode]:
     """Provide the function that runs an episode: by an agent at a gateway, or in the environments."""
     warn = prepared.monitor.log.warn
-    if services.environment is None:
-        assert agent is not None, "somebody plays the episodes"
-        settings = (gateway or GATEWAY["GatewayConfig"]()).with_parser(config.tool_parser)
+    if isinstance(player, AgentPlayer):
+        gateway = (player.gateway or GATEWAY["GatewayConfig"]()).with_parser(config.tool_parser)
         serving: AbstractAsyncContextManager[AgentRunner] = GATEWAY["serving_agents"](
-            agent, settings, backend, tokenizer, services.reward, warn=warn, logs=prepared.folder / "logs"
+            player.agent, gateway, backend, tokenizer, services.reward, warn=warn, logs=prepared.folder / "logs"
         )
-        async with serving as runner:
-            yield runner
+        async with serving as run_episode:
+            yield run_episode
     else:
+        assert services.environment is not None, "somebody plays the episodes"
         parser = ToolParser(config.tool_parser, tokenizer, warn=warn)
         yield EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
 
@@ -254,8 +247,8 @@ def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str]
 def _rollouts(
     monitor: RunMonitor,
     config: RunConfig,
-    trainer: Trainer,
-    services: RolloutServices,
+    services: Services,
+    rollout: RolloutServices,
     mixture: Mixture,
     tokenizer: Tokenizer,
     run_episode: RunEpisode,
@@ -266,21 +259,26 @@ def _rollouts(
         groups=config.groups_per_batch,
         episodes=config.group_size,
         tasks=ResumableTaskStream(mixture, pools),
-        leaves=services.environment.leaves if services.environment else 1,
+        leaves=rollout.environment.leaves if rollout.environment else 1,
+    )
+    dispatcher = Dispatcher(
+        scheduler,
+        rollout.generator,
+        tokenizer,
+        wanted_engines=lambda: len(config.generator.urls) + rollout.generator.replicas,
     )
     rollouts = RolloutExecutor(
-        Dispatcher(scheduler, services.generator, tokenizer),
+        dispatcher,
         run_episode,
-        devices=services.devices,
-        version=lambda: trainer.version,
+        devices=rollout.devices,
+        version=lambda: services.trainer.version,
         seed=config.seed,
-        reward=services.reward,
+        reward=rollout.reward,
         listener=monitor.log,
         reward_wait_s=config.reward.wait_for_another_s,
         hold=monitor.faults.hold,
     )
-    rollouts.wanted_engines = lambda: len(config.generator.urls) + services.generator.replicas
-    services.reward.replaced.append(rollouts.reward_replaced)
-    services.reward.samples = rollouts.samples
+    rollout.reward.replaced.append(rollouts.reward_replaced)
+    rollout.reward.try_on(rollouts.samples)
     monitor.follow(rollouts.status, rollouts.waiting_for)
     return rollouts

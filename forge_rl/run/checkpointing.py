@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
 from forge_rl.rollout.batches import BatchSource
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
-from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.kept import KeptObjects
-from forge_rl.run.live import LiveSettings, is_live_state
+from forge_rl.run.live import is_live_state
+from forge_rl.run.parts import RunParts
 from forge_rl.run.run_dir import read_object, write_json
-from forge_rl.run.service_set import Services
 from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
 
@@ -47,13 +46,9 @@ class Checkpointer:
 
     Args:
         checkpoints: the run folder's checkpoints.
-        services: the trainer and, if any, the critic, which are saved, and any engines and weight store, which follow
-            the trainer after a restart.
-        batches: their state is saved and restored with the trainer's.
-        evaluator: its scores decide which checkpoint is the best.
-        live: changes made during the run.
-        model: folder of the initial model.
-        critic_model: the critic's; by default the same.
+        parts: what is saved and restored. Any engines and weight store follow the trainer after a restart; the
+            evaluator's scores decide which checkpoint is the best.
+        models: folders of the models that the trainer and, if there is one, the critic began with.
         warn: called with each problem that does not stop the run.
         saved: called after each checkpoint.
     """
@@ -61,22 +56,18 @@ class Checkpointer:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        services: Services,
-        batches: BatchSource,
-        evaluator: Evaluator,
-        live: LiveSettings,
+        parts: RunParts,
         *,
-        model: Path,
+        models: Sequence[Path],
         warn: Callable[[str], None],
-        critic_model: Path | None = None,
         saved: Callable[[], None] | None = None,
     ) -> None:
         self.checkpoints = checkpoints
-        self._services = services
-        self._batches = batches
-        self._evaluator = evaluator
-        self._live = live
-        self._models = model, critic_model or model
+        self._services = parts.services
+        self._batches: BatchSource = parts.batches
+        self._evaluator = parts.evaluator
+        self._live = parts.live
+        self._models = models
         self._warn = warn
         self._saved = saved
         self._changes = checkpoints.folder.with_name("live.json")
@@ -90,11 +81,11 @@ class Checkpointer:
         """Step of the newest complete checkpoint; None if there is none."""
         self.rolling_back = False
         """Whether a rollback has begun and not ended: until then, the run's parts are of different steps."""
-        self._first = batches.state()
+        self._first = parts.batches.state()
         self.kept = KeptObjects()
         """The recipe's own objects."""
         self._note()
-        live.changed.append(self._save_changes)
+        parts.live.changed.append(self._save_changes)
 
     @property
     def seconds(self) -> float:

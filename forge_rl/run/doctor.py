@@ -134,8 +134,7 @@ async def _examine(examination: Examination, model: Path | None) -> None:
 @contextlib.asynccontextmanager
 async def _asked(examination: Examination) -> AsyncIterator[None]:
     """Start a process on each host; one that does not start is a finding."""
-    service = Service(_SERVICE, examination.cluster, examination.faults)
-    service.recoverable = True
+    service = Service(_SERVICE, examination.cluster, examination.faults, recoverable=True)
 
     async def start(host: str) -> None:
         replica = service.spawn(HostCheckActor, host=host)
@@ -281,8 +280,7 @@ async def _once(
     examination: Examination, host: str, actor: type, env: Mapping[str, str], method: str, *args: object
 ) -> Any:
     """Call a process of its own on a host, which ends with the call."""
-    service = Service(f"{_SERVICE}-{method}-{host}", examination.cluster, examination.faults)
-    service.recoverable = True
+    service = Service(f"{_SERVICE}-{method}-{host}", examination.cluster, examination.faults, recoverable=True)
     try:
         replica = service.spawn(actor, host=host, env=env)
         await service.watch(replica, deadline_s=_START_S)

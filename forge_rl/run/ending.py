@@ -7,7 +7,7 @@ from typing import Any
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.monitor import RunEnd, RunMonitor
 from forge_rl.run.run import Run
 from forge_rl.run.service_set import Services
 
@@ -93,13 +93,13 @@ class Ending:
             latest, best = checkpoints.latest(), checkpoints.best()
         except CheckpointError as error:  # the end has another cause, or none
             self._monitor.log.warn(f"the summary names no checkpoint: {error}")
-        self._monitor.summarise(
-            self._run.step,
-            self._checkpointer.seconds,
-            self._run.scores,
-            latest,
-            best,
+        end = RunEnd(
             outcome=outcome,
             cause=cause,
-            show=show,
+            step=self._run.step,
+            seconds=self._checkpointer.seconds,
+            scores=self._run.scores,
+            checkpoint=latest,
+            best=best,
         )
+        self._monitor.summarise(end, show=show)

@@ -12,6 +12,9 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources.rows import Kind
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import changed_flags
+from forge_rl.rewards.composition import WeightedSum
+from forge_rl.rewards.protocol import RewardFunction
+from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.run.run_config import RunConfig
 
 _OF_BATCHES = tuple(
@@ -29,7 +32,7 @@ class ExampleConfig(RunConfig):
     class Config(ExampleConfig):
         beta: float = 0.1
 
-    start(config, sources=config.sources("pair"), examples=preference_episodes, loss=Dpo(beta=config.beta))
+    start_examples(config, preference_episodes, sources=config.sources("pair"), loss=Dpo(beta=config.beta))
     """
 
     USED: ClassVar[tuple[str, ...]] = tuple(
@@ -79,6 +82,14 @@ class ExampleConfig(RunConfig):
                 hint=f"leave out {changed[0]}"
                 + ("" if self.starts_engines else ", or add --reward, for which evaluations generate answers"),
             )
+
+    def answer_reward(self) -> RewardFunction | WeightedSum | None:
+        """Return the reward of answers that evaluations generate; None if they measure the loss.
+
+        Raises:
+            ConfigError: a reward cannot be built.
+        """
+        return build_reward(self.rewards) if self.rewards else None
 
     def sources(self, kind: Kind) -> Mixture:
         """Return the sources of the examples.

@@ -34,6 +34,7 @@ from forge_rl.packing.trees import round_up
 from forge_rl.run.defaults import choose, colocated
 from forge_rl.run.plan import Need, plan_run
 from forge_rl.run.run_config import RunConfig
+from forge_rl.run.run_models import RunModels
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE
 
 if TYPE_CHECKING:
@@ -81,13 +82,9 @@ class Machines:
 class PlannedPolicy:
     """The model to plan for, and the extra state of its loss."""
 
-    folder: Path
-    """Folder with a config.json."""
+    models: RunModels
+    """The model, in a folder with a config.json, and its use."""
     architecture: Architecture
-    reference: bool
-    """Whether the trainer keeps a frozen copy."""
-    values: bool
-    """Whether the trainer has a value model."""
     traces: Traces
     """Traces of its training step so far; see `plan_training`."""
 
@@ -140,7 +137,8 @@ def read_policy(folder: Path, *, reference: bool, values: bool) -> PlannedPolicy
                 f"{path} describes a model with {name} {sizes[name]}",
                 hint=f"plans are for models with at most {maximum}",
             )
-    return PlannedPolicy(folder=folder, architecture=architecture, reference=reference, values=values, traces={})
+    models = RunModels(policy=folder, reference=reference, values=values)
+    return PlannedPolicy(models=models, architecture=architecture, traces={})
 
 
 def workload(config: RunConfig, policy: PlannedPolicy) -> Workload:
@@ -155,7 +153,7 @@ def workload(config: RunConfig, policy: PlannedPolicy) -> Workload:
         longest=max_answer,
         minibatches=config.trainer.minibatches,
         epochs=config.trainer.epochs,
-        passes=int(policy.reference),
+        passes=int(policy.models.reference),
     )
 
 
@@ -237,13 +235,7 @@ def measured_forecast(config: RunConfig, policy: PlannedPolicy, machines: Machin
     """
     _check_own_engines(config)
     trainer, generator, a = config.trainer, config.generator, policy.architecture
-    needs = plan_run(
-        config,
-        policy.folder,
-        reference=policy.reference,
-        values=policy.values,
-        traces=policy.traces,
-    )
+    needs = plan_run(config, policy.models, traces=policy.traces)
     work, use = workload(config, policy), machines.use
     cache = round(generator.kv_cache_gib * 2**30)
     all_engines = replace(generator, max_num_seqs=generator.max_num_seqs * generator.replicas)
@@ -275,7 +267,7 @@ def _check_engine(config: RunConfig, policy: PlannedPolicy, machines: Machines) 
     widest = 0
     for size in _choices(config.generator.tensor_parallel_size, machines.per_host):
         with contextlib.suppress(ConfigError):
-            check_decode_layout(policy.folder, replace(config.generator, tensor_parallel_size=size))
+            check_decode_layout(policy.models.policy, replace(config.generator, tensor_parallel_size=size))
             widest = size
     weights = 2 * policy.architecture.weights // max(1, widest)
     room = round(config.generator.gpu_share * machines.device.memory) - _ENGINE_BYTES
@@ -349,21 +341,21 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
     if a.experts is None and config.trainer.expert_parallel_degree > 1:
         raise ConfigError("the model has no experts", hint="leave out --trainer.expert-parallel-degree")
     check_model(config.trainer, config.trainer.ranks, a)
-    check_decode_layout(policy.folder, config.generator, engines=config.generator.replicas)
+    check_decode_layout(policy.models.policy, config.generator, engines=config.generator.replicas)
 
     def memory(settings: TrainSettings) -> TrainMemory:
         return plan_training(
-            policy.folder,
+            policy.models.policy,
             settings,
             ranks=config.trainer.ranks,
-            reference=policy.reference,
-            values=policy.values,
+            reference=policy.models.reference,
+            values=policy.models.values,
             traces=policy.traces,
         )
 
     config, _ = choose(config, a, gpu=device.memory, num_gpus=machines.count, memory=memory)
     check_context(a, config.generator)
-    needs = plan_run(config, policy.folder, reference=policy.reference, values=policy.values, traces=policy.traces)
+    needs = plan_run(config, policy.models, traces=policy.traces)
     check_fits(needs, machines)
     trainer, generator, shared = config.trainer, config.generator, colocated(config)
     work = workload(config, policy)

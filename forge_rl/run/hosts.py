@@ -184,8 +184,7 @@ async def ask_hosts(
     cluster: Cluster, prepared: PreparedRun, model: Path, hosts: Sequence[str]
 ) -> tuple[dict[str, Answer], list[str]]:
     """Return what each host has, and the hosts without the model; note in the cluster which see the run's folder."""
-    service = Service("host", cluster, prepared.monitor.faults)
-    service.recoverable = True
+    service = Service("host", cluster, prepared.monitor.faults, recoverable=True)
     probe = prepared.folder.resolve() / f".probe-{secrets.token_hex(8)}"
     try:
         probe.write_text(probe.name)

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +30,34 @@ from forge_rl.metrics.step_lines import writing
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Faults
 from forge_rl.system.redaction import without_credentials
+
+
+class SavedStep(Protocol):
+    """A step that was saved, as `Checkpoint` is."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def model(self) -> Path: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """What a run has reached when it ends, and how it ends."""
+
+    outcome: RunOutcome = "finished"
+    cause: str = ""
+    """What it failed by."""
+    step: int
+    """Number of finished steps."""
+    seconds: float
+    scores: Mapping[int, float] = field(default_factory=dict)
+    """Score of the first set that is evaluated, by step."""
+    checkpoint: SavedStep | None = None
+    """The last one."""
+    best: SavedStep | None = None
 
 
 class RunMonitor:
@@ -60,8 +88,7 @@ class RunMonitor:
         self._depths: dict[str, Value] = {}
         self._status: Callable[[], RolloutStatus] | None = None
         self._missing: Callable[[], str] | None = None
-        self.training: Callable[[], tuple[int, int] | None] = lambda: None
-        """Returns the microbatches done and in all of the current training step; None if nothing trains."""
+        self._training: Callable[[], tuple[int, int] | None] | None = None
         (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
         phase_clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
         faults.on_span = self.span
@@ -71,7 +98,7 @@ class RunMonitor:
     def watching(self) -> Iterator[None]:
         """Keep the display up to date while the body runs; processes that exit afterwards are not faults."""
         watch = self.display.watch(
-            waiting=self.waiting_for, status=self.poll, training=lambda: self.training(), tell=self.log.warn
+            waiting=self.waiting_for, status=self.poll, training=self._progress, tell=self.log.warn
         )
         watching = asyncio.get_running_loop().create_task(watch)
         try:
@@ -79,6 +106,14 @@ class RunMonitor:
         finally:
             self.faults.closing = True
             watching.cancel()
+
+    def follow_training(self, progress: Callable[[], tuple[int, int] | None]) -> None:
+        """Watch training too: `progress` returns the microbatches done and in all of the current step; None between
+        steps."""
+        self._training = progress
+
+    def _progress(self) -> tuple[int, int] | None:
+        return self._training() if self._training is not None else None
 
     def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
         """Watch the rollouts too: `status` returns their progress, `missing` what the next batch still needs."""
@@ -129,38 +164,28 @@ class RunMonitor:
         """Draw a span in the trace."""
         self._draw(lambda trace: trace.span(lane, name, begin_s, end_s, overlapping=overlapping))
 
-    def summarise(
-        self,
-        step: int,
-        seconds: float,
-        scores: dict[int, float],
-        checkpoint: SavedStep | None,
-        best: SavedStep | None = None,
-        *,
-        outcome: RunOutcome = "finished",
-        cause: str = "",
-        show: bool = True,
-    ) -> None:
+    def summarise(self, end: RunEnd, *, show: bool = True) -> None:
         """Write the summary, which says how the run ended, and if `show`, show it with the places of its files."""
         folder, recoveries = self.folder, self.recoveries()
+        scores, checkpoint, best = end.scores, end.checkpoint, end.best
         summary = {
-            "outcome": outcome,
-            **({"cause": without_credentials(cause)} if cause else {}),
+            "outcome": end.outcome,
+            **({"cause": without_credentials(end.cause)} if end.cause else {}),
             "score_before": scores[min(scores)] if scores else None,
             "score_after": scores[max(scores)] if scores else None,
             "best": best and {"step": best.step, "score": scores.get(best.step), "checkpoint": str(best.folder)},
-            "steps": step,
-            "seconds": round(seconds, 1),
+            "steps": end.step,
+            "seconds": round(end.seconds, 1),
             "faults": [asdict(recovery) for recovery in recoveries],
         }
         try:
             with writing(folder / "summary.json"):
                 write_json(folder / "summary.json", summary)
         except CheckpointError as error:
-            if outcome == "finished":
+            if end.outcome == "finished":
                 raise
             self.log.warn(f"no summary: {error}")  # the end has another cause
-        self.log.end(outcome, cause)
+        self.log.end(end.outcome, end.cause)
         if not show:
             return
         places: dict[str, object] = {
@@ -198,14 +223,3 @@ class RunMonitor:
         except CheckpointError as error:
             self._trace = None
             self.log.warn(f"the trace ends here: {error}")
-
-
-class SavedStep(Protocol):
-    """A step that was saved, as `Checkpoint` is."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def model(self) -> Path: ...

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
@@ -27,8 +26,8 @@ from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.run_config import RunConfig
+from forge_rl.run.run_models import RunModels
 from forge_rl.services.teachers import engine_settings, resolve_teachers
-from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from forge_rl.system.memory import host_bytes
 
@@ -94,9 +93,15 @@ def show_plan(config: object) -> None:
     if teachers is not None:
         folders = resolve_teachers(teachers, model, config.cache)
         check_teachers(config, teachers, folders)
-    needs = plan_run(
-        config, model, reference=reference, values=values, critic=critic, teachers=teachers, folders=folders
+    models = RunModels(
+        policy=model,
+        reference=reference,
+        values=values,
+        critic=critic,
+        teachers=teachers,
+        teacher_folders=folders,
     )
+    needs = plan_run(config, models)
     config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
     needs = [need for need in needs if need.who != _SPARE or config.generator.spares]
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
@@ -138,32 +143,24 @@ def tried_loss(config: RunConfig) -> tuple[Loss | None, bool, bool]:
     return loss, "reference" in loss.needs, "values" in loss.needs
 
 
-def plan_run(
-    config: RunConfig,
-    model: Path,
-    *,
-    reference: bool,
-    values: bool = False,
-    critic: CriticConfig | None = None,
-    teachers: TeachersConfig | None = None,
-    folders: Mapping[str, Path] = MappingProxyType({}),
-    traces: Traces | None = None,
-) -> list[Need]:
+def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = None) -> list[Need]:
     """List the peak memory of trainer ranks, critic ranks, engines, weight store, and teachers.
 
     With GPUs, this is the need of each GPU, and the host memory of all processes together. Rows count as full.
 
     Args:
-        model: Hugging Face folder; only its config.json is read.
-        reference: whether the trainer keeps a frozen copy.
-        values: whether the trainer has a value model.
-        critic: settings of a critic, if there is one; it shares the trainer's GPUs.
-        teachers: settings of the teachers, if there are any; they have GPUs of their own.
-        folders: folder of each teacher with engines of its own, by the name of its model.
+        models: the run's models; only their config.json is read.
         traces: earlier traces of the policy's model, to which new ones are added.
     """
-    trainer, architecture = config.trainer, read_architecture(model)
-    rank_memory = plan_training(model, trainer, ranks=trainer.ranks, reference=reference, values=values, traces=traces)
+    trainer, critic, architecture = config.trainer, models.critic, read_architecture(models.policy)
+    rank_memory = plan_training(
+        models.policy,
+        trainer,
+        ranks=trainer.ranks,
+        reference=models.reference,
+        values=models.values,
+        traces=traces,
+    )
     if config.starts_engines:
         check_context(architecture, config.generator)
     parts = _parts(trainer, rank_memory)
@@ -185,8 +182,7 @@ def plan_run(
         host = {}
     critic_needs = []
     if critic is not None:
-        folder = Path(critic.model) if critic.model else model
-        critic_memory = plan_training(folder, critic, ranks=critic.ranks, reference=False, values=True)
+        critic_memory = plan_training(models.critic_folder, critic, ranks=critic.ranks, reference=False, values=True)
         if on_gpu:  # one of the two trains at a time
             step = rank_memory.total - rank_memory.state
             parts["critic's state, and what its step needs more"] = max(critic_memory.state, critic_memory.total - step)
@@ -198,7 +194,7 @@ def plan_run(
     host_need = Need(
         who="trainer rank, in host memory", count=trainer.ranks, parts=_without_zeros(host), hint=_HOST_FLAGS
     )
-    other_needs = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
+    other_needs = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, models, on_gpu=on_gpu)
     return [rank, *([host_need] if host else []), *critic_needs, *other_needs]
 
 
@@ -227,28 +223,21 @@ def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
     }
 
 
-def check_state_fits(
-    config: RunConfig,
-    architecture: Architecture,
-    *,
-    reference: bool,
-    critic: CriticConfig | None = None,
-    teachers: TeachersConfig | None = None,
-    folders: Mapping[str, Path] = MappingProxyType({}),
-) -> None:
+def check_state_fits(config: RunConfig, models: RunModels) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone cannot fit; a cheap check.
 
     Raises:
         ConfigError: they do not fit.
     """
+    architecture, critic = read_architecture(models.policy), models.critic
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
     split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
     moments = moments_bytes(config.trainer.optimizer_state)
-    state = int((8 + moments + reference * resolve_dtype(config.trainer.dtype).itemsize) * count) // split
+    state = int((8 + moments + models.reference * resolve_dtype(config.trainer.dtype).itemsize) * count) // split
     is_offloaded = on_gpu and config.trainer.enable_cpu_offload
     critic_needs = []
     if critic is not None:
-        weights = read_architecture(Path(critic.model)).weights if critic.model else count
+        weights = read_architecture(models.critic_folder).weights
         per_weight = 8 + moments_bytes(critic.optimizer_state)
         critic_bytes = int(per_weight * weights) // (critic.ranks // critic.data_parallel_replicate_degree)
         if on_gpu:
@@ -272,7 +261,7 @@ def check_state_fits(
         needs.append(
             Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved_bytes}, hint=_HOST_FLAGS)
         )
-    other_needs = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
+    other_needs = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, models, on_gpu=on_gpu)
     refuse(needs + critic_needs + other_needs, host=host_bytes(), gpu=gpu_bytes())
 
 
@@ -383,14 +372,12 @@ def _spares(config: RunConfig, parts: dict[str, int]) -> list[Need]:
     return [Need(who=_SPARE, count=spares, parts=parts, hint="lower --generator.spares")] if spares else []
 
 
-def _teaching(
-    config: RunConfig, teachers: TeachersConfig | None, folders: Mapping[str, Path], *, on_gpu: bool
-) -> list[Need]:
+def _teaching(config: RunConfig, models: RunModels, *, on_gpu: bool) -> list[Need]:
     """List the needs of the teachers' engines, which never sleep."""
     needs = []
-    for name, folder in folders.items():
-        assert teachers is not None
-        settings = engine_settings(teachers, config.generator, folder)
+    for name, folder in models.teacher_folders.items():
+        assert models.teachers is not None
+        settings = engine_settings(models.teachers, config.generator, folder)
         itemsize = resolve_dtype(settings.dtype).itemsize
         weights = read_architecture(folder).weights * itemsize // settings.tensor_parallel_size
         parts = {f"weights, {itemsize} bytes each": weights}

@@ -20,14 +20,13 @@ from forge_rl.run.after_step import AfterStepQueue
 from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
-from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.gap import GapReport, explain_gap
 from forge_rl.run.kept import Stateful
-from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.parts import RunParts
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.service_set import RolloutServices, Services, nothing_generated
+from forge_rl.run.service_set import RolloutServices, nothing_generated
 from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.processes import idle_collection
@@ -54,11 +53,8 @@ class Run(Generic[C]):
     def __init__(
         self,
         config: C,
-        services: Services,
-        batches: RolloutExecutor | Examples,
-        evaluator: Evaluator,
+        parts: RunParts,
         checkpointer: Checkpointer,
-        live: LiveSettings,
         monitor: RunMonitor,
         loss: Loss,
         *,
@@ -67,24 +63,24 @@ class Run(Generic[C]):
         self.config = config
         self.loss = loss
         self.folder = monitor.folder
-        self.trainer = services.trainer
-        self.mixture = live.mixture
+        self.trainer = parts.services.trainer
+        self.mixture = parts.live.mixture
         self.last_batch: Batch | None = None
         """The last step's batch, for inspection."""
         self.close = close
         """Closes a run that was opened with `open`: stops the services and flushes the logs."""
         self.trainer.keeps_logprobs = config.recording.share > 0
-        self._services = services
-        self.batches = batches
+        self._services = parts.services
+        self.batches = parts.batches
         """What gives the run its batches: `rollouts`, or `examples`."""
-        self._live = live
-        self._evaluator = evaluator
+        self._live = parts.live
+        self._evaluator = parts.evaluator
         self._checkpointer = checkpointer
         self._monitor = monitor
         self._clock = monitor.clock
         self._log = monitor.log
         self._seed = config.seed
-        self._metrics = StepMetrics(config, services, batches, self.mixture, monitor)
+        self._metrics = StepMetrics(config, parts.services, parts.batches, self.mixture, monitor)
         self._after_step = AfterStepQueue()
         self._stopping = False
 

@@ -17,8 +17,9 @@ from forge_rl.envs.protocol import EnvFactory
 from forge_rl.metrics import Display
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.run.checks import CheckedRun
 from forge_rl.run.hosts import RunHosts
-from forge_rl.run.preparation import CheckedRun, PreparedRun
+from forge_rl.run.preparation import PreparedRun
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.runtime.service import Service
@@ -134,8 +135,7 @@ async def _copy_models(checked: CheckedRun[C], hosts: RunHosts, prepared: Prepar
     if drafting is not None and drafting.model:
         folders.add(Path(drafting.model))
     cache = None if checked.config.cache == default_cache() else checked.config.cache
-    service = Service("copies", hosts.cluster, prepared.monitor.faults)
-    service.recoverable = True
+    service = Service("copies", hosts.cluster, prepared.monitor.faults, recoverable=True)
     display.startup("models", "starting", ", ".join(hosts.without_model))
     try:
         copies = await copy_folders(service, hosts.without_model, folders, cache, deadline_s=_COPY_DEADLINE_S)

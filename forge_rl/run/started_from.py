@@ -60,45 +60,49 @@ def where_moved(flag: str, record: ModelRecord) -> str:
     return f"{flag} {record.name} leads to {folder} and {before} when the run began: {changed}"
 
 
-def keep_model(
-    run: Path,
-    flag: str,
-    name: str,
-    folder: Path,
-    *,
-    weights: bool,
-    resumes: bool,
-    force: bool,
-    tell: Callable[[str], None],
-) -> Path:
-    """Return the folder for a flag that leads to `folder` now: the one that the run began with, where it is unchanged.
+@dataclass(frozen=True, kw_only=True)
+class ModelKeeper:
+    """Keeps a run to the models that it began with."""
 
-    Args:
-        weights: whether a resumed run uses the weights, as a frozen reference or a teacher, or only the other files.
-        resumes: whether the run resumes from a checkpoint; otherwise the folder is recorded.
-        force: whether a model that changed is taken, as by --force-continue.
+    run: Path
+    """Folder of the run."""
+    resumes: bool
+    """Whether the run resumes from a checkpoint; otherwise its models are recorded."""
+    force: bool
+    """Whether a model that changed is taken, as by --force-continue."""
+    tell: Callable[[str], None]
+    """Called with a line about each model that is not the one that its flag leads to now, or not the first one."""
 
-    Raises:
-        ConfigError: the run began with another model, which is not there any more.
-    """
-    record = read_records(run).get(flag) if resumes else None
-    if record is None or record.name != name:
-        record_model(run, flag, name, folder)
+    def keep(self, flag: str, name: str, folder: Path, *, weights: bool) -> Path:
+        """Return the folder for a flag that leads to `folder` now: the one that the run began with, where it is
+        unchanged.
+
+        Args:
+            weights: whether a resumed run uses the weights, as a frozen reference or a teacher, or only the other
+                files.
+
+        Raises:
+            ConfigError: the run began with another model, which is not there any more.
+        """
+        record = read_records(self.run).get(flag) if self.resumes else None
+        if record is None or record.name != name:
+            record_model(self.run, flag, name, folder)
+            return folder
+        if not (changed := _changed(record, folder, weights=weights)):
+            return folder
+        original = Path(record.folder)
+        if original != folder and original.is_dir() and not _changed(record, original, weights=weights):
+            self.tell(f"{flag} {name} leads to {folder} now; the run keeps {original}, which it began with")
+            return original
+        if not self.force:
+            raise ConfigError(
+                f"{flag} {name} is not the model that this run began with, {original}: {changed}",
+                hint="put that model back, choose another --out for a new run, or go on with the new one: "
+                "--force-continue",
+            )
+        self.tell(f"{flag} {name} is another model than the run began with: {changed}")
+        record_model(self.run, flag, name, folder)
         return folder
-    if not (changed := _changed(record, folder, weights=weights)):
-        return folder
-    original = Path(record.folder)
-    if original != folder and original.is_dir() and not _changed(record, original, weights=weights):
-        tell(f"{flag} {name} leads to {folder} now; the run keeps {original}, which it began with")
-        return original
-    if not force:
-        raise ConfigError(
-            f"{flag} {name} is not the model that this run began with, {original}: {changed}",
-            hint="put that model back, choose another --out for a new run, or go on with the new one: --force-continue",
-        )
-    tell(f"{flag} {name} is another model than the run began with: {changed}")
-    record_model(run, flag, name, folder)
-    return folder
 
 
 def _changed(record: ModelRecord, folder: Path, *, weights: bool = True) -> str:

@@ -7,6 +7,7 @@ import enum
 import pickle
 import signal
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ class ReplicaState(enum.Enum):
     """Dead; not to be replaced, or only after a pause that nobody waits for."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPart:
+    """The processes of a replica on one host."""
+
+    mesh: SpawnedMesh
+    actor_name: str
+    """Name under which Monarch reports their failure."""
+    actor: Any
+    """Monarch's mesh of their actors, which has no useful type; typed handles wrap it."""
+
+
 class Replica:
     """Processes with one actor each, which are routed to, restarted and replaced as one.
 
@@ -60,9 +72,7 @@ class Replica:
         service: name of the service, for errors.
         index: its place in the service.
         incarnation: number of previous replicas with this index.
-        meshes: its processes, one mesh per host, in the order of their ranks.
-        actor_names: names under which Monarch reports the failure of each.
-        actors: Monarch's actor mesh on each of `meshes`, which has no useful type; typed handles wrap it.
+        parts: its processes on each host, in the order of their ranks.
         tree: its processes on this host.
         faults: records its calls.
         on_lost: called with the replica and Monarch's message when a call finds it dead.
@@ -74,9 +84,7 @@ class Replica:
         service: str,
         index: int,
         incarnation: int,
-        meshes: Sequence[SpawnedMesh],
-        actor_names: Sequence[str],
-        actors: Sequence[Any],
+        parts: Sequence[ReplicaPart],
         tree: ProcessTree,
         faults: Faults,
         on_lost: Callable[[Replica, str], None],
@@ -84,21 +92,19 @@ class Replica:
         self.service = service
         self.index = index
         self.incarnation = incarnation
-        self.meshes = tuple(meshes)
-        first_mesh = meshes[0]
+        self.meshes = tuple(part.mesh for part in parts)
+        first_mesh = self.meshes[0]
         self.host, self.log = first_mesh.host, first_mesh.log
         """Host and log file of rank 0."""
-        self.hosts = tuple(mesh.host for mesh in meshes for _ in range(mesh.ranks))
+        self.hosts = tuple(mesh.host for mesh in self.meshes for _ in range(mesh.ranks))
         """Host of each rank."""
-        self.logs = tuple(mesh.log for mesh in meshes for _ in range(mesh.ranks))
+        self.logs = tuple(mesh.log for mesh in self.meshes for _ in range(mesh.ranks))
         """Log file of each rank."""
         self.ranks = len(self.hosts)
-        self.actor_names = tuple(actor_names)
-        self.actor = actors[0]
+        self.actor_names = tuple(part.actor_name for part in parts)
+        self.actor = parts[0].actor
         """Monarch's actor mesh on the host of rank 0."""
-        self._of_rank = [
-            (actor, rank) for mesh, actor in zip(meshes, actors, strict=True) for rank in range(mesh.ranks)
-        ]
+        self._of_rank = [(part.actor, rank) for part in parts for rank in range(part.mesh.ranks)]
         """Actor mesh of each rank, and the rank's place there."""
         self.tree = tree
         self.watchers: dict[str, HostWatcher] = {}

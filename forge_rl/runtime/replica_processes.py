@@ -7,6 +7,7 @@ import functools
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped]
 
@@ -15,7 +16,7 @@ from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.host_watcher import MARK, Watch
 from forge_rl.runtime.processes import ProcessTree, cause_of, describe_exit, last_error, process_space
-from forge_rl.runtime.replica import STOPPED, Replica
+from forge_rl.runtime.replica import STOPPED, Replica, ReplicaPart
 
 _KILL_S = 5.0
 """Seconds for killed processes to exit."""
@@ -23,16 +24,45 @@ _PROBE_S = 1.0
 """Time for a process to answer once its host's agent does not."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """Where and how the processes of a replica run."""
+
+    host: str = THIS_HOST
+    ranks: int | Mapping[str, int] = 1
+    """Number of processes on `host`, or on each of several hosts by name; ranks count through the hosts."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    imports: Sequence[str] = ()
+    """Modules that the processes import first; see Cluster.spawn."""
+    secrets: bool = False
+    """Whether they get API keys and other secrets; see Cluster.spawn."""
+
+    @property
+    def ranks_by_host(self) -> Mapping[str, int]:
+        """Number of processes on each host, by name."""
+        return {self.host: self.ranks} if isinstance(self.ranks, int) else self.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeathRules:
+    """How the deaths of a service's processes are noticed, described, and blamed on calls."""
+
+    descendants: bool = True
+    """Whether a replica also counts as hung if a process that it started is stopped."""
+    blames: bool = False
+    """Whether each process records the call that it is executing, so that a death counts against that call."""
+    exit_meanings: Mapping[int, str] = field(default_factory=dict)
+    """Descriptions of exit statuses that the processes use on purpose."""
+
+
 class ReplicaProcesses:
     """Starts, watches and ends the processes of a service's replicas.
 
     Args:
         service: name of the service.
+        rules: how deaths are noticed and described.
         on_death: called with a replica and the cause of its death.
         on_stopped: called with a replica on another host, one of whose processes was stopped.
-        descendants: also look for stopped processes that a replica on another host started.
-        blames: each process records the call that it is executing, so that a death counts against that call.
-        exit_meanings: descriptions of exit statuses that the processes use on purpose.
     """
 
     def __init__(
@@ -40,37 +70,22 @@ class ReplicaProcesses:
         service: str,
         cluster: Cluster,
         faults: Faults,
+        rules: DeathRules,
+        *,
         on_death: Callable[[Replica, str], None],
         on_stopped: Callable[[Replica, str], None],
-        *,
-        descendants: bool,
-        blames: bool,
-        exit_meanings: Mapping[int, str],
     ) -> None:
         self._service = service
         self._cluster = cluster
         self._faults = faults
         self._on_death = on_death
         self._on_stopped = on_stopped
-        self._descendants = descendants
-        self._blames = blames
-        self._exit_meanings = exit_meanings
+        self._rules = rules
         self._id = uuid.uuid4().hex[:12]
         self._spawned: Counter[int] = Counter()
         """Number of spawns by index or number, for names."""
 
-    def spawn(
-        self,
-        number: int,
-        incarnation: int,
-        actor: type,
-        *args: object,
-        ranks: int | Mapping[str, int],
-        env: Mapping[str, str] | None,
-        imports: Sequence[str],
-        host: str,
-        secrets: bool,
-    ) -> Replica:
+    def spawn(self, number: int, incarnation: int, actor: type, *args: object, settings: ProcessSettings) -> Replica:
         """Start the processes of a replica; see `Service.spawn`.
 
         Args:
@@ -83,29 +98,29 @@ class ReplicaProcesses:
         serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
         name = f"{self._service}-{number}" + f".{serial}" * bool(serial)
         mark = f"{self._id}/{name}"
-        environment = {**(env or {}), MARK: mark}
+        environment = {**settings.env, MARK: mark}
         meshes = [
             self._cluster.spawn(
                 name if part == 0 else f"{name}-{place}",
                 ranks=count,
                 env=environment,
-                imports=imports,
+                imports=settings.imports,
                 host=place,
-                secrets=secrets,
+                secrets=settings.secrets,
             )
-            for part, (place, count) in enumerate(({host: ranks} if isinstance(ranks, int) else ranks).items())
+            for part, (place, count) in enumerate(settings.ranks_by_host.items())
         ]
         # Monarch may report a failure late, under such a name, so it must be unique.
         actor_names = [f"{self._service}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
+        parts = [
+            ReplicaPart(mesh=mesh, actor_name=actor_name, actor=mesh.procs.spawn(actor_name, actor, *args))
+            for actor_name, mesh in zip(actor_names, meshes, strict=True)
+        ]
         replica = Replica(
             service=self._service,
             index=number,
             incarnation=incarnation,
-            meshes=meshes,
-            actor_names=actor_names,
-            actors=[
-                mesh.procs.spawn(actor_name, actor, *args) for actor_name, mesh in zip(actor_names, meshes, strict=True)
-            ],
+            parts=parts,
             tree=ProcessTree(MARK, mark),
             faults=self._faults,
             on_lost=self._on_lost,
@@ -130,7 +145,7 @@ class ReplicaProcesses:
                 except (psutil.NoSuchProcess, ProcessLookupError):
                     self._on_end(replica, rank, None)
                     return False
-        if self._blames and await self._is_near(replica, deadline_s):
+        if self._rules.blames and await self._is_near(replica, deadline_s):
             in_hand.create(replica.notes)
             await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
         return True
@@ -156,7 +171,7 @@ class ReplicaProcesses:
         await asyncio.gather(*(self._cluster.stop(mesh.name) for mesh in replica.meshes))
 
     def _on_lost(self, replica: Replica, text: str) -> None:
-        self._on_death(replica, cause_of(text, self._exit_meanings))
+        self._on_death(replica, cause_of(text, self._rules.exit_meanings))
 
     async def _watch_elsewhere(self, replica: Replica, host: str, ranks: Mapping[int, int]) -> None:
         """Watch the processes of a replica on another host; `ranks` has their ranks by PID."""
@@ -166,7 +181,7 @@ class ReplicaProcesses:
             Watch(
                 mark=replica.tree.mark,
                 pids=list(ranks),
-                descendants=self._descendants,
+                descendants=self._rules.descendants,
                 on_end=lambda pid, status: self._on_end(replica, ranks[pid], status),
                 on_stopped=lambda: self._on_stopped(replica, STOPPED),
                 probe=lambda: replica.call("process_id", deadline_s=_PROBE_S, rank=first),
@@ -180,7 +195,7 @@ class ReplicaProcesses:
         return bool(process_space() == await replica.call("process_space", deadline_s=deadline_s, rank=0))
 
     def _on_end(self, replica: Replica, rank: int, status: int | None) -> None:
-        cause = describe_exit(status, self._exit_meanings)
+        cause = describe_exit(status, self._rules.exit_meanings)
         if status is not None and status > 0 and (error := last_error(replica.logs[rank])):
             cause += f": {error}"
         self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)

@@ -50,6 +50,15 @@ class Seat:
         return self, *self.other_seats
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSize:
+    """What one replica of a service takes."""
+
+    hosts: int = 1
+    gpus: int = 1
+    """GPUs on each of its hosts, if the service has any."""
+
+
 class Seats:
     """Decides how many replicas a service has, spreads them over its hosts, and moves them when a host is gone.
 
@@ -64,8 +73,7 @@ class Seats:
     Args:
         cluster: knows which hosts are gone, or about to go.
         hosts: the service's hosts.
-        gpus_each: GPUs of a replica, on each of its hosts.
-        hosts_each: hosts of a replica.
+        size: what a replica takes.
         replicas: number of replicas on these hosts.
         min_replicas: minimum number of replicas; 0 for `replicas`.
         max_replicas: maximum number of replicas; 0 for `replicas`.
@@ -76,9 +84,8 @@ class Seats:
         self,
         cluster: Cluster,
         hosts: ServiceHosts,
+        size: ReplicaSize = ReplicaSize(),
         *,
-        gpus_each: int = 1,
-        hosts_each: int = 1,
         replicas: int = 1,
         min_replicas: int = 0,
         max_replicas: int = 0,
@@ -87,8 +94,7 @@ class Seats:
         self.first = first
         self.hosts = hosts
         self._cluster = cluster
-        self._gpus_each = gpus_each
-        self._hosts_each = hosts_each
+        self._size = size
         self._taken: dict[int, Seat] = {}
         self._replicas, self._room = replicas, self._room_now()
         """Number of replicas for a number of places; the same share of other places is wanted."""
@@ -97,7 +103,7 @@ class Seats:
     @property
     def max_per_host(self) -> int:
         """Maximum number of replicas on one host, as planned at the start."""
-        return max(1, -(-self._replicas * self._hosts_each // len(self.hosts.names)))
+        return max(1, -(-self._replicas * self._size.hosts // len(self.hosts.names)))
 
     @property
     def wanted(self) -> int:
@@ -137,11 +143,11 @@ class Seats:
         """Return how many replicas have room: as GPUs allow, or with one place on each host."""
         living_hosts = [host for host in self.hosts.names if _stays(host, self._cluster)]
         places = [
-            len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living_hosts
+            len(self.hosts.gpus.get(host, ())) // self._size.gpus if self.hosts.gpus else 1 for host in living_hosts
         ]
-        room = sum(places) // self._hosts_each
+        room = sum(places) // self._size.hosts
         while (
-            sum(min(room, num_places) for num_places in places) < room * self._hosts_each
+            sum(min(room, num_places) for num_places in places) < room * self._size.hosts
         ):  # a replica's hosts all differ
             room -= 1
         return room
@@ -177,12 +183,12 @@ class Seats:
         for host in sorted(living_hosts, key=lambda host: len(used_places[host])):
             place = next(number for number in range(len(self._taken) + 1) if number not in used_places[host])
             gpus = self.hosts.gpus.get(host)
-            if gpus is None or (place + 1) * self._gpus_each <= len(gpus):
+            if gpus is None or (place + 1) * self._size.gpus <= len(gpus):
                 seats.append(Seat(host=host, place=place))
-            if len(seats) == self._hosts_each:
+            if len(seats) == self._size.hosts:
                 return replace(seats[0], other_seats=tuple(seats[1:]))
         lost_hosts = ", ".join(host for host in self.hosts.names if not _stays(host, self._cluster))
-        shortage = "no host has" if self._hosts_each == 1 else f"fewer than {self._hosts_each} hosts have"
+        shortage = "no host has" if self._size.hosts == 1 else f"fewer than {self._size.hosts} hosts have"
         raise ConfigError(
             f"{shortage} room for another replica{f'; gone are {lost_hosts}' if lost_hosts else ''}",
             hint="give the service more hosts in --placement, or fewer replicas",

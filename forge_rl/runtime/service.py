@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from forge_rl.errors import PoisonError, ReplicaError, ServiceError
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica, ReplicaState
-from forge_rl.runtime.replica_processes import ReplicaProcesses
+from forge_rl.runtime.replica_processes import DeathRules, ProcessSettings, ReplicaProcesses
 
 __all__ = ["Replica", "Service", "ServiceActor"]
 
@@ -33,22 +33,6 @@ def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
     return best
 
 
-class ReplicaKeeper(Protocol):
-    """Keeps a service at its number of replicas; see `Supervisor`."""
-
-    def is_starting(self, index: int) -> bool:
-        """Return whether a replica of this index is being started, which serves later."""
-
-    def on_death(self, replica: Replica) -> None:
-        """Replace a replica that has died."""
-
-    def on_retired(self, replica: Replica) -> None:
-        """Continue after the end of a retired replica."""
-
-    def rescale(self) -> None:
-        """Adapt the number of replicas to the hosts that are left."""
-
-
 class Service:
     """Spawns replicas, notices their deaths, and routes calls to those that serve; a `Supervisor` restarts dead ones.
 
@@ -66,6 +50,7 @@ class Service:
         blames: each process records the call that it is executing, so that a death counts against that call, not
             against concurrent ones or the replica.
         exit_meanings: descriptions of exit statuses that its processes use on purpose.
+        recoverable: the owner handles deaths itself: one is then not fatal even without a supervisor.
     """
 
     def __init__(
@@ -77,6 +62,7 @@ class Service:
         descendants: bool = True,
         blames: bool = False,
         exit_meanings: Mapping[int, str] | None = None,
+        recoverable: bool = False,
     ) -> None:
         self.name = name
         self.replicas: list[Replica] = []
@@ -85,26 +71,25 @@ class Service:
         """Replicas that stand by for dead ones and get no calls, by number; numbers and indices differ."""
         self.listeners: list[Callable[[], None]] = []
         """Called after every change of the set of serving replicas."""
-        self.recoverable = False
-        """True if the owner replaces dead replicas itself: a death is then not fatal even without a supervisor."""
-        self.supervisor: ReplicaKeeper | None = None
-        """Replaces dead replicas, once the first ones have started; by default a death is fatal."""
+        self.recoverable = recoverable
+        """True while the owner handles deaths itself: one is then not fatal even without a supervisor."""
+        self.starting: dict[int, asyncio.Task[None]] = {}
+        """Tasks that start replicas other than the first ones, by index: such a replica serves once its task ends."""
         self.wanted: set[int] = set()
         """Indices that should have a replica."""
         self.cluster = cluster
         self.faults = faults
         self.stopping = False
         self._descendants = descendants
+        rules = DeathRules(descendants=descendants, blames=blames, exit_meanings=exit_meanings or {})
         self.processes = ReplicaProcesses(
-            name,
-            cluster,
-            faults,
-            self._on_death,
-            self.mark_failed,
-            descendants=descendants,
-            blames=blames,
-            exit_meanings=exit_meanings or {},
+            name, cluster, faults, rules, on_death=self._on_death, on_stopped=self.mark_failed
         )
+        self._on_end: Callable[[Replica], None] | None = None
+        """The supervisor's, called with each replica that has died or finished its work; without one a death is
+        fatal."""
+        self._on_fewer_hosts: Callable[[], None] | None = None
+        """The supervisor's, called after the loss of a host."""
         self._killed: Counter[str] = Counter()
         """Number of replicas killed by a task, by its name, since the task last succeeded."""
         self._watching: asyncio.Task[None] | None = None
@@ -123,7 +108,6 @@ class Service:
         host: str = THIS_HOST,
         secrets: bool = False,
         index: int | None = None,
-        spare: bool = False,
     ) -> Replica:
         """Spawn a replica: `ranks` processes with one actor in each.
 
@@ -134,27 +118,36 @@ class Service:
             imports: modules that the processes import first; see Cluster.spawn.
             secrets: pass on API keys and other secrets; see Cluster.spawn.
             index: index of a dead replica to replace; the next free one by default.
-            spare: make it a spare with this number instead; `adopt` puts it in the place of a dead replica.
 
         Raises:
             ConfigError: the host does not exist.
         """
         number = len(self.replicas) if index is None else index
-        dead = self.spares.get(number) if spare else self.at(number)
-        assert dead is None or not dead.alive, f"replica {index} of {self.name} is alive"
-        if not spare and number > len(self.replicas):
+        dead = self.at(number)
+        if number > len(self.replicas):
             raise ServiceError("one before it did not start", service=self.name, replica=number, hint="see the events")
-        incarnation = 0 if dead is None else dead.incarnation + 1
-        replica = self.processes.spawn(
-            number, incarnation, actor, *args, ranks=ranks, env=env, imports=imports, host=host, secrets=secrets
-        )
-        if spare:
-            self.spares[number] = replica
-        else:
-            self._put(replica, dead)
-            if dead is None:
-                self.wanted.add(number)
+        settings = ProcessSettings(host=host, ranks=ranks, env=env or {}, imports=imports, secrets=secrets)
+        replica = self._spawn(number, dead, actor, args, settings)
+        self._put(replica, dead)
+        if dead is None:
+            self.wanted.add(number)
         return replica
+
+    def spawn_spare(self, number: int, actor: type, *args: object, settings: ProcessSettings) -> Replica:
+        """Spawn a spare with a number; `adopt` puts it in the place of a dead replica.
+
+        Raises:
+            ConfigError: the host does not exist.
+        """
+        replica = self.spares[number] = self._spawn(number, self.spares.get(number), actor, args, settings)
+        return replica
+
+    def _spawn(
+        self, number: int, dead: Replica | None, actor: type, args: Sequence[object], settings: ProcessSettings
+    ) -> Replica:
+        assert dead is None or not dead.alive, f"replica {number} of {self.name} is alive"
+        incarnation = 0 if dead is None else dead.incarnation + 1
+        return self.processes.spawn(number, incarnation, actor, *args, settings=settings)
 
     def adopt(self, number: int, index: int) -> Replica:
         """Put a living spare in the place of the dead replica of an index, and return it."""
@@ -181,14 +174,22 @@ class Service:
             return
         if self._watching is None:
             self._watching = self.in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
-        is_starting = self.supervisor is not None and self.supervisor.is_starting(replica.index)
-        if not self._is_spare(replica) and not is_starting:
+        if not self._is_spare(replica) and replica.index not in self.starting:
             self.start_serving(replica)
+
+    def supervise(self, on_end: Callable[[Replica], None], on_fewer_hosts: Callable[[], None]) -> None:
+        """Leave the replacement of dead replicas to a supervisor from now on.
+
+        Args:
+            on_end: called with each replica that has died, and each retired one that has finished its work.
+            on_fewer_hosts: called after the loss of a host.
+        """
+        self._on_end, self._on_fewer_hosts = on_end, on_fewer_hosts
 
     @property
     def supervised(self) -> bool:
         """True once the service's first replicas have started, and others are started in their place."""
-        return self.supervisor is not None
+        return self._on_end is not None
 
     @property
     def complete(self) -> bool:
@@ -205,7 +206,7 @@ class Service:
         """True if no replica will serve again."""
         replicas = [replica for replica in self.replicas if replica.index in self.wanted]
         if not replicas:
-            return self.supervisor is None  # else they start, or wait for a host
+            return not self.supervised  # else they start, or wait for a host
         return all(replica.state is ReplicaState.ABANDONED for replica in replicas)
 
     def causes_of_end(self) -> str:
@@ -330,6 +331,18 @@ class Service:
         task.add_done_callback(on_end)
         return task
 
+    def begin_start(self, index: int, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Start the replica of an index in the background; it serves once the work has ended."""
+
+        async def start() -> None:
+            try:
+                await work(index)
+            finally:  # from here on, a death starts a new recovery
+                if self.starting.get(index) is asyncio.current_task():
+                    del self.starting[index]
+
+        self.starting[index] = self.in_background(start(), index, "it cannot be started")
+
     def retire(self, replica: Replica, cause: str) -> None:
         """Kill a healthy replica so that it can be replaced; fails its calls in flight, but records no fault."""
         replica.kill()
@@ -382,8 +395,8 @@ class Service:
         for replica in [*self.replicas, *self.spares.values()]:
             if host in replica.hosts:
                 self._on_death(replica, f"host {host} is gone: {cause}")
-        if self.supervisor is not None:
-            self.supervisor.rescale()
+        if self._on_fewer_hosts is not None:
+            self._on_fewer_hosts()
 
     def _on_death(self, replica: Replica, cause: str) -> None:
         if not replica.alive:
@@ -397,17 +410,17 @@ class Service:
         elif replica.state is ReplicaState.RETIRED:
             self._on_retired(replica)
         elif replica.index in self.wanted:
-            supervisor = None if self.faults.closing else self.supervisor
-            fatal = supervisor is None and not self.recoverable
+            on_end = None if self.faults.closing else self._on_end
+            fatal = on_end is None and not self.recoverable
             self.set_state(replica, ReplicaState.ABANDONED if fatal else ReplicaState.QUARANTINED)
             self.faults.record(self.name, replica.index, cause, fatal=fatal)
-            if supervisor is not None:
-                supervisor.on_death(replica)
+            if on_end is not None:
+                on_end(replica)
 
     def _on_retired(self, replica: Replica) -> None:
         self.notify()
-        if self.supervisor is not None:
-            self.supervisor.on_retired(replica)
+        if self._on_end is not None:
+            self._on_end(replica)
 
     def _poison(self, about: str, deaths: int, error: ReplicaError | None = None) -> PoisonError:
         """Make the error for a task that is refused from now on."""

@@ -57,8 +57,6 @@ class Supervisor:
         self._answered = False
         self._causes: set[str] = set()
         """Causes of death so far."""
-        self._starting: dict[int, asyncio.Task[None]] = {}
-        """Tasks that start replicas, other than the first ones."""
 
     async def start(self, count: int) -> None:
         """Start `count` replicas concurrently, then supervise them; if one does not start, the service is stopped."""
@@ -75,7 +73,7 @@ class Supervisor:
 
     def supervise(self) -> None:
         """Restart every replica that dies from now on."""
-        self._service.supervisor = self
+        self._service.supervise(self._on_end, self.rescale)
 
     def rescale(self) -> None:
         """Start or retire replicas, in the background, until there are as many as the seats want.
@@ -98,7 +96,7 @@ class Supervisor:
         for _ in range(-surplus):
             index = next(index for index in itertools.count() if self._is_free(index))
             service.wanted.add(index)
-            self._start_in_background(index, self._start_more)
+            service.begin_start(index, self._start_more)
 
     async def leave(self, host: str) -> None:
         """Retire the replicas on a host that is about to go, start those elsewhere that have room there, and wait until
@@ -112,25 +110,19 @@ class Supervisor:
                     self._retire_later(replica)
             await self._service.change()
 
-    def is_starting(self, index: int) -> bool:
-        """Return whether a replica of this index is being started, other than a first one."""
-        return index in self._starting
-
-    def on_death(self, replica: Replica) -> None:
-        """Replace a replica that has died."""
-        if replica.index in self._starting:  # it died while starting
-            return
-        healthy = self._service.faults.clock() - replica.serving_since >= self._restart.healthy_s
-        if replica.answered or healthy:
-            self._deaths[replica.index] = 0
-        self._start_in_background(replica.index, self._recover)
-
-    def on_retired(self, replica: Replica) -> None:
-        """Handle the end of a retired replica: start another one if its index is still wanted, else clean up."""
-        if replica.index not in self._service.wanted:
-            self._service.in_background(self._remove(replica.index), replica.index, "it cannot be stopped")
-        elif not self._service.faults.closing:
-            self._start_in_background(replica.index, self._start_more)
+    def _on_end(self, replica: Replica) -> None:
+        """Replace a replica that has died, or that was retired and whose index is still wanted; else clean up."""
+        service, index = self._service, replica.index
+        if replica.state is ReplicaState.RETIRED:
+            if index not in service.wanted:
+                service.in_background(self._remove(index), index, "it cannot be stopped")
+            elif not service.faults.closing:
+                service.begin_start(index, self._start_more)
+        elif index not in service.starting:  # else it died while starting
+            healthy = service.faults.clock() - replica.serving_since >= self._restart.healthy_s
+            if replica.answered or healthy:
+                self._deaths[index] = 0
+            service.begin_start(index, self._recover)
 
     def _is_free(self, index: int) -> bool:
         """Return whether an index is not wanted, and has no replica that is still finishing its work."""
@@ -140,7 +132,7 @@ class Supervisor:
     def _dismiss(self, index: int) -> None:
         """Retire the replica of an index, or cancel its start."""
         self._service.wanted.discard(index)
-        start_task, replica = self._starting.pop(index, None), self._service.at(index)
+        start_task, replica = self._service.starting.pop(index, None), self._service.at(index)
         if start_task is not None:
             start_task.cancel()
         if replica is not None and replica.serving:
@@ -165,16 +157,6 @@ class Supervisor:
         if self._seats is not None:
             self._seats.free(index)
         self.rescale()  # another replica may have been waiting for the seat
-
-    def _start_in_background(self, index: int, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        async def start() -> None:
-            try:
-                await work(index)
-            finally:  # from here on, a death starts a new recovery
-                if self._starting.get(index) is asyncio.current_task():
-                    del self._starting[index]
-
-        self._starting[index] = self._service.in_background(start(), index, "it cannot be started")
 
     async def _start_more(self, index: int) -> None:
         """Start a replica at an index that has none, or a retired one."""

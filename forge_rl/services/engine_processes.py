@@ -14,7 +14,8 @@ from forge_rl.engines.speculation import read_speculation
 from forge_rl.runtime.addresses import meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.seats import Seat, Seats, ServiceHosts
+from forge_rl.runtime.replica_processes import ProcessSettings
+from forge_rl.runtime.seats import ReplicaSize, Seat, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.generator_config import GeneratorConfig
@@ -26,8 +27,7 @@ def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> 
     return Seats(
         cluster,
         hosts,
-        gpus_each=config.devices // config.hosts_per_replica,
-        hosts_each=config.hosts_per_replica,
+        ReplicaSize(hosts=config.hosts_per_replica, gpus=config.devices // config.hosts_per_replica),
         replicas=config.replicas,
         min_replicas=config.least_replicas,
         max_replicas=config.most_replicas,
@@ -136,7 +136,7 @@ class EngineProcesses:
         engine_index = indices[number % len(indices)] if indices else self.seats.first
         host = self.seats.take(engine_index).host
         args, env = self._args(number, "spare", host), spare_environment(self.environment(engine_index))
-        return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)
+        return self.service.spawn_spare(number, self.actor, *args, settings=ProcessSettings(host=host, env=env))
 
     def _args(self, number: int, kind: str, host: str) -> tuple[object, ...]:
         # With the config's own class, engine processes would import its module and everything that a controller needs.

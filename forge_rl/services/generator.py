@@ -24,7 +24,7 @@ from forge_rl.errors import (
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.seats import Seats, ServiceHosts
+from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.completion import (
@@ -142,7 +142,7 @@ class Generator:
             check_decode_layout(model, config, engines=config.replicas)
         service = Service(name, cluster, faults, exit_meanings=EXIT_MEANINGS)
         seats = seats_of(config, cluster, hosts or ServiceHosts())
-        guests = Seats(cluster, trainer_hosts or seats.hosts, gpus_each=config.devices, replicas=config.guests)
+        guests = Seats(cluster, trainer_hosts or seats.hosts, ReplicaSize(gpus=config.devices), replicas=config.guests)
         processes = EngineProcesses(
             service=service,
             config=config,

@@ -74,8 +74,7 @@ class RewardService:
         """Pools of the parts that have their own replicas, by part name."""
         self.replaced: list[Callable[[], None]] = []
         """Callbacks that run after the function was replaced."""
-        self.samples: Callable[[], Sequence[Sequence[Episode]]] = tuple
-        """Returns groups of episodes on which a new function is tried before it is adopted."""
+        self._samples: Callable[[], Sequence[Sequence[Episode]]] = tuple
         self._replacing = asyncio.Lock()
 
     @classmethod
@@ -152,10 +151,14 @@ class RewardService:
             return only_scores
         return function.combine_all(scores)
 
+    def try_on(self, samples: Callable[[], Sequence[Sequence[Episode]]]) -> None:
+        """Try each new function, before it is adopted, on the groups of episodes that `samples` then returns."""
+        self._samples = samples
+
     async def replace(self, function: RewardFunction) -> None:
         """Score with another function from now on. Unchanged parts keep their own replicas.
 
-        It scores `samples` first; if that fails, the current function stays.
+        It scores the samples of `try_on` first; if that fails, the current function stays.
 
         Raises:
             ConfigError: the function cannot be called as a reward, or failed on episodes of the last batch.
@@ -197,7 +200,7 @@ class RewardService:
         Raises:
             ConfigError: it fails, or returns scores that are not finite.
         """
-        for episodes in self.samples():
+        for episodes in self._samples():
             task = episodes[0].task
             try:
                 scores = await self._score(episodes, function, form, version, pools)
