@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +25,11 @@ class Language:
     """Program and arguments."""
     compile: tuple[str, ...] = ()
     """Program and arguments of the compiler; () for languages that are not compiled."""
+
+    @property
+    def fences(self) -> frozenset[str]:
+        """What a fence says of the language: nothing, or the suffix of its files."""
+        return frozenset({"", self.file.rpartition(".")[2]})
 
 
 _GO = "GOCACHE=/tmp/go-build GOFLAGS=-p=1 GOTOOLCHAIN=local"
@@ -68,6 +75,34 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
     }
 )
 """The languages by name. Go compiles its standard library on first use: give it 512 MiB of files and a minute."""
+
+
+def check_language(name: str) -> Language:
+    """Return the language of a name, if this machine has it.
+
+    Raises:
+        ConfigError: it is unknown, or its compiler or interpreter is not installed.
+    """
+    if name not in LANGUAGES:
+        close = difflib.get_close_matches(name, LANGUAGES, n=1)
+        suggestion = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"unknown language {name!r:.80}", hint=f"{suggestion}languages: {', '.join(sorted(LANGUAGES))}"
+        )
+    toolchain = LANGUAGES[name]
+    if (
+        subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {toolchain.version}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        ).returncode
+        != 0
+    ):
+        raise ConfigError(
+            f"{name} is not installed: `{toolchain.version}` fails", hint="install it for all users of this machine"
+        )
+    return toolchain
 
 
 async def installed(session: PoolSession) -> dict[str, str]:
