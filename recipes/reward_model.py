@@ -28,7 +28,7 @@ async def step(run: rl.Run[Config]) -> None:
     """Run one step: draw pairs, train."""
     with run.phase("draw"):
         batch = await run.examples.next_batch()
-    await run.train_on(batch, batch.rewards)
+    await run.train_on(batch)
 
 
 async def main(config: Config) -> None:

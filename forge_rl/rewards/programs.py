@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.unit_tests import run_tests
-from forge_rl.sandbox import Limits, Pool, Result
+from forge_rl.sandbox import Limits, Pool
 from forge_rl.sandbox.fences import PYTHON, last_code
-from forge_rl.sandbox.languages import LANGUAGES, build_source, check_language
+from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.languages import LANGUAGES, check_language, run_source
 from forge_rl.sandbox.shared import a_cpu_of_shared_pool, check_shared_pool
 from forge_rl.types import Score, Task
 
+_PYTHON = "python"
 _SHARE = 4
 """Wall time of a program over its CPU time, as other processes have the CPUs too."""
 _LEAST_OUTPUT = 1 << 16
 _PLACE_S = 120.0
-_COMPILE_S = 120.0
-_COMPILERS = Limits(memory_bytes=1 << 30, processes=128, scratch_bytes=512 << 20)
-"""Limits of compilers and of what they make, which Java and Go need."""
 _READ_INPUT = """import builtins, os, sys
 builtins.exit = builtins.quit = sys.exit
 opened = os.open("input", os.O_RDONLY)
@@ -42,7 +41,7 @@ class Programs(TextReward):
 
         --reward programs                # the column cases: [{"input": "1 2\\n", "output": "3\\n"}, ...]
         --reward programs:cases=input_output  # APPS, TACO: {"inputs": [...], "outputs": [...], "fn_name": ...}
-        --reward programs:language=c++   # or another of forge_rl.sandbox.languages, with bubblewrap
+        --reward programs:language=c++  # compiled anew for each input; also c, go, rust, java, javascript, ruby, ...
 
     The program is the last fenced block of the completion. Each input is read by a fresh sandbox session, which never
     has the expected output: outputs are compared outside. Spaces at the ends of lines, and empty lines at the
@@ -52,12 +51,13 @@ class Programs(TextReward):
 
     cases: str = "cases"
     """Entry of the task's truth with the cases, or with their JSON."""
-    language: str = "python"
-    """Language of the programs, which is compiled once for all inputs."""
     timeout_s: float = 10.0
     """CPU seconds that a program may take for one input; the time that passes may be 4 times as long."""
     tolerance: float = 0.0
     """Maximum relative or absolute error of numbers in an output; with 0 they are compared as text."""
+    language: str = "python"
+    """Language of the programs, a name in `forge_rl.sandbox.languages`. Those in others than python are commands, whose
+    standard input is the case's."""
     partial: bool = False
     """Score the share of inputs with the right output, instead of 1.0 if all have it."""
     deadline_s: ClassVar[float] = 3600.0
@@ -67,11 +67,19 @@ class Programs(TextReward):
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward programs:", minimum={"tolerance": 0}, above={"timeout_s": 0})
-        check_language(self.language)
 
     def load(self, folder: Path | None) -> None:
-        """Raises SandboxError if this machine cannot isolate code."""
-        check_shared_pool(None if self.language == "python" else "process")
+        """Check the machine.
+
+        Raises:
+            SandboxError: it cannot isolate code.
+            ConfigError: it does not have the language.
+        """
+        if self.language == _PYTHON:
+            check_shared_pool()
+        else:
+            check_layers("process")
+            check_language(self.language)
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Return the score; `feedback` is the first failure.
@@ -81,17 +89,15 @@ class Programs(TextReward):
             SandboxError: the sandbox failed.
         """
         function, cases = self._cases(task)
-        names = {"", self.language, *LANGUAGES[self.language].fences}
-        if (code := last_code(text, PYTHON if self.language == "python" else names)) is None:
+        languages = PYTHON if self.language == _PYTHON else {*LANGUAGES[self.language].fences, self.language}
+        if (code := last_code(text, languages)) is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
-        if function and self.language != "python":
+        if function and self.language != _PYTHON:
             raise TaskError(
-                f"--reward programs:language={self.language}: task {task.id!r} of {task.source!r} calls a function",
-                hint="leave out language: functions are called in Python",
+                f"--reward programs: task {task.id!r} of {task.source!r} names a function, {function}",
+                hint=f"with language={self.language}, cases are inputs and outputs of programs",
             )
-        if self.language != "python":
-            num_passed, feedback = await self._passed_compiled(code, cases)
-        elif function:
+        if function:
             tests = [f"assert same({function}(*{arguments!r}), {expected!r})" for arguments, expected in cases]
             target, timeout_s = f"Solution().{function}" if "class Solution" in code else function, self.timeout_s
             num_passed, feedback = await run_tests(
@@ -105,7 +111,7 @@ class Programs(TextReward):
     async def _passed(self, code: str, cases: Sequence[tuple[Any, Any]]) -> tuple[int, str]:
         """Return the number of inputs with the right output, and the first failure; stops there if it decides."""
         num_passed, feedback = 0, ""
-        async with a_cpu_of_shared_pool() as pool:
+        async with a_cpu_of_shared_pool(None if self.language == _PYTHON else "process") as pool:
             for case_input, expected in cases:
                 failure = await self._failed(pool, code, _as_text(case_input), _as_text(expected))
                 num_passed += not failure
@@ -114,47 +120,22 @@ class Programs(TextReward):
                     break
         return num_passed, feedback
 
-    async def _passed_compiled(self, code: str, cases: Sequence[tuple[Any, Any]]) -> tuple[int, str]:
-        """Do what `_passed` does with a program of another language: each input is read in a fork of the session in
-        which it was compiled."""
-        num_passed, feedback = 0, ""
-        max_bytes = max(_LEAST_OUTPUT, *(2 * len(_as_text(expected).encode()) for _, expected in cases))
-        limits = replace(_COMPILERS, wall_s=_SHARE * self.timeout_s, output_bytes=max_bytes)
-        async with (
-            a_cpu_of_shared_pool("process") as pool,
-            pool.session(limits=limits, wait_s=_PLACE_S) as session,
-        ):
-            failure = await build_source(session, self.language, code, wall_s=_COMPILE_S)
-            if failure is not None:
-                return 0, f"it does not compile: {failure.stderr or failure.error}"[:500]
-            for case_input, expected in cases:
-                async with await session.fork() as fork:
-                    run, stdin = LANGUAGES[self.language].run, _as_text(case_input).encode()
-                    result = await fork.run(run, stdin=stdin, cpu_s=self.timeout_s)
-                problem = self._wrong(result, _as_text(expected), max_bytes)
-                if result.status and result.error is None:
-                    problem = f"it ended with status {result.status}: {result.stderr}"[:500]
-                num_passed += not problem
-                feedback = feedback or problem
-                if problem and not self.partial:
-                    break
-        return num_passed, feedback
-
     async def _failed(self, pool: Pool, code: str, stdin: str, expected: str) -> str:
         """Return why a program fails, or "" if its output is right."""
         max_bytes = max(_LEAST_OUTPUT, 2 * len(expected.encode()))
         limits = Limits(wall_s=_SHARE * self.timeout_s, cpu_s=self.timeout_s, output_bytes=max_bytes)
         async with pool.session(limits=limits, wait_s=_PLACE_S) as session:
-            await session.put("input", stdin.encode())
-            await session.run(_READ_INPUT)
-            result = await session.run(code)
-        return self._wrong(result, expected, max_bytes)
-
-    def _wrong(self, result: Result, expected: str, max_bytes: int) -> str:
-        """Return what is wrong with a program's result, or ""."""
+            if self.language == _PYTHON:
+                await session.put("input", stdin.encode())
+                await session.run(_READ_INPUT)
+                result = await session.run(code)
+            else:
+                result = await run_source(session, self.language, code, stdin=stdin.encode())
         error = result.error
         if error is not None and not (error.name == "SystemExit" and error.message in ("", "0", "None")):
             return f"{error.name}: {error.message}"[:500]
+        if result.status:
+            return f"exit status {result.status}: {result.stderr.strip()}"[:500]
         if result.cut:
             return f"it printed more than {max_bytes} bytes"
         return "" if equal(result.stdout, expected, self.tolerance) else "it printed something else"

@@ -257,7 +257,7 @@ class Run(Generic[C]):
         self._pop_evaluation()
         return values
 
-    async def train_on(self, batch: Batch, advantages: Advantages) -> None:
+    async def train_on(self, batch: Batch, advantages: Advantages | None = None) -> None:
         """Train on a batch, publish the weights if batches are generated, and log the step: the phases of
         `recipes/grpo.py` after its rollout.
 
@@ -266,8 +266,11 @@ class Run(Generic[C]):
         await run.train_on(batch, batch_advantages(batch, estimator="rloo"))
 
         Args:
-            advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`.
+            advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`. None for a loss of examples,
+                which learns from the batch itself: it tells preferred answers by their rewards.
         """
+        if advantages is None:
+            advantages = batch.rewards
         with self.phase("train"):
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)
             temperature = self.generator.sampling.temperature if self._generates else 1.0

@@ -37,8 +37,8 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
 
 
 def last_code(text: str, languages: Collection[str] = PYTHON) -> str | None:
-    """Return the last fenced block of these languages; the whole text if it has no fence; None if all blocks are in
-    other languages."""
+    """Return the last fenced block in one of these languages; the whole text if it has no fence; None if all blocks are
+    in other languages."""
     blocks = fenced_code(text, languages)
     if blocks:
         return blocks[-1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox.limits import Result, SandboxError
+from forge_rl.sandbox.limits import Result
 from forge_rl.sandbox.session import PoolSession
 
 
@@ -23,28 +25,24 @@ class Language:
     """Program and arguments."""
     compile: tuple[str, ...] = ()
     """Program and arguments of the compiler; () for languages that are not compiled."""
-    fences: tuple[str, ...] = ()
-    """What fences say of it, besides its name."""
+
+    @property
+    def fences(self) -> frozenset[str]:
+        """What a fence says of the language: nothing, or the suffix of its files."""
+        return frozenset({"", self.file.rpartition(".")[2]})
 
 
 _GO = "GOCACHE=/tmp/go-build GOFLAGS=-p=1 GOTOOLCHAIN=local"
 LANGUAGES: Mapping[str, Language] = MappingProxyType(
     {
-        "python": Language(
-            file="main.py", version="python3 --version", run=("python3", "main.py"), fences=("py", "python3")
-        ),
-        "shell": Language(
-            file="main.sh", version="bash --version | head -n 1", run=("bash", "main.sh"), fences=("sh", "bash")
-        ),
-        "javascript": Language(
-            file="main.js", version="node --version", run=("node", "main.js"), fences=("js", "node")
-        ),
+        "python": Language(file="main.py", version="python3 --version", run=("python3", "main.py")),
+        "shell": Language(file="main.sh", version="bash --version | head -n 1", run=("bash", "main.sh")),
+        "javascript": Language(file="main.js", version="node --version", run=("node", "main.js")),
         "typescript": Language(
             file="main.ts",
             version="node --version > /dev/null && tsc --version",
             compile=("tsc", "--target", "es2020", "--module", "commonjs", "main.ts"),
             run=("node", "main.js"),
-            fences=("ts",),
         ),
         "c": Language(
             file="main.c",
@@ -57,21 +55,15 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
             version="g++ --version | head -n 1",
             compile=("g++", "-O2", "-std=gnu++20", "-o", "main", "main.cpp"),
             run=("./main",),
-            fences=("cpp", "cc", "cxx"),
         ),
         "go": Language(
             file="main.go",
             version="go version",
             compile=("sh", "-c", f"{_GO} go build -o main main.go"),
             run=("./main",),
-            fences=("golang",),
         ),
         "rust": Language(
-            file="main.rs",
-            version="rustc --version",
-            compile=("rustc", "-O", "-o", "main", "main.rs"),
-            run=("./main",),
-            fences=("rs",),
+            file="main.rs", version="rustc --version", compile=("rustc", "-O", "-o", "main", "main.rs"), run=("./main",)
         ),
         "java": Language(
             file="Main.java",
@@ -79,10 +71,38 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
             compile=("javac", "-J-XX:+UseSerialGC", "-J-XX:TieredStopAtLevel=1", "Main.java"),
             run=("java", "-XX:+UseSerialGC", "Main"),
         ),
-        "ruby": Language(file="main.rb", version="ruby --version", run=("ruby", "main.rb"), fences=("rb",)),
+        "ruby": Language(file="main.rb", version="ruby --version", run=("ruby", "main.rb")),
     }
 )
 """The languages by name. Go compiles its standard library on first use: give it 512 MiB of files and a minute."""
+
+
+def check_language(name: str) -> Language:
+    """Return the language of a name, if this machine has it.
+
+    Raises:
+        ConfigError: it is unknown, or its compiler or interpreter is not installed.
+    """
+    if name not in LANGUAGES:
+        close = difflib.get_close_matches(name, LANGUAGES, n=1)
+        suggestion = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            f"unknown language {name!r:.80}", hint=f"{suggestion}languages: {', '.join(sorted(LANGUAGES))}"
+        )
+    toolchain = LANGUAGES[name]
+    if (
+        subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {toolchain.version}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        ).returncode
+        != 0
+    ):
+        raise ConfigError(
+            f"{name} is not installed: `{toolchain.version}` fails", hint="install it for all users of this machine"
+        )
+    return toolchain
 
 
 async def installed(session: PoolSession) -> dict[str, str]:
@@ -93,36 +113,6 @@ async def installed(session: PoolSession) -> dict[str, str]:
         if result.status == 0:
             versions[name] = result.stdout.strip().splitlines()[0]
     return versions
-
-
-def check_language(language: str) -> Language:
-    """Return how a language is compiled and run.
-
-    Raises:
-        ConfigError: the language is unknown.
-    """
-    if language not in LANGUAGES:
-        raise ConfigError(f"unknown language {language!r:.80}", hint=f"choose from {', '.join(LANGUAGES)}")
-    return LANGUAGES[language]
-
-
-async def build_source(
-    session: PoolSession, language: str, source: str, *, wall_s: float | None = None
-) -> Result | None:
-    """Write a source file to a session's folder and compile it; return the result of a failed compilation, else None.
-
-    Raises:
-        ConfigError: the language is unknown.
-        SandboxError: the session has ended before, or the sandbox failed; or the language is not installed.
-    """
-    toolchain = check_language(language)
-    if (await session.run(f"set -o pipefail; {toolchain.version}")).status != 0:
-        raise SandboxError(f"{language} is not installed here", hint="see `forge_rl.sandbox.languages.installed`")
-    await session.put(toolchain.file, source.encode("utf-8", "replace"))
-    if not toolchain.compile:
-        return None
-    result = await session.run(toolchain.compile, wall_s=wall_s)
-    return result if result.error is not None or result.status != 0 else None
 
 
 async def run_source(
@@ -140,7 +130,14 @@ async def run_source(
 
     Raises:
         ConfigError: the language is unknown.
-        SandboxError: the session has ended before, or the sandbox failed; or the language is not installed.
+        SandboxError: the session has ended before, or the sandbox failed.
     """
-    failure = await build_source(session, language, source, wall_s=wall_s)
-    return failure or await session.run(LANGUAGES[language].run, wall_s=wall_s, stdin=stdin)
+    if language not in LANGUAGES:
+        raise ConfigError(f"unknown language {language!r:.80}", hint=f"choose from {', '.join(LANGUAGES)}")
+    toolchain = LANGUAGES[language]
+    await session.put(toolchain.file, source.encode("utf-8", "replace"))
+    if toolchain.compile:
+        result = await session.run(toolchain.compile, wall_s=wall_s)
+        if result.error is not None or result.status != 0:
+            return result
+    return await session.run(toolchain.run, wall_s=wall_s, stdin=stdin)

@@ -61,13 +61,13 @@ def default_profile() -> Profile:
     return "standard" if os.geteuid() == 0 else "strict"
 
 
-def check_shared_pool(profile: Profile | None = None) -> None:
-    """Check that `shared_pool` can isolate sessions of a profile here, before anything needs it.
+def check_shared_pool() -> None:
+    """Check that `shared_pool` can isolate sessions here, before anything needs it.
 
     Raises:
         SandboxError: this machine lacks a layer of isolation.
     """
-    check_layers(profile or default_profile())
+    check_layers(default_profile())
 
 
 @contextlib.asynccontextmanager

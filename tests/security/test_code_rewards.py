@@ -1,12 +1,11 @@
 """Rewards that run code: answers that try to cheat score 0, honest ones 1, and failures of the sandbox nothing."""
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from forge_rl.errors import ConfigError, TaskError
+from forge_rl.errors import TaskError
 from forge_rl.rewards.inside import plain
 from forge_rl.rewards.programs import Programs, equal
 from forge_rl.rewards.reward_flag import build_reward
@@ -241,38 +240,3 @@ def test_the_last_block_of_python_is_the_answer(text: str, blocks: list[str], la
 def test_the_rewards_have_names():
     assert build_reward(["unit_tests:tests=test,partial=true"]) == UnitTests(tests="test", partial=True)
     assert build_reward(["programs:cases=io,timeout_s=2"]) == Programs(cases="io", timeout_s=2.0)
-    assert build_reward(["programs:language=c++"]) == Programs(language="c++")
-    with pytest.raises(ConfigError, match="unknown language 'cobol'"):
-        build_reward(["programs:language=cobol"])
-
-
-DOUBLED = [{"input": "2\n", "output": "4\n"}, {"input": "21\n", "output": "42\n"}]
-
-
-@pytest.mark.parametrize(
-    ("language", "code", "total", "feedback"),
-    [
-        ("shell", "read n\necho $((2 * n))", 1.0, ""),
-        ("shell", "read n\necho 4", 0.5, "something else"),
-        ("shell", "read n\necho $((2 * n))\nexit 3", 0.0, "status 3"),
-        ("shell", "echo 4 >> kept\nread n\ncat kept", 0.5, "something else"),  # nothing is left for the next input
-        ("shell", "sleep 60", 0.0, "CellOverrun"),
-        ("c", '#include <stdio.h>\nint main() { int n; scanf("%d", &n); printf("%d\\n", 2 * n); }', 1.0, ""),
-        ("c", "int main() { return undefined; }", 0.0, "does not compile"),
-    ],
-)
-def test_programs_in_other_languages_are_compiled_once_and_read_each_input_alone(
-    loop: asyncio.Runner, language: str, code: str, total: float, feedback: str
-):
-    if shutil.which("bwrap") is None or shutil.which("gcc") is None:
-        pytest.skip("needs bubblewrap and gcc")
-    reward = Programs(language=language, partial=True, timeout_s=0.5)
-    result = loop.run(reward(task(cases=DOUBLED), f"```{language}\n{code}\n```"))
-    assert result.total == total
-    assert feedback in result.feedback
-
-
-def test_functions_are_called_in_python_only(loop: asyncio.Runner):
-    cases = {"inputs": [[1]], "outputs": [1], "fn_name": "double"}
-    with pytest.raises(TaskError, match="calls a function"):
-        loop.run(Programs(language="c")(task(cases=cases), "```c\nint main() {}\n```"))
