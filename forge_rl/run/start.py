@@ -174,10 +174,12 @@ class Starting(Generic[C]):
         """Return digests of the files that define this run."""
         setup, rollouts = self.setup, self.setup.rollouts
         generators = [getattr(source, "items", None) for source in setup.mixture.sources.values()]
-        player = rollouts.player if rollouts is not None else None
-        agent = player.agent if isinstance(player, AgentPlayer) else None
-        user_objects = setup.examples, rollouts and rollouts.world, agent, setup.loss
-        return code_digests(self.config, *setup.rewards.values(), *user_objects, *generators)
+        world = agent = None
+        if rollouts is not None:
+            world = rollouts.world
+            agent = rollouts.player.agent if isinstance(rollouts.player, AgentPlayer) else None
+        user_objects = *setup.rewards.values(), setup.examples, world, agent, setup.loss
+        return code_digests(self.config, *user_objects, *generators)
 
 
 def start_rollouts(
@@ -315,8 +317,10 @@ class Start(Starting[C]):
             return Rollouts.played_by(self.environment, gateway=self.gateway, teachers=self.teachers)
         if self.reward is None:
             return None
-        player = AgentPlayer(agent=self.agent, gateway=self.gateway) if self.agent is not None else self.environment
-        return Rollouts(reward=self.reward, player=player, teachers=self.teachers)
+        if self.agent is not None:
+            player = AgentPlayer(agent=self.agent, gateway=self.gateway)
+            return Rollouts(reward=self.reward, player=player, teachers=self.teachers)
+        return Rollouts(reward=self.reward, player=self.environment, teachers=self.teachers)
 
 
 start = Start  # the name that recipes use: `async with start(...) as run`
