@@ -77,32 +77,25 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
 """The languages by name. Go compiles its standard library on first use: give it 512 MiB of files and a minute."""
 
 
-def check_language(name: str) -> Language:
-    """Return the language of a name, if this machine has it.
+def check_language(name: str) -> None:
+    """Check that this machine has a language.
 
     Raises:
         ConfigError: it is unknown, or its compiler or interpreter is not installed.
     """
-    if name not in LANGUAGES:
-        close = difflib.get_close_matches(name, LANGUAGES, n=1)
-        suggestion = f"did you mean {close[0]}? " if close else ""
+    command = ["bash", "-c", f"set -o pipefail; {_named(name).version}"]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
         raise ConfigError(
-            f"unknown language {name!r:.80}", hint=f"{suggestion}languages: {', '.join(sorted(LANGUAGES))}"
+            f"{name} is not installed: `{command[2]}` fails", hint="install it for all users of this machine"
         )
-    toolchain = LANGUAGES[name]
-    if (
-        subprocess.run(
-            ["bash", "-c", f"set -o pipefail; {toolchain.version}"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-        ).returncode
-        != 0
-    ):
-        raise ConfigError(
-            f"{name} is not installed: `{toolchain.version}` fails", hint="install it for all users of this machine"
-        )
-    return toolchain
+
+
+def _named(name: str) -> Language:
+    if name in LANGUAGES:
+        return LANGUAGES[name]
+    close = difflib.get_close_matches(name, LANGUAGES, n=1)
+    suggestion = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"unknown language {name!r:.80}", hint=f"{suggestion}languages: {', '.join(sorted(LANGUAGES))}")
 
 
 async def installed(session: PoolSession) -> dict[str, str]:
@@ -132,9 +125,7 @@ async def run_source(
         ConfigError: the language is unknown.
         SandboxError: the session has ended before, or the sandbox failed.
     """
-    if language not in LANGUAGES:
-        raise ConfigError(f"unknown language {language!r:.80}", hint=f"choose from {', '.join(LANGUAGES)}")
-    toolchain = LANGUAGES[language]
+    toolchain = _named(language)
     await session.put(toolchain.file, source.encode("utf-8", "replace"))
     if toolchain.compile:
         result = await session.run(toolchain.compile, wall_s=wall_s)
