@@ -220,7 +220,7 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "an unknown key": (
         named("a.jsonl:qestion=problem", "a.jsonl"),
-        "the key 'qestion' is unknown.*did you mean question",
+        "has no option 'qestion'.*did you mean question",
     ),
     "a question and messages": (named("a.jsonl:question=a,messages=b", "a.jsonl"), "set both question and messages"),
     "a key without a value": (

@@ -20,7 +20,7 @@ from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.ending import Ending
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.parts import RunParts
-from forge_rl.run.services import RolloutServices, Services
+from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.system.listeners import Listeners
 from forge_rl.types import Task
 

@@ -220,7 +220,7 @@ def test_eval_tasks_are_used_beside_an_environments_own_and_unused_flags_of_data
 
 
 def test_adapters_get_the_first_plain_word_and_the_options(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(config, "ENVIRONMENTS", {"adapter": f"{__name__}:adapter"})
+    monkeypatch.setattr(config, "ENVIRONMENTS", {"adapter": adapter})
     made = build_environment("adapter:http://localhost:1/a?b=c,sessions=4,deep=true,names=[1,2],text=a b")
     expected = ("http://localhost:1/a?b=c", {"sessions": 4, "deep": True, "names": [1, 2], "text": "a b"})
     assert made(TASK) == expected
@@ -246,15 +246,15 @@ BROKEN = [
     ("mine.py:add", "--env mine.py:add cannot be called with a task: missing a required argument: 'b'"),
     ("mine.py:hintless", "the parameter a of the tool untyped has no type hint"),
     ("mine.py:same", "two tools have the name 'add'"),
-    ("mine.py:World,room=1", "--env mine.py:World cannot be called with a task: got an unexpected keyword argument"),
+    ("mine.py:World,room=1", r"mine.py:World has no option 'room'\n.*\n *\^+\n  hint: did you mean rooms\?"),
     ("mine.py:World,rooms", r"--env: 'rooms' is not KEY=VALUE\n  mine.py:World,rooms\n                \^{5}\n"),
     ("tools:max_turns=2,turns", "'turns' is not KEY=VALUE"),
     ("mine.py:Strict,rooms=0", "--env mine.py:Strict cannot be made: ValueError: no rooms"),
+    ("mine.py:Strict", r"mine.py:Strict needs rooms\n"),
     (
-        "mine.py:Strict",
-        r"--env mine.py:Strict cannot be made: missing a required argument: 'rooms'\n.*options are: rooms",
+        "tools:corp=notes",
+        r"tools has no option 'corp'\n.*\n *\^+\n  hint: did you mean corpus\? its options are: .*results",
     ),
-    ("tools:corp=notes", r"--env tools cannot be made: .* 'corp'\n.*its options are: corpus, results"),
     ("tools:max_turns=2,max_turns=3", "'max_turns' is given twice"),
     ("gam:highest=9", r"there is no environment 'gam'\n  gam:highest=9\n  \^\^\^\n  hint: did you mean game\?"),
     ("tools:max_turns=0", "max-turns is 0"),
@@ -263,12 +263,12 @@ BROKEN = [
     ("tools:corpus=bad.jsonl,cache=cache", "bad.jsonl:2 has no text: KeyError: 'text'"),
     ("tools:corpus=empty,cache=cache", "the corpus empty has no text files"),
     ("tools:corpus=not.db", "not.db cannot be searched: file is not a database"),
-    ("game:chess", r"--env game cannot be made: too many positional arguments\n.*highest, max_turns, possible"),
+    ("game:chess", r"game takes no 'chess'\n.*\n.*\n.*highest, max_turns, possible"),
     ("game:highest=1", "--env game: highest is 1"),
-    ("user:turns=3", "--env user cannot be made: missing a required argument: 'model'|got an unexpected"),
+    ("user:turns=3", "user has no option 'turns'"),
     ("user:model=m,api_key_env=NO_SUCH_KEY_HERE", "the environment variable NO_SUCH_KEY_HERE is not set"),
     ("user:model=m,api_key_env=sk-123", "--env user: api_key_env is not the name of an environment variable"),
-    ("textarena:", "--env textarena cannot be made: missing a required argument: 'game'"),
+    ("textarena:", "textarena needs game"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_an_environment_that_cannot_be_loaded_says_why(peer: str):
         ("workers=0", r"--env verifiers:workers is 0"),
         ("workers=two", r"workers is 'two': .*\n.*\n.*\n.*pass a value of type int"),
         ("hang_s=0", r"--env verifiers:hang_s is 0\.0"),
-        ("settings=1", r"cannot be made: .*\n?.*name, python, package"),
+        ("settings=1", r"has no option 'settings'.*\n?.*\n?.*\n.*package, python"),
     ],
 )
 def test_an_option_of_its_settings_is_checked(peer: str, options: str, message: str):

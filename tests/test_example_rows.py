@@ -188,8 +188,8 @@ def test_kinds_are_for_rows_of_files_and_code_and_name_columns_of_their_own(tmp_
     task = DataConfig(held_out_share=0.001).build([named], seed=0, kind="pair").draw_from("a")
     assert (task.truth["chosen"], task.truth["rejected"]) == ([SAID], [OTHER])
     for tasks, kind, said in (
-        (named, "prompt", "the key 'chosen' is unknown"),
-        (f"{path}:kind=pair", "pair", "the key 'kind' is unknown"),
+        (named, "prompt", "has no option 'chosen'"),
+        (f"{path}:kind=pair", "pair", "has no option 'kind'"),
         ("chain_sum", "pair", "generated tasks have no preferred answers"),
     ):
         with pytest.raises(TaskError, match=said):

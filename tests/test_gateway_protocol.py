@@ -14,7 +14,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from forge_rl.gateway import requests
+from forge_rl.gateway import backend as policy_backend
 from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.services.completion import GATHER_S
 from tests.fake_backend import FakeBackend, agent_of, client_of, ids_of, letters_of, logprob_of, tokenizer
@@ -241,7 +241,7 @@ def test_logprobs_of_a_prompt_follow_those_of_its_tokens_and_are_bounded(monkeyp
             assert one.token_logprobs == [None, -1.5, pytest.approx(logprob_of(8))]
             with pytest.raises(openai.BadRequestError, match="max_tokens 0 requires echo"):
                 await client.completions.create(**{**asked, "echo": False})
-            monkeypatch.setattr(requests, "PROMPT_LOGITS_BYTES", 4 * tokenizer().vocab_size)
+            monkeypatch.setattr(policy_backend, "PROMPT_LOGITS_BYTES", 4 * tokenizer().vocab_size)
             with pytest.raises(openai.BadRequestError, match="the prompt has 2 tokens; at most 1"):
                 await client.completions.create(**asked)
 

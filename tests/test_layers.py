@@ -5,6 +5,8 @@ Read from the imports in the source, those inside functions and under TYPE_CHECK
 
 import ast
 import graphlib
+import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,11 +45,39 @@ STAGES = (
 )
 """Left to right. A package may import from stages to its left and from itself, not from its neighbours."""
 
+WINGS = {
+    "sandbox": ("forge_rl.sandbox",),
+    "gateway": (
+        *("forge_rl.gateway", "forge_rl.rollout.agents", "forge_rl.rollout.agent_command"),
+        "forge_rl.rollout.agent_child",
+    ),
+    "worlds": (
+        *("forge_rl.envs.textarena", "forge_rl.envs.repository", "forge_rl.envs.mcp", "forge_rl.envs.python"),
+        *("forge_rl.envs.code_world", "forge_rl.envs.shell", "forge_rl.envs.openenv", "forge_rl.envs.harbor"),
+        *("forge_rl.envs.harbor_trial", "forge_rl.envs.verifiers", "forge_rl.envs.gymnasium", "forge_rl.envs.game"),
+        *("forge_rl.envs.user", "forge_rl.envs.peers", "forge_rl.rewards.unit_tests", "forge_rl.rewards.programs"),
+        "forge_rl.rewards.inside",
+    ),
+    "jobs": ("forge_rl.runtime.jobs", "forge_rl.run.doctor"),
+    "look": ("forge_rl.run.page", "forge_rl.run.past_runs"),
+    "harness": (
+        *("forge_rl.data.benchmarks", "forge_rl.run.lm_eval", "forge_rl.rewards.ifeval"),
+        *("forge_rl.rewards.function_calls", "forge_rl.run.score_tables", "forge_rl.run.evaluated"),
+        "forge_rl.run.results_file",
+    ),
+    "forecast": ("forge_rl.run.forecast", "forge_rl.run.show_forecast", "forge_rl.engines.roofline"),
+    "": (
+        *("forge_rl.gateway.tools", "forge_rl.gateway.parser_choice", "forge_rl.gateway.backend"),
+        *("forge_rl.runtime.jobs.protocol", "forge_rl.runtime.jobs.flag", "forge_rl.runtime.jobs.joining"),
+    ),
+}
+"""Packages and modules of each wing; "" has those of the core that are within."""
+
 ONLY_IN = {
     "monarch": ("forge_rl.runtime", "forge_rl.services", "forge_rl.weights"),
     "torchtitan": ("forge_rl.engines.titan", "forge_rl.engines.families"),
     "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform", "forge_rl.engines.cpu"),
-    "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway.vllm_internals"),
+    "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway.vllm_internals", "forge_rl.tokens.vllm_parsers"),
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (
         *("forge_rl.system.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
@@ -141,6 +171,58 @@ def test_imports_point_only_to_the_left():
         found += violations(name, source, is_package=is_package)
     assert not found, "\n".join(found)
     assert checked > 50
+
+
+def wing_of(module: str) -> str:
+    """The wing of a module, or "" for the core's and for what is right of all wings."""
+    homes = [(len(home), wing) for wing, names in WINGS.items() for home in names if within(module, home)]
+    return max(homes, default=(0, ""))[1]
+
+
+def wings_touched(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """Imports by which the core would depend on a wing, or a wing on another. Wings may import the sandbox, which is
+    below them all."""
+    here, arrows = wing_of(module), []
+    for line, name in touched(source, module if is_package else module.rpartition(".")[0]):
+        there = wing_of(name)
+        if there not in ("", here) and not (there == "sandbox" and here):
+            arrows.append(f"{module}:{line} imports {name}, of the wing {there}")
+        base = (*WINGS["sandbox"], "forge_rl.errors", "forge_rl.system")
+        if here == "sandbox" and within(name, "forge_rl") and not any(within(name, home) for home in base):
+            arrows.append(f"{module}:{line} imports {name}: the sandbox is usable without the rest")
+    return arrows
+
+
+def test_the_core_imports_no_wing_and_a_wing_only_the_core_and_the_sandbox():
+    """A wing is loaded by name where it is asked for: see `forge_rl.system.lazy`."""
+    arrows = []
+    for name, source, is_package in modules():
+        if within(name, "forge_rl"):
+            arrows += wings_touched(name, source, is_package=is_package)
+    assert not arrows, "\n".join(arrows)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("forge_rl.rollout.executor", "from forge_rl.gateway.sessions import Session"),
+        ("forge_rl.run.start", "if TYPE_CHECKING:\n    from forge_rl.gateway import GatewayConfig"),
+        ("forge_rl", "def f():\n    from forge_rl.run.forecast import search"),
+        ("forge_rl.run.forecast", "from forge_rl.gateway.sessions import Session"),
+        ("forge_rl.rewards.answers", "from forge_rl.sandbox import Pool"),
+        ("forge_rl.sandbox.pool", "from forge_rl.flags.texts import parse"),
+    ],
+)
+def test_an_import_of_a_wing_is_caught(module: str, source: str):
+    assert len(wings_touched(module, source)) == 1
+
+
+def test_every_name_that_is_loaded_late_leads_somewhere():
+    places = re.compile(r'"(forge_rl(?:\.\w+)+):(\w+)"')
+    names = {match.groups() for _, source, _ in modules() for match in places.finditer(source)}
+    assert len(names) > 40
+    for module, name in sorted(names):
+        assert hasattr(importlib.import_module(module), name), f"{module}:{name}"
 
 
 def test_no_two_modules_import_each_other_not_even_over_others():

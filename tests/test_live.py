@@ -24,7 +24,7 @@ from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.live import LiveSettings, changes_by, is_live_state, replicas_knob
 from forge_rl.run.parts import RunParts
-from forge_rl.run.services import Services
+from forge_rl.run.service_set import Services
 from forge_rl.system.listeners import Listeners
 from tests.staged_rollouts import rollouts, run_until_idle
 from tests.test_mixture import Counting

@@ -114,7 +114,7 @@ def test_a_users_loss_is_a_class_a_loss_or_a_function(text: str, scale: float, t
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("nothing", "cannot be created"), ("made:scale=1", "takes no options"), ("make:a=1", "TypeError")],
+    [("nothing", "from which nothing can be made"), ("made:scale=1", "takes no options"), ("make:a=1", "TypeError")],
 )
 def test_what_is_no_loss_of_a_user_says_why(text: str, said: str, tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)

@@ -9,9 +9,9 @@ import inspect
 import json
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import numpy as np
 import pytest
@@ -22,6 +22,8 @@ from benchmarks.conformance.table import COMPARISONS
 from forge_rl.algorithms.advantages import Estimator
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.loss_flag import METHODS
+from forge_rl.algorithms.losses import PolicyLoss
+from forge_rl.algorithms.protocol import FlagNames
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.flags.command_line import parse
 from forge_rl.types import Advantages
@@ -55,6 +57,36 @@ def test_every_method_has_a_page() -> None:
     compared = {name for front in fronts for name in front.get("compared", [])}
     assert compared == {each.method for each in COMPARISONS}
     assert compared >= set(conformance())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unlisted(PolicyLoss):
+    """A loss that somebody has just written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(PolicyLoss):
+    """A loss with a name for the flag."""
+
+    flag_names: ClassVar[FlagNames] = {"named": {}}
+
+
+def test_each_loss_has_a_page_and_a_public_name_and_one_without_them_is_named() -> None:
+    assert methods.lacking(methods.losses(), methods.methods(), rl.__all__) == []
+    assert {kind.__name__ for kind in methods.losses()} >= {"Cispo", "ClipCov", "Distillation", "Dpo", "ValueLoss"}
+    assert methods.lacking([Unlisted, Named], methods.methods(), [*rl.__all__, "Named"]) == [
+        "Unlisted is on no page: give it `flag_names`, or name it in the `code` of one",
+        "Unlisted is not public: add its line to forge_rl/__init__.pyi",
+        "--loss named (Named) has no page: add docs/methods/named.md with `options: [named]`",
+    ]
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    config = methods.on_config({"nav": [{"Start": "index.md"}, {"Methods": ["methods/index.md"]}]})
+    sections_by_kind = {kind: pages for section in config["nav"][1]["Methods"][1:] for kind, pages in section.items()}
+    pages = [page for pages_of_kind in sections_by_kind.values() for page in pages_of_kind]
+    assert sorted(pages) == sorted(f"methods/{path.name}" for path in PAGES)
+    assert tuple(sections_by_kind) == methods.KINDS
 
 
 def test_the_index_is_up_to_date() -> None:

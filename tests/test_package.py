@@ -52,7 +52,8 @@ def test_a_wheel_installs_forge_rl_alone_with_every_module_recipes_and_apps(whee
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entries,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "forge-rl = forge_rl.cli:main" in archive.read(entries).decode()
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "forge_rl").rglob("*.py")} | {"forge_rl/py.typed"}
+    sources = [path for suffix in ("py", "pyi") for path in (ROOT / "forge_rl").rglob(f"*.{suffix}")]
+    expected = {str(path.relative_to(ROOT)) for path in sources} | {"forge_rl/py.typed"}
     assets = ROOT / "forge_rl" / "run" / "page" / "assets"
     expected |= {str(path.relative_to(ROOT)) for path in assets.rglob("*") if path.is_file()}
     for place in ("recipes", "recipes/agents", "apps"):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from forge_rl.envs.code_world import CodeWorld
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.protocol import Step
-from forge_rl.envs.python import PythonEnv, PythonUse
+from forge_rl.envs.python import PythonEnv
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import run_code, shared_pool
 from forge_rl.sandbox.durable import DivergedError
@@ -33,7 +34,7 @@ def fenced(code: str) -> str:
     return f"I try this.\n```python\n{code}\n```"
 
 
-async def play(env: PythonUse, answers: Sequence[str | ToolCall]) -> list[Step]:
+async def play(env: CodeWorld, answers: Sequence[str | ToolCall]) -> list[Step]:
     """Steps of an episode whose model writes these texts, or makes these calls, until it is done."""
     await env.reset()
     steps = []

@@ -95,11 +95,11 @@ def test_a_session_that_dies_between_commands_is_replaced_with_its_files(environ
         env = environment(environment.tasks[0])
         try:
             await reset_env(env)
-            await env.run("echo 1 > kept; (sleep 0.1; kill -9 $PPID) > /dev/null 2>&1 &")
-            await asyncio.wait_for(env._session._body.watched.exited.wait(), 20)
-            assert await env.run("cat kept") == "1"
-            await env.run("sed -i s/-/+/ add.py; (sleep 0.1; kill -9 $PPID) > /dev/null 2>&1 &")
-            await asyncio.wait_for(env._session._body.watched.exited.wait(), 20)
+            await env.session.run("echo 1 > kept; (sleep 0.1; kill -9 $PPID) > /dev/null 2>&1 &")
+            await asyncio.wait_for(env.session._session._body.watched.exited.wait(), 20)
+            assert await env.session.run("cat kept") == "1"
+            await env.session.run("sed -i s/-/+/ add.py; (sleep 0.1; kill -9 $PPID) > /dev/null 2>&1 &")
+            await asyncio.wait_for(env.session._session._body.watched.exited.wait(), 20)
             return await step_env(env, "Done.", parsed=("Done.", ()))
         finally:
             await env.close()
@@ -111,19 +111,21 @@ def test_a_server_that_dies_costs_no_turn(environment: RepositoryEnv):
     async def killed_in(work: Awaitable[str]) -> str:
         running = asyncio.ensure_future(work)
         await asyncio.sleep(0.5)
-        await kill_servers(packages=environment.packages)
+        await kill_servers(packages=environment.package_folders)
         return await running
 
     async def main() -> tuple[list[str], Step]:
         env = environment(environment.tasks[0])
         await reset_env(env)
         try:
-            stamp = await env.run(
+            stamp = await env.session.run(
                 "sed -i s/-/+/ add.py; date +%N > stamp; echo 1 in 0.$RANDOM s; cat stamp > /dev/null"
             )
-            await kill_servers(packages=environment.packages)
-            kept = await env.run("test $(cat stamp) -gt 0 && git diff --no-index --stat /dev/null add.py | tail -n 1")
-            half = await killed_in(env.run("echo 1 >> log; sleep 1.5; cat log"))
+            await kill_servers(packages=environment.package_folders)
+            kept = await env.session.run(
+                "test $(cat stamp) -gt 0 && git diff --no-index --stat /dev/null add.py | tail -n 1"
+            )
+            half = await killed_in(env.session.run("echo 1 >> log; sleep 1.5; cat log"))
             return [stamp[:4], kept, half], await step_env(env, "Done.", parsed=("Done.", ()))
         finally:
             await env.close()
@@ -138,10 +140,10 @@ def test_commands_that_cannot_be_rerun_are_an_error_of_the_episode(environment: 
     async def main() -> None:
         env = environment(environment.tasks[0])
         try:
-            await env.run("date +%N")
-            running = asyncio.ensure_future(env.run("sleep 2"))
+            await env.session.run("date +%N")
+            running = asyncio.ensure_future(env.session.run("sleep 2"))
             await asyncio.sleep(0.5)
-            await kill_servers(packages=environment.packages)
+            await kill_servers(packages=environment.package_folders)
             await running
         finally:
             await env.close()
@@ -163,7 +165,7 @@ def test_edited_tests_do_not_count_and_part_of_the_tests_is_a_part(environment: 
 
 def test_a_model_trained_to_call_tools_sees_and_calls_the_shell(environment: RepositoryEnv):
     async def main() -> tuple[str, Step]:
-        env = RepositoryEnv(str(environment.file), store=environment.store, tool=True)(environment.tasks[0])
+        env = RepositoryEnv(environment.file, store=environment.store, tool=True)(environment.tasks[0])
         try:
             [tool] = (await reset_env(env)).tools
             call = ToolCall(id="1", name="shell", arguments='{"command": "cat add.py | head -n 1"}')

@@ -1,10 +1,11 @@
 """Fill the pages of docs/methods from the code: options, source lines, comparisons and curves.
 
     python -m tools.methods          # writes the table of docs/methods/index.md
-    python -m tools.methods --check  # exits with 1 if it is not up to date
+    python -m tools.methods --check  # exits with 1 if it is not up to date, or a loss lacks its name or its page
 
-As a hook of mkdocs, this adds to each page what its front matter names, when the site is built, so that it cannot go
-stale. Formulas become MathML, which browsers render by themselves. The keys of a page's front matter:
+As a hook of mkdocs, this adds the pages to the site's navigation, and to each page what its front matter names, when
+the site is built, so that neither can go stale. Formulas become MathML, which browsers render by themselves. The keys
+of a page's front matter:
 
     title, kind, change, source, flag   its row in the index; `kind` is one of KINDS
     options    names of losses, MODULE:CLASS with the prefix of its flags, or MODULE:FUNCTION
@@ -24,10 +25,11 @@ import html
 import importlib
 import inspect
 import json
+import pkgutil
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,15 +37,21 @@ from typing import Any
 import tyro
 import yaml  # type: ignore[import-untyped]
 
+import forge_rl
+from forge_rl import algorithms
+from forge_rl.algorithms.components import LossBySource
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.loss_flag import METHODS
 from forge_rl.algorithms.losses import PolicyLoss
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.flags.fields import flags_of
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "methods"
 KINDS = ("Policy losses", "Advantages", "Around the loss", "Other losses", "Data and rewards")
 """Kinds of methods, in the order of the index."""
+_SHARED = (LossBySource,)
+"""Losses that no page is about."""
 _CURVES = "On the demo's task, as [all methods](../figures/methods.md) were measured.\n"
 _INDEX = re.compile(r"(<!-- methods -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
@@ -256,6 +264,49 @@ def compared(names: Sequence[str]) -> str:
     return _table(columns, rows) + "\n[What this compares](../figures/conformance.md).\n" if rows else ""
 
 
+def losses() -> Iterator[type[Loss]]:
+    """Yield the public losses that forge_rl.algorithms defines."""
+    for module in pkgutil.iter_modules(algorithms.__path__, f"{algorithms.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            is_loss = isinstance(value, type) and issubclass(value, Loss) and value is not Loss
+            if is_loss and value.__module__ == module.name and not name.startswith("_"):
+                yield value
+
+
+def lacking(kinds: Iterable[type[Loss]], pages: Mapping[str, Mapping[str, Any]], public: Collection[str]) -> list[str]:
+    """Return what losses lack to be found by users, each with what to do: a page, and a public name.
+
+    Args:
+        pages: front matter of the pages, by name.
+        public: public names of forge_rl.
+    """
+    options = {name for front in pages.values() for name in front.get("options", [])}
+    code = " ".join([ref for front in pages.values() for ref in (*front.get("code", []), *front.get("options", []))])
+    texts = []
+    for kind in kinds:
+        names = vars(kind).get("flag_names", {})
+        texts += [
+            f"--loss {name} ({kind.__name__}) has no page: add docs/methods/{name}.md with `options: [{name}]`"
+            for name in names
+            if name not in options
+        ]
+        if not (names or kind in _SHARED or re.search(rf":{kind.__name__}\b", code)):
+            texts.append(f"{kind.__name__} is on no page: give it `flag_names`, or name it in the `code` of one")
+        if kind.__name__ not in public:
+            texts.append(f"{kind.__name__} is not public: add its line to forge_rl/__init__.pyi")
+    return texts
+
+
+def on_config(config: Any) -> Any:
+    """Add the pages to the navigation, by kind; called by mkdocs."""
+    pages_by_kind: dict[str, list[str]] = {}
+    for name, front in methods().items():
+        pages_by_kind.setdefault(front["kind"], []).append(f"methods/{name}.md")
+    [section] = [entry for entry in config["nav"] if "Methods" in entry]
+    section["Methods"] += [{kind: pages} for kind, pages in pages_by_kind.items()]
+    return config
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Append the sections of a page of a method; called by mkdocs."""
     return markdown + sections(page.meta) if page.file.src_uri.startswith("methods/") else markdown
@@ -275,9 +326,12 @@ def mathml(formula: str, *, display: bool = False) -> str:
 
 
 def main(config: Config) -> int:
-    """Write or check the index; return the exit status."""
+    """Check that each loss has its page, and write or check the index; return the exit status."""
     path = FOLDER / "index.md"
     text = path.read_text()
+    if texts := lacking(losses(), methods(), forge_rl.__all__):
+        print("\n".join(texts))
+        return 1
     if (new := index(text)) == text:
         return 0
     if config.check:

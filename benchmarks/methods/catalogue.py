@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import forge_rl as rl
+from forge_rl.algorithms.loss_flag import METHODS
 from forge_rl.types import Advantages
 
 Kind = Literal["loss", "advantages", "correction", "regularisation"]
@@ -67,13 +68,11 @@ def catalogue(baselines: rl.RoleBaselines) -> Mapping[str, Method]:
     async def by_running_mean(run: rl.Run[Any], batch: rl.Batch) -> Advantages:
         return baselines.advantages(batch)
 
-    losses = (
-        "clipped cispo clip_cov dapo dppo dppo_kl gmpo grpo gspo high_entropy kl_cov luspo m2po ppo sapo topr vespo"
-    )
+    losses = [name for name, make in METHODS.items() if isinstance(make(), rl.PolicyLoss)]
     estimators: tuple[rl.Estimator, ...] = ("dr_grpo", "rloo", "opo", "max_rl", "batch_std")
     estimators += ("reinforce_pp", "reinforce_pp_baseline")
     return {
-        **{name: Method(kind="loss", loss=name) for name in losses.split()},
+        **{name: Method(kind="loss", loss=name) for name in losses},
         "reinforce": Method(kind="loss", loss="reinforce", advantages="reinforce"),
         "ppo_critic": Method(kind="loss", loss="ppo", valued=_by_critic, note="GAE by a critic"),
         **{name: Method(kind="advantages", advantages=name) for name in estimators},

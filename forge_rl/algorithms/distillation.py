@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from forge_rl.algorithms.advantages import batch_advantages
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
 from forge_rl.algorithms.losses import importance_ratio
-from forge_rl.algorithms.protocol import Loss, LossInputs, Need
+from forge_rl.algorithms.protocol import FlagNames, Loss, LossInputs, Need
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.token_arrays import MOST_TOP
 from forge_rl.types import Batch
@@ -86,6 +86,7 @@ class Distillation(Loss):
         ConfigError: when called, the batch was packed without those columns.
     """
 
+    flag_names: ClassVar[FlagNames] = {"distill": {}}
     k: int = 20
     """Number of the teacher's most likely tokens; SDPO (arXiv 2601.20802) has 100."""
     beta: float = 1.0

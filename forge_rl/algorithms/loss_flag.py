@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, cast
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl import algorithms
 from forge_rl.algorithms.components import LossBySource
-from forge_rl.algorithms.distillation import Distillation
-from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
-from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Reinforce, Sapo, Topr, Vespo
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.options import read_options
+from forge_rl.flags.options import build
 from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
 
-_SEQUENCES = Aggregation(kind="sequence_mean")
+_MODULES = ("distillation", *(m.name for m in pkgutil.iter_modules(algorithms.__path__) if m.name.endswith("losses")))
+"""Modules with losses that have names: each file whose name ends in `losses`, and distillation."""
 
-METHODS: Mapping[str, Callable[..., Loss]] = {
-    "cispo": Cispo,
-    "clip_cov": ClipCov,
-    "clipped": ClippedSurrogate,
-    "dapo": functools.partial(ClippedSurrogate, clip_high=0.28),
-    "distill": Distillation,
-    "dppo": Dppo,
-    "dppo_kl": functools.partial(Dppo, divergence="kl", threshold=0.05),
-    "gmpo": Gmpo,
-    "grpo": functools.partial(ClippedSurrogate, clip_high=0.2, aggregation=_SEQUENCES),
-    "gspo": Gspo,
-    "high_entropy": functools.partial(ClippedSurrogate, top_entropy_quantile=0.2),
-    "kl_cov": KlCov,
-    "luspo": functools.partial(Gspo, aggregation=Aggregation(kind="constant", tokens=1)),
-    "m2po": M2po,
-    "ppo": functools.partial(ClippedSurrogate, clip_high=0.2),
-    "reinforce": Reinforce,
-    "sapo": functools.partial(Sapo, aggregation=_SEQUENCES),
-    "topr": Topr,
-    "vespo": Vespo,
-}
-"""Losses by name, each a frozen dataclass whose fields are its options, some with other defaults."""
+
+def _methods() -> Iterator[tuple[str, Callable[..., Loss]]]:
+    """Yield each name that a loss gives itself, and what makes the loss with that name's defaults."""
+    for module in (importlib.import_module(f"{algorithms.__name__}.{name}") for name in _MODULES):
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, Loss) and kind.__module__ == module.__name__:
+                for name, defaults in vars(kind).get("flag_names", {}).items():
+                    yield name, functools.partial(kind, **defaults) if defaults else kind
+
+
+METHODS: Mapping[str, Callable[..., Loss]] = dict(sorted(_methods()))
+"""Losses by name, each a frozen dataclass whose fields are its options, some with other defaults; see
+`Loss.flag_names`."""
 
 LossTexts: TypeAlias = Annotated[
     tuple[str, ...],
@@ -91,19 +80,10 @@ def _loss_of(parsed: FlagText) -> Loss:
         raise parsed.wrong(f"there is no method {parsed.name!r}", hint)
     make: Any = load(parsed.name, "--loss") if parsed.is_code else METHODS[parsed.name]
     if not isinstance(make, Loss):
-        kind, defaults = (make.func, make.keywords) if isinstance(make, functools.partial) else (make, {})
-        options = dict(parsed.params)
-        if dataclasses.is_dataclass(kind):
-            options = read_options(parsed, cast(type[Any], kind), defaults=defaults)
         try:
-            make = make(**options)
+            make = build(parsed, make)
         except ForgeError as error:
             raise parsed.refused(error) from None
-        except Exception as error:
-            raise ConfigError(
-                f"--loss {parsed.text}: {parsed.name} cannot be created: {type(error).__name__}: {error}",
-                hint="give a Loss, a subclass of it, or a function that returns one",
-            ) from error
     elif parsed.params:
         raise parsed.wrong("a loss that exists takes no options", "name its class", key=next(iter(parsed.params)))
     if not isinstance(make, Loss):

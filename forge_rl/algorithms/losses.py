@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
-from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum, widest
+from forge_rl.algorithms.protocol import FlagNames, Loss, LossInputs, Need, Scope, Sum, widest
 from forge_rl.algorithms.sequences import log_ratios, sequence_means
 from forge_rl.errors import ConfigError, check_flags
 
@@ -183,6 +183,13 @@ class ClippedSurrogate(PolicyLoss):
     For negative A, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO").
     """
 
+    flag_names: ClassVar[FlagNames] = {
+        "clipped": {},
+        "dapo": {"clip_high": 0.28},
+        "grpo": {"clip_high": 0.2, "aggregation": Aggregation(kind="sequence_mean")},
+        "high_entropy": {"top_entropy_quantile": 0.2},
+        "ppo": {"clip_high": 0.2},
+    }
     clip_low: float = 0.2
     """Ratios below 1 - clip_low have no gradient if the advantage is negative."""
     clip_high: float = 0.28

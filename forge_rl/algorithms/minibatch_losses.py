@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
 from forge_rl.algorithms.losses import ClippedSurrogate, PolicyLoss, clipped_surrogate, importance_ratio
-from forge_rl.algorithms.protocol import LossInputs, Scope
+from forge_rl.algorithms.protocol import FlagNames, LossInputs, Scope
 from forge_rl.algorithms.sequences import log_ratios
 from forge_rl.errors import check_flags
 from forge_rl.system.seeds import derive_seed
@@ -30,6 +30,7 @@ class M2po(PolicyLoss):
     instead, and the authors' code turns the bound into a clip of r. The sum "clipped" counts dropped tokens.
     """
 
+    flag_names: ClassVar[FlagNames] = {"m2po": {}}
     m2_bound: float = 0.04
     """Maximum of the mean of log(r)^2."""
 
@@ -77,6 +78,7 @@ class ClipCov(ClippedSurrogate):
     "cov_clipped" counts the tokens chosen, which "clipped" includes.
     """
 
+    flag_names: ClassVar[FlagNames] = {"clip_cov": {}}
     cov_ratio: float = 2e-4
     """Share of the tokens to choose."""
     cov_low: float = 1.0
@@ -134,6 +136,7 @@ class KlCov(PolicyLoss):
     The sum "penalised" counts the tokens chosen.
     """
 
+    flag_names: ClassVar[FlagNames] = {"kl_cov": {}}
     cov_ratio: float = 2e-4
     """Share of the tokens to choose; 2e-3 for a model of 7B parameters and 2e-4 for 32B in the paper."""
     penalty: float = 1.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
 from forge_rl.algorithms.losses import PolicyLoss, clipped_surrogate, importance_ratio
-from forge_rl.algorithms.protocol import LossInputs, Scope, widest
+from forge_rl.algorithms.protocol import FlagNames, LossInputs, Scope, widest
 from forge_rl.algorithms.sequences import log_ratios, sequence_means, sequence_sums
 from forge_rl.errors import ConfigError, check_flags
 
@@ -28,6 +28,7 @@ class Cispo(PolicyLoss):
     2506.13585) equation 4, without a lower bound, as there. The sum "clipped" counts tokens whose weight was truncated.
     """
 
+    flag_names: ClassVar[FlagNames] = {"cispo": {}}
     ratio_max: float = 5.0
     """Maximum of the importance weight: 1 + epsilon_high in the paper; 4 to 8 in ScaleRL (arXiv 2510.13786)."""
 
@@ -57,6 +58,10 @@ class Dppo(PolicyLoss):
     rare tokens and loose for common ones; this is neither. The sum "clipped" counts tokens without gradient.
     """
 
+    flag_names: ClassVar[FlagNames] = {
+        "dppo": {},
+        "dppo_kl": {"divergence": "kl", "threshold": 0.05},
+    }
     divergence: Literal["tv", "kl"] = "tv"
     """Divergence between the two policies, as far as this token tells: total variation, or KL."""
     threshold: float = 0.15
@@ -98,6 +103,7 @@ class Sapo(PolicyLoss):
     then over sequences: aggregation.kind=sequence_mean.
     """
 
+    flag_names: ClassVar[FlagNames] = {"sapo": {"aggregation": Aggregation(kind="sequence_mean")}}
     tau_positive: float = 1.0
     """Steepness of the gate for positive advantages."""
     tau_negative: float = 1.05
@@ -132,6 +138,10 @@ class Gspo(PolicyLoss):
     sum "clipped" counts tokens without gradient.
     """
 
+    flag_names: ClassVar[FlagNames] = {
+        "gspo": {},
+        "luspo": {"aggregation": Aggregation(kind="constant", tokens=1)},
+    }
     clip_low: float = 3e-4
     """Sequence ratios below 1 - clip_low have no gradient if the advantage is negative."""
     clip_high: float = 4e-4
@@ -178,6 +188,7 @@ class Gmpo(PolicyLoss):
     tokens without gradient.
     """
 
+    flag_names: ClassVar[FlagNames] = {"gmpo": {}}
     clip: float = 0.4
     """Bound of a token's log ratio."""
     aggregation: Aggregation = field(default_factory=_sequence_mean)
@@ -222,6 +233,8 @@ class Topr(PolicyLoss):
     has become unlikely to give has no influence, so tokens may be very stale. The sum "weight" adds up w.
     """
 
+    flag_names: ClassVar[FlagNames] = {"topr": {}}
+
     @property
     def scope(self) -> Scope:
         return widest(super().scope, "episode")
@@ -251,6 +264,7 @@ class Vespo(PolicyLoss):
     sum "weight" adds up w.
     """
 
+    flag_names: ClassVar[FlagNames] = {"vespo": {}}
     k_positive: float = 2.0
     """Exponent for advantages of at least 0: the higher, the less do sequences count that became unlikely."""
     lambda_positive: float = 3.0
@@ -293,6 +307,8 @@ class Reinforce(PolicyLoss):
     The gradient is right only for tokens of the policy itself. This is also the loss of GPG (arXiv 2504.02546,
     equation 4).
     """
+
+    flag_names: ClassVar[FlagNames] = {"reinforce": {}}
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from forge_rl.algorithms.aggregation import Aggregation, Counts
 
@@ -19,6 +19,8 @@ reference: logprobs of a frozen reference. proximal: logprobs before the batch's
 batch. entropy_gradient: `LossInputs.entropy` has a gradient. squares: `LossInputs.squares`. observations: observation
 tokens are scored, too. values: the trainer has a value model in place of a policy.
 """
+FlagNames: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Names of a loss in `--loss`, each with the defaults in which it differs from the class."""
 Scope: TypeAlias = Literal["", "episode", "group", "minibatch"]
 """Tokens over which a loss needs statistics; "" for none."""
 _SCOPES: tuple[Scope, ...] = ("", "episode", "group", "minibatch")
@@ -121,6 +123,9 @@ class Loss:
             return torch.where(inputs.mask, loss, 0.0).sum(), {}
     """
 
+    flag_names: ClassVar[FlagNames] = {}
+    """Names by which `--loss` knows this class itself, each with the defaults in which it differs from the class's; a
+    subclass is not known by them."""
     aggregation: Aggregation = Aggregation()
     """Mean that reduces token losses to one number."""
 

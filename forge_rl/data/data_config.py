@@ -26,7 +26,8 @@ from forge_rl.data.sources.tables import Table
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.flags import user_code
 from forge_rl.flags.categories import Operational
-from forge_rl.flags.texts import FlagText, parse, suggest
+from forge_rl.flags.options import check_keys
+from forge_rl.flags.texts import FlagText, parse
 from forge_rl.models.resolve import is_hub_id
 
 ONE_DIGIT_ADDITION = (
@@ -163,10 +164,7 @@ class DataConfig:
         extra_keys = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
         columns = (*_COLUMNS, *(_PAIR if kind == "pair" else ()))
         known_keys = (*columns, *extra_keys)
-        if unknown := [key for key in spec.params if key not in known_keys]:
-            raise spec.wrong(
-                f"the key {unknown[0]!r} is unknown", suggest(unknown[0], known_keys, "keys"), key=unknown[0]
-            )
+        check_keys(spec, known_keys)
         named_columns = {key: spec.raw_params[key] for key in columns if key in spec.raw_params}
         if "question" in named_columns and "messages" in named_columns:
             raise spec.wrong("set both question and messages", "set one: either is the whole prompt", key="messages")

@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 from forge_rl.engines.devices import device_type
 from forge_rl.errors import ConfigError, ModelError
-from forge_rl.flags.options import read_options
+from forge_rl.flags.options import build
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.models.cache import Progress
 from forge_rl.models.dequantized import dequantized
@@ -75,7 +75,7 @@ def read_speculation(text: str) -> Speculation | None:
         raise parsed.wrong(f"{parsed.name} does not take this", "write off, or KIND:max_tokens=8")
     if parsed.name == OFF:
         return None
-    options = _Options(**read_options(parsed, _Options))
+    options: _Options = build(parsed, _Options)
     bounds = {"max_tokens": (1, 64), "max_running": (1, 1 << 16), "min_accepted": (0, 1)}
     for name, (min_value, max_value) in bounds.items():
         if not min_value <= (value := getattr(options, name)) <= max_value:

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import typing
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.options import read_option
+from forge_rl.errors import ConfigError
+from forge_rl.flags.options import build, read_options
 from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
+from forge_rl.system.lazy import LazyNames
 
-ENVIRONMENTS: Mapping[str, str] = {
-    "game": "forge_rl.envs.game:GuessNumber",
-    "gymnasium": "forge_rl.envs.gymnasium:GymnasiumEnv",
-    "harbor": "forge_rl.envs.harbor:HarborEnv",
-    "mcp": "forge_rl.envs.mcp:McpEnv",
-    "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
-    "python": "forge_rl.envs.python:PythonEnv",
-    "repository": "forge_rl.envs.repository:RepositoryEnv",
-    "shell": "forge_rl.envs.shell:ShellEnv",
-    "textarena": "forge_rl.envs.textarena:TextArena",
-    "tools": "forge_rl.envs.bundled_tools:tools",
-    "user": "forge_rl.envs.user:SimulatedUser",
-    "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",
-}
-"""Environment factories by name, as MODULE:FUNCTION, imported on first use. `NAME:ARGUMENT,KEY=VALUE` calls
+ENVIRONMENTS: LazyNames[Callable[..., Any]] = LazyNames(
+    {
+        "game": "forge_rl.envs.game:GuessNumber",
+        "gymnasium": "forge_rl.envs.gymnasium:GymnasiumEnv",
+        "harbor": "forge_rl.envs.harbor:HarborEnv",
+        "mcp": "forge_rl.envs.mcp:McpEnv",
+        "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
+        "python": "forge_rl.envs.python:PythonEnv",
+        "repository": "forge_rl.envs.repository:RepositoryEnv",
+        "shell": "forge_rl.envs.shell:ShellEnv",
+        "textarena": "forge_rl.envs.textarena:TextArena",
+        "tools": "forge_rl.envs.bundled_tools:tools",
+        "user": "forge_rl.envs.user:SimulatedUser",
+        "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",
+    }
+)
+"""Environment factories by name. `NAME:ARGUMENT,KEY=VALUE` calls
 `function("ARGUMENT", KEY=VALUE)`, which returns an EnvFactory; without an argument, `function(KEY=VALUE)`."""
 
 
@@ -60,7 +60,8 @@ def build_environment(text: str) -> EnvFactory:
             f"there is no environment {parsed.name!r}", f"{hint}; or give your own as MODULE:CLASS or FILE.py:CLASS"
         )
     arguments = [parsed.argument] if parsed.argument else []
-    return _made(f"--env {parsed.name}", _imported(ENVIRONMENTS[parsed.name]), parsed, *arguments)
+    environment: EnvFactory = build(parsed, ENVIRONMENTS[parsed.name], *arguments)
+    return environment
 
 
 def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
@@ -80,91 +81,20 @@ def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
     return sources_by_name
 
 
-def _imported(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    assert callable(function), place
-    return function
-
-
-def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *arguments: str) -> EnvFactory:
-    """Call `make` with options checked against its parameters and converted to their type hints.
-
-    If its parameter `settings` is a dataclass, options named as fields of it become that dataclass.
-    """
-    hints = _hints(make)
-    settings = _settings(hints.get("settings"))
-    fields = _hints(settings) if settings else {}
-    options = {name: value for name, value in parsed.params.items() if name not in fields}
-    if settings:
-        options["settings"] = settings
-    try:
-        if settings and "settings" in parsed.params:
-            raise TypeError("settings are options of their own")
-        inspect.signature(make).bind(*arguments, **options)
-    except TypeError as error:
-        parameters = inspect.signature(make).parameters.values()
-        names = [
-            parameter.name
-            for parameter in parameters
-            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        option_names = [name for name in names if not settings or name != "settings"] + [*fields]
-        raise ConfigError(
-            f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(option_names) or 'none'}"
-        ) from None
-    values = _converted(parsed, {**fields, **hints})
-    try:
-        if settings:
-            values["settings"] = settings(**{name: values.pop(name) for name in [*values] if name in fields})
-        return make(*arguments, **values)
-    except ForgeError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{flag} cannot be made: {type(error).__name__}: {error}", hint="fix its options or its code"
-        ) from error
-
-
-def _settings(hint: object) -> type | None:
-    """Return the dataclass of a hint such as `Settings | None`."""
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
-    return kinds[0] if kinds else None
-
-
-def _hints(make: Callable[..., Any]) -> Mapping[str, object]:
-    function: Any = make.func if isinstance(make, functools.partial) else make
-    if isinstance(function, type):
-        function = vars(function).get("__init__", function)
-    try:
-        return typing.get_type_hints(function)
-    except Exception:  # names imported only for type checking
-        return {}
-
-
-def _converted(parsed: FlagText, hints: Mapping[str, object]) -> dict[str, object]:
-    """Return the options' values, converted to their type hints where text can have that type."""
-    values: dict[str, object] = {}
-    for name, value in parsed.params.items():
-        try:
-            values[name] = read_option(parsed, name, hints[name]) if name in hints else value
-        except TypeError:
-            values[name] = value
-    return values
-
-
 def _of_user(target: object, parsed: FlagText) -> EnvFactory:
     """Make a factory from the object that the flag names in the user's code."""
     from forge_rl.envs.tools import ToolEnv
 
     flag = f"--env {parsed.name}"
     if isinstance(target, list | tuple):
-        return _made(flag, functools.partial(ToolEnv, tuple(target)), parsed)
+        tool_env: EnvFactory = build(parsed, functools.partial(ToolEnv, tuple(target)))
+        return tool_env
     if isinstance(target, type):
         if any("__call__" in vars(base) for base in target.__mro__):  # its instances are factories
-            return _factory(_made(flag, target, parsed), flag)
+            return _factory(build(parsed, target), flag)
         if not hasattr(target, "step") and not hasattr(target, "reset"):
-            return _made(flag, functools.partial(ToolEnv, target), parsed)
+            class_env: EnvFactory = build(parsed, functools.partial(ToolEnv, target))
+            return class_env
         for name in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(target, name, None)):
                 defect = f"whose {name} is not async" if hasattr(target, name) else f"without {name}"
@@ -185,8 +115,10 @@ def _factory(target: object, flag: str, parsed: FlagText | None = None) -> EnvFa
             f"{flag} is {type(target).__name__} {target!r:.80}, which does not make environments",
             hint="name a class with reset and step, a function from a task to one, or a list of tool functions",
         )
-    options = _converted(parsed, _hints(target)) if parsed else {}
+    options: dict[str, object] = {}
     try:
+        if parsed is not None and _takes_task(target):
+            options = read_options(parsed, target, None)
         inspect.signature(target).bind(None, **options)
     except TypeError as error:
         hint = "it must take the task as its argument; put tool functions in a list and name the list in --env"
@@ -194,3 +126,13 @@ def _factory(target: object, flag: str, parsed: FlagText | None = None) -> EnvFa
     except ValueError:  # it has no signature
         pass
     return functools.partial(target, **options) if options else target
+
+
+def _takes_task(target: Callable[..., object]) -> bool:
+    """Return whether a callable takes an argument by place."""
+    by_place = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    )
+    return any(parameter.kind in by_place for parameter in inspect.signature(target).parameters.values())

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_rl.envs.code_blocks import QUEUE_S
-from forge_rl.envs.harbor_trial import HarborTrial, TrialSettings, working_folder
+from forge_rl.envs.code_world import CodeSettings, CodeWorld
+from forge_rl.envs.harbor_trial import HarborSession, working_folder
 from forge_rl.envs.protocol import Env
+from forge_rl.envs.shell import SHELL_TOOL
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.envs.task_list import TaskList, split
-from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import ConfigError, TaskError, check_flags
+from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
 from forge_rl.sandbox.session import check_folders
 from forge_rl.types import Message, Task
@@ -31,7 +32,6 @@ _IN_BLOCKS = (
     "stay; each block starts in the task's folder. Once the task is done, answer without a block: then tests run."
 )
 _IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
-_OUTPUT_CHARS = 4000
 _NAMED = 8
 """Number of tasks listed in an error."""
 _DEPTH = 4
@@ -124,13 +124,14 @@ class HarborEnv:
         check_flags(self, "--env harbor:", minimum=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
         self.tasks = read_tasks(self.folder)
         self._skip = skip
-        blocks = ToolSettings(
+        self._settings = CodeSettings(
+            flag="--env harbor:",
             max_turns=max_turns,
-            timeout_s=QUEUE_S,
-            max_output_chars=_OUTPUT_CHARS,
+            timeout_s=timeout_s,
             instruction="" if tool else _IN_BLOCKS,
+            languages=SHELL,
+            shows_schema=tool,
         )
-        self._settings = TrialSettings(blocks=blocks, timeout_s=timeout_s, memory_mib=memory_mib, tool=tool)
 
     @property
     def in_process(self) -> bool:
@@ -139,7 +140,10 @@ class HarborEnv:
 
     def __call__(self, task: Task) -> Env:
         """Make the environment of one episode."""
-        return HarborTrial(self._settings, task) if task.truth["has_script"] else SingleTurn(task)
+        if not task.truth["has_script"]:
+            return SingleTurn(task)
+        session = HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
+        return CodeWorld(self._settings, task, tool=SHELL_TOOL, session=session)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.

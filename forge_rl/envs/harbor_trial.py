@@ -1,4 +1,4 @@
-"""One episode of a Harbor task in a sandbox: the model works in a shell, and the task's own test script scores it."""
+"""The shell of one episode of a Harbor task, and the task's own test script, which scores it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import io
 import json
 import math
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_rl.envs.code_blocks import BlockUse
-from forge_rl.envs.protocol import Observation, Step
-from forge_rl.envs.shell import TOOL, shown_result
-from forge_rl.envs.tools import ToolSettings
+from forge_rl.envs.code_world import CodeSession
+from forge_rl.envs.shell import shown_commands
 from forge_rl.errors import TaskError
 from forge_rl.sandbox import DurableSession, DurableSessions, Limits, PoolSession, SandboxError, shared_pool
-from forge_rl.sandbox.fences import SHELL
-from forge_rl.types import Task, ToolCall
+from forge_rl.types import Task
 
 _WORK, _TESTS, _LOGS = "/app", "/tests", "/logs"
 _PROCESSES, _FILES, _SHARE = 128, 20_000, 4
@@ -37,43 +33,23 @@ _UNTRUSTED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """Variables of the tests, so that their Python runs nothing from the model's home folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialSettings:
-    """Settings of the episodes of one environment."""
+class HarborSession(CodeSession):
+    """Where the model works on one task. The sandbox session starts with the first commands, or else with the tests.
 
-    blocks: ToolSettings
-    timeout_s: float
-    """Seconds that the commands of one completion may run."""
-    memory_mib: int
-    """Memory of a session whose task sets none."""
-    tool: bool
-    """Show the model the schema of `shell`."""
+    Args:
+        timeout_s: seconds that the commands of one completion may run.
+        memory_mib: memory of a session whose task sets none.
+    """
 
-
-class HarborTrial:
-    """One episode. Its session starts with the first commands, or else with the tests."""
-
-    def __init__(self, settings: TrialSettings, task: Task) -> None:
-        self._settings, self._task = settings, task
-        tool = replace(TOOL, owner=self)
-        self._use = BlockUse(settings.blocks, task, tool, languages=SHELL, shows_schema=settings.tool)
+    def __init__(self, task: Task, *, timeout_s: float, memory_mib: int, session: DurableSession | None = None) -> None:
+        self._task, self._timeout_s, self._memory_mib = task, timeout_s, memory_mib
         truth: Mapping[str, Any] = task.truth
         self._folder = Path(truth["folder"])
         self._about: Mapping[str, Any] = truth["config"].get("environment") or {}
         self._verifier: Mapping[str, Any] = truth["config"].get("verifier") or {}
         self._work = working_folder(self._about)
         self._variables = {str(name): str(value) for name, value in (self._about.get("env") or {}).items()}
-        self._session: DurableSession | None = None
-
-    async def reset(self) -> Observation:
-        return await self._use.reset()
-
-    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        step = await self._use.step(completion, truncated=truncated, calls=calls)
-        if not step.done:
-            return step
-        reward, parts = await self._scored()
-        return replace(step, reward=reward, parts={**step.parts, **parts})
+        self._session = session
 
     async def run(self, commands: str) -> str:
         """Run command lines in the task's folder; return what the model is shown.
@@ -85,19 +61,23 @@ class HarborTrial:
         session = self._session or await self._open()
         folders = {self._work: "work", _LOGS: "logs"}
         result = await session.run(
-            commands, wall_s=self._settings.timeout_s, env=self._variables, folder=self._work, folders=folders
+            commands, wall_s=self._timeout_s, env=self._variables, folder=self._work, folders=folders
         )
-        if not session.alive:
-            raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
-        return shown_result(result)
+        return shown_commands(session, result)
+
+    async def fork(self) -> HarborSession:
+        """Return a session with a copy of this one's files."""
+        session = None if self._session is None else await self._session.fork()
+        return HarborSession(self._task, timeout_s=self._timeout_s, memory_mib=self._memory_mib, session=session)
 
     async def close(self) -> None:
+        """End the session."""
         if self._session is not None:
             await self._session.close()
 
     async def _open(self) -> DurableSession:
         """Open the model's session, with the files of the task's folder `environment`."""
-        memory = int(self._about.get("memory_mb") or self._settings.memory_mib) << 20
+        memory = int(self._about.get("memory_mb") or self._memory_mib) << 20
         limits = Limits(
             memory_bytes=memory,
             cpus=float(self._about.get("cpus") or 1),
@@ -113,7 +93,7 @@ class HarborTrial:
             _check_unpacked(environment_folder, result.status, result.stderr)
         return self._session
 
-    async def _scored(self) -> tuple[float, dict[str, float]]:
+    async def score(self) -> tuple[float, Mapping[str, float]]:
         """Run the tests on a copy of the session's files, in a fresh session; return the reward and its parts."""
         model = self._session or await self._open()
         for retries_left in range(_MOST_LOST, -1, -1):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge_rl.envs.code_blocks import BlockUse, block_settings
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.code_world import CodeSession, CodeSettings, CodeWorld, shown_output
 from forge_rl.envs.tool import Tool
-from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import check_flags
-from forge_rl.sandbox import CellError, DurableSession, DurableSessions, Result, shared_pool
+from forge_rl.sandbox import DurableSession, DurableSessions, Result, shared_pool
 from forge_rl.sandbox.fences import PYTHON
 from forge_rl.sandbox.shared import check_shared_pool
 from forge_rl.system.result_cache import ResultCache
-from forge_rl.types import Message, Task, ToolCall
+from forge_rl.types import Message, Task
 
 _IN_BLOCKS = (
     "You can run Python. Write code in a block that begins with ```python, and you are shown its output. Variables "
@@ -55,7 +53,7 @@ class PythonEnv:
     """Folder of kept results, shared by all runs; empty keeps them in memory only."""
     cache_mib: int = 1024
     """Maximum MiB in that folder; the least recently used are evicted."""
-    settings: ToolSettings = field(init=False, repr=False)
+    settings: CodeSettings = field(init=False, repr=False)
     _sessions: list[DurableSessions] = field(default_factory=list, init=False, repr=False, compare=False)
     """Those of the pool in use, once opened."""
 
@@ -63,8 +61,17 @@ class PythonEnv:
         """Raises SandboxError if this machine cannot isolate what runs."""
         check_flags(self, "--env python:", minimum={"cache_mib": 1})
         check_shared_pool()
-        instruction = ("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction
-        object.__setattr__(self, "settings", block_settings("python", self, instruction))
+        settings = CodeSettings(
+            flag="--env python:",
+            max_turns=self.max_turns,
+            timeout_s=self.timeout_s,
+            max_output_chars=self.max_output_chars,
+            instruction=("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction,
+            examples=self.examples,
+            languages=() if self.tool else PYTHON,
+            shows_schema=self.tool,
+        )
+        object.__setattr__(self, "settings", settings)
 
     @property
     def runs_blocks(self) -> bool:
@@ -74,9 +81,9 @@ class PythonEnv:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_sessions": []}  # sessions belong to one process
 
-    def __call__(self, task: Task) -> PythonUse:
+    def __call__(self, task: Task) -> CodeWorld:
         """Make the environment of one episode."""
-        return PythonUse(self, task)
+        return CodeWorld(self.settings, task, tool=_TOOL, session=PythonSession(self))
 
     async def open(self) -> DurableSession:
         """Return a new session, which starts nothing before it runs code.
@@ -94,28 +101,17 @@ class PythonEnv:
         return ResultCache(folder, most_bytes=self.cache_mib << 20) if self.pure else None
 
 
-class PythonUse:
-    """One episode with Python."""
+class PythonSession(CodeSession):
+    """The Python of one episode."""
 
-    def __init__(self, config: PythonEnv, task: Task) -> None:
-        self._config, self._task = config, task
-        languages = () if config.tool else PYTHON
-        self._use = BlockUse(config.settings, task, _PythonTool(self), languages=languages, shows_schema=config.tool)
-        self._session: DurableSession | None = None
-
-    async def reset(self) -> Observation:
-        return await self._use.reset()
-
-    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        return await self._use.step(completion, truncated=truncated, calls=calls)
-
-    @property
-    def was_kept(self) -> bool | None:
-        """True if the latest code was not run because its output was kept; None without a cache."""
-        return None if self._session is None else self._session.was_kept
+    def __init__(self, config: PythonEnv, session: DurableSession | None = None) -> None:
+        self._config, self._session = config, session
 
     async def run(self, code: str) -> str:
-        """Run code in the episode's session; return what the model is shown.
+        """Run Python code, and return its output and the value of its last line. Variables stay for later calls.
+
+        Args:
+            code: the code.
 
         Raises:
             SandboxError: the sandbox failed, and with it the episode's state.
@@ -123,69 +119,28 @@ class PythonUse:
         if self._session is None:
             self._session = await self._config.open()
         result = await self._session.run(code, wall_s=self._config.timeout_s)
-        if not self._session.alive and result.error is not None:
-            return await self._replace(result.error)
+        self.was_kept = self._session.was_kept
+        if not self._session.alive and result.error is not None:  # its own code ended it: the next code starts another
+            await self.close()
+            self._session, self.was_kept = None, None
+            return f"error: {result.error.name}: {result.error.message}\nVariables and files are gone."
         return _shown(result)
 
-    async def fork(self) -> PythonUse:
-        """Return an episode with a copy of this one's session."""
-        copy = PythonUse(self._config, self._task)
-        copy._use.continue_from(self._use)
-        if self._session is not None:
-            copy._session = await self._session.fork()
-        return copy
+    async def fork(self) -> PythonSession:
+        """Return a session with a copy of this one's state."""
+        return PythonSession(self._config, None if self._session is None else await self._session.fork())
 
     async def close(self) -> None:
+        """End the session."""
         if self._session is not None:
             await self._session.close()
 
-    async def _replace(self, error: CellError) -> str:
-        """Drop a session that its own code ended; the next code starts another."""
-        assert self._session is not None
-        await self._session.close()
-        self._session = None
-        return f"error: {error.name}: {error.message}\nVariables and files are gone."
 
-
-async def _python(episode: PythonUse, code: str) -> str:
-    """Run Python code, and return its output and the value of its last line. Variables stay for later calls.
-
-    Args:
-        code: the code.
-    """
-    return await episode.run(code)
-
-
-_python.__name__ = "python"
-_TOOL = Tool(_python, is_method=True)
-
-
-class _PythonTool:
-    """The tool of one episode."""
-
-    def __init__(self, episode: PythonUse) -> None:
-        self._episode = episode
-        self._tool = replace(_TOOL, owner=episode)
-
-    @property
-    def schema(self) -> Mapping[str, object]:
-        return _TOOL.schema
-
-    async def call(self, arguments: str, *, timeout_s: float) -> str:
-        return await self._tool.call(arguments, timeout_s=timeout_s)
-
-    async def look_up(self, arguments: str, *, timeout_s: float) -> tuple[str, bool | None]:
-        try:
-            self._tool.read(arguments)
-        except ValueError as error:
-            return str(error), None
-        return await self.call(arguments, timeout_s=timeout_s), self._episode.was_kept
+_TOOL = Tool(PythonSession.run, is_method=True, alias="python")
 
 
 def _shown(result: Result) -> str:
     """Return a result as the model sees it, like a notebook."""
-    parts = [result.stdout, result.stderr, result.value or ""]
-    if result.error is not None:
-        parts.append(result.error.traceback or f"{result.error.name}: {result.error.message}")
-    text = "\n".join(part.rstrip("\n") for part in parts if part.strip())
-    return text or "(no output)"
+    error = result.error
+    ending = "" if error is None else error.traceback or f"{error.name}: {error.message}"
+    return shown_output(result, result.value or "", ending)

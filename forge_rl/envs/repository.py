@@ -6,22 +6,20 @@ import contextlib
 import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_rl.envs.code_blocks import QUEUE_S, BlockUse
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.code_world import CodeSession, CodeSettings, CodeWorld, shown_output
 from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.tool import Tool
-from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.sandbox import Checkout, Limits, PoolSession, RepositoryStore, SandboxError, shared_pool
 from forge_rl.sandbox.durable import DivergedError, repeatable
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.sandbox.workspaces.repository_tests import RepositoryTests, Verdict
-from forge_rl.types import Message, Task, ToolCall
+from forge_rl.types import Message, Task
 
 _INSTRUCTION = (
     "You work in a copy of a repository. Write shell commands in a block that begins with ```sh, and you are shown "
@@ -45,6 +43,7 @@ def shell(command):
 """
 
 
+@dataclass(frozen=True)
 class RepositoryEnv:
     """Makes environments in which the model changes a repository: `--env repository:FILE`.
 
@@ -58,50 +57,55 @@ class RepositoryEnv:
     changed outside of tests: the reward is 1.0 if all pass, else 0.0, and its part `tests_passed` is the share that
     pass. `forge_rl.sandbox.workspaces.repository_tests` lists the protections.
 
-    Args:
-        file: the tasks.
-        packages: folder of packages, a site-packages folder with pytest and what the repositories need.
-        max_turns: maximum completions per episode; after the last, the tests run on the files as they are.
-        timeout_s: seconds that the commands of one completion may run.
-        tests_timeout_s: seconds that the tests may run.
-        memory_mib: memory of a session, of which an eighth may be changed files.
-        store: folder of checkouts, shared by runs.
-        tool: show the model the schema of `shell`, for models trained to call tools. Blocks work as well.
-        held_out_share: share of held-out tasks; which ones depends only on their problems.
-
     Raises:
         ConfigError: an option is out of range, or the file has no tasks.
         TaskError: a row cannot be read; names its line.
     """
 
-    def __init__(
-        self,
-        file: str,
-        *,
-        packages: str = "",
-        max_turns: int = 20,
-        timeout_s: float = 60.0,
-        tests_timeout_s: float = 300.0,
-        memory_mib: int = 1024,
-        store: str = "~/.cache/forge_rl/repositories",
-        tool: bool = False,
-        held_out_share: float = 0.1,
-    ) -> None:
-        self.file, self.store, self.tool = Path(file).expanduser(), store, tool
-        self.timeout_s, self.tests_timeout_s, self.memory_mib = timeout_s, tests_timeout_s, memory_mib
-        self.held_out_share = held_out_share
-        limits = {"minimum": {"memory_mib": 64, "held_out_share": 0}, "above": {"timeout_s": 0, "tests_timeout_s": 0}}
+    file: str
+    """The tasks."""
+    _: KW_ONLY
+    packages: str = ""
+    """Folder of packages, a site-packages folder with pytest and what the repositories need."""
+    max_turns: int = 20
+    """Maximum completions per episode; after the last, the tests run on the files as they are."""
+    timeout_s: float = 60.0
+    """Seconds that the commands of one completion may run."""
+    tests_timeout_s: float = 300.0
+    """Seconds that the tests may run."""
+    memory_mib: int = 1024
+    """Memory of a session, of which an eighth may be changed files."""
+    store: str = "~/.cache/forge_rl/repositories"
+    """Folder of checkouts, shared by runs."""
+    tool: bool = False
+    """Show the model the schema of `shell`, for models trained to call tools. Blocks work as well."""
+    held_out_share: float = 0.1
+    """Share of held-out tasks; which ones depends only on their problems."""
+    settings: CodeSettings = field(init=False, repr=False)
+    package_folders: list[str] = field(init=False, repr=False)
+    """The folder of packages as an absolute path, if there is one."""
+    tasks: Sequence[Task] = field(init=False, repr=False, compare=False)
+    """All tasks of the file."""
+
+    def __post_init__(self) -> None:
+        limits = {"minimum": {"memory_mib": 64, "held_out_share": 0}, "above": {"tests_timeout_s": 0}}
         check_flags(self, "--env repository:", **limits, below={"held_out_share": 1})
-        self.packages = [str(Path(packages).expanduser().resolve())] if packages else []
-        if packages and not Path(self.packages[0]).is_dir():
+        folders = [str(Path(self.packages).expanduser().resolve())] if self.packages else []
+        object.__setattr__(self, "package_folders", folders)
+        if not all(Path(folder).is_dir() for folder in self.package_folders):
             raise ConfigError(
-                f"--env repository:packages={packages} is not a folder", hint="name a site-packages folder"
+                f"--env repository:packages={self.packages} is not a folder", hint="name a site-packages folder"
             )
-        instruction = "" if tool else _INSTRUCTION
-        self.settings = ToolSettings(
-            max_turns=max_turns, timeout_s=QUEUE_S, max_output_chars=4000, instruction=instruction
+        settings = CodeSettings(
+            flag="--env repository:",
+            max_turns=self.max_turns,
+            timeout_s=self.timeout_s,
+            instruction="" if self.tool else _INSTRUCTION,
+            languages=SHELL,
+            shows_schema=self.tool,
         )
-        self.tasks = _read(self.file)
+        object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "tasks", _read(Path(self.file).expanduser()))
 
     def limits(self, *, of_tests: bool = False) -> Limits:
         """Return the limits of an episode's sessions; the tests' session has room for their files, too."""
@@ -115,51 +119,50 @@ class RepositoryEnv:
             transfer_bytes=memory // _SHARE * (1 + of_tests),
         )
 
-    def __call__(self, task: Task) -> RepositoryUse:
+    def __call__(self, task: Task) -> CodeWorld:
         """Make the environment of one episode."""
-        return RepositoryUse(self, task)
+        return CodeWorld(self.settings, task, tool=_TOOL, session=RepositorySession(self, task))
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source."""
         train, held_out = split(self.tasks, self.held_out_share, key=lambda task: task.prompt)
-        name = f"repository:{self.file.stem}"
+        name = f"repository:{Path(self.file).stem}"
         return {name: TaskList(name, train, held_out, seed=seed)}
 
 
-class RepositoryUse:
-    """One episode in a repository. The workspace is opened with the first commands."""
+class RepositorySession(CodeSession):
+    """A workspace of one repository, opened with the first commands, and the tests of what changed in it."""
 
     def __init__(self, config: RepositoryEnv, task: Task) -> None:
-        self._config = config
+        self._config, self._task = config, task
         self._truth: Mapping[str, Any] = task.truth
-        tool = replace(_TOOL, owner=self)
-        self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
         self._opened = contextlib.AsyncExitStack()
         self._checkout: Checkout | None = None
         self._session: PoolSession | None = None
         self._log: list[tuple[str, str]] = []
         """Commands so far, and what the model was shown of each."""
 
-    async def reset(self) -> Observation:
-        return await self._use.reset()
-
-    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        step = await self._use.step(completion, truncated=truncated, calls=calls)
-        return await self._scored(step) if step.done else step
-
     async def run(self, command: str) -> str:
-        """Run a shell command in the workspace; return what the model is shown.
+        """Run a shell command in the repository's folder, and return its output. Changed files stay.
 
-        If the sandbox's server dies, the episode continues in another session. If it dies during the command, which may
-        be half done, all earlier commands are first rerun on a fresh checkout.
+        Args:
+            command: the command.
 
         Raises:
             DivergedError: they showed something else than before.
             SandboxError: the sandbox failed again and again.
         """
+        # If the sandbox's server dies, the episode continues in another session. If it dies during the command, which
+        # may be half done, all earlier commands are first rerun on a fresh checkout.
         output = await self._surviving(functools.partial(self._run, command))
         self._log.append((command, output))
         return output
+
+    async def fork(self) -> RepositorySession:
+        """Return a session that reruns this one's commands before it runs its first."""
+        fork = RepositorySession(self._config, self._task)
+        fork._log = [*self._log]
+        return fork
 
     async def _surviving(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work; retry it if the server of its session is lost meanwhile."""
@@ -191,20 +194,21 @@ class RepositoryUse:
         if not session.alive:  # killed by a program that an earlier command left running, or lost with its server
             session = await self._replace(session)
         result = await session.run(f"shell({command!r})")
-        parts = [result.stdout, result.stderr]
+        endings = []
         if result.error is not None:
             is_timeout = "CellOverrun" in result.error.name
-            parts.append(
+            endings.append(
                 f"error: {f'it took longer than {self._config.timeout_s:g} s' if is_timeout else result.error.message}"
             )
         elif result.value not in ("0", None):
-            parts.append(f"exit status {result.value}")
+            endings.append(f"exit status {result.value}")
         if not session.alive:
             await self._replace(session)
-            parts.append("Running programs are gone; files are kept.")
-        return "\n".join(part.rstrip("\n") for part in parts if part.strip()) or "(no output)"
+            endings.append("Running programs are gone; files are kept.")
+        return shown_output(result, *endings)
 
     async def close(self) -> None:
+        """End the session, and let go of the checkout."""
         await self._end()
         await self._opened.aclose()
 
@@ -218,9 +222,9 @@ class RepositoryUse:
         if self._checkout is None:
             checkout = _store(self._config.store).checkout(self._truth["repository"], self._truth["revision"])
             self._checkout = await self._opened.enter_async_context(checkout)
-        pool, limits = await shared_pool(self._config.packages), self._config.limits(of_tests=of_tests)
+        pool, limits = await shared_pool(self._config.package_folders), self._config.limits(of_tests=of_tests)
         session = await pool.open(workspace=self._checkout.folder, limits=limits)
-        await session.run(_START.format(packages=self._config.packages))
+        await session.run(_START.format(packages=self._config.package_folders))
         return session
 
     async def _replace(self, session: PoolSession) -> PoolSession:
@@ -232,36 +236,27 @@ class RepositoryUse:
         await self._session.apply(changes.changes)
         return self._session
 
-    async def _scored(self, step: Step) -> Step:
+    async def score(self) -> tuple[float, Mapping[str, float]]:
         """Close the model's session, and run the tests in another."""
         changes: Sequence[Change] = ()
         if self._session is not None:
             changes = (await self._session.changes()).changes
             await self._end()
         verdict = await self._surviving(functools.partial(self._verdict, changes))
-        share = sum(verdict.passed.values()) / len(verdict.passed)
-        return replace(step, reward=float(verdict.all_passed), parts={**step.parts, "tests_passed": share})
+        return float(verdict.all_passed), {"tests_passed": sum(verdict.passed.values()) / len(verdict.passed)}
 
     async def _verdict(self, changes: Sequence[Change]) -> Verdict:
         """Run the tests in a session of their own."""
-        tests = replace(_tests(self._truth), packages=self._config.packages, timeout_s=self._config.tests_timeout_s)
+        tests = replace(
+            _tests(self._truth), packages=self._config.package_folders, timeout_s=self._config.tests_timeout_s
+        )
         self._session = await self._open(of_tests=True)
         verdict = await tests.run(self._session, changes)
         await self._end()
         return verdict
 
 
-async def _shell(episode: RepositoryUse, command: str) -> str:
-    """Run a shell command in the repository's folder, and return its output. Changed files stay.
-
-    Args:
-        command: the command.
-    """
-    return await episode.run(command)
-
-
-_shell.__name__ = "shell"
-_TOOL = Tool(_shell, is_method=True)
+_TOOL = Tool(RepositorySession.run, is_method=True, alias="shell")
 
 
 @functools.lru_cache(maxsize=8)

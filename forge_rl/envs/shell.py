@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from forge_rl.envs.code_blocks import BlockUse, block_settings
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.code_world import CodeSession, CodeSettings, CodeWorld, shown_output
 from forge_rl.envs.tool import Tool
-from forge_rl.envs.tools import ToolSettings
 from forge_rl.sandbox import DurableSession, DurableSessions, Result, SandboxError, shared_pool
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
-from forge_rl.types import Message, Task, ToolCall
+from forge_rl.types import Message, Task
 
 _IN_BLOCKS = (
     "You can use a shell. Write commands in a block that begins with ```bash, and you are shown their output. Files "
@@ -45,36 +42,44 @@ class ShellEnv:
     """Show the model the schema of the tool `shell`, for models trained to call tools. Blocks work as well."""
     examples: Sequence[Message] = ()
     """Messages shown before the task's question, such as commands with their output and an answer."""
-    settings: ToolSettings = field(init=False, repr=False)
+    settings: CodeSettings = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""
         check_layers("process")
-        instruction = ("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction
-        object.__setattr__(self, "settings", block_settings("shell", self, instruction))
+        settings = CodeSettings(
+            flag="--env shell:",
+            max_turns=self.max_turns,
+            timeout_s=self.timeout_s,
+            max_output_chars=self.max_output_chars,
+            instruction=("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction,
+            examples=self.examples,
+            languages=SHELL,
+            shows_schema=self.tool,
+        )
+        object.__setattr__(self, "settings", settings)
 
-    def __call__(self, task: Task) -> ShellUse:
+    def __call__(self, task: Task) -> CodeWorld:
         """Make the environment of one episode."""
-        return ShellUse(self, task)
+        return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=ShellSession(self.timeout_s))
 
 
-class ShellUse:
-    """One episode with a shell."""
+class ShellSession(CodeSession):
+    """The shell of one episode.
 
-    def __init__(self, config: ShellEnv, task: Task) -> None:
-        self._config, self._task = config, task
-        tool = replace(TOOL, owner=self)
-        self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
-        self._session: DurableSession | None = None
+    Args:
+        timeout_s: seconds that the commands of one completion may run.
+    """
 
-    async def reset(self) -> Observation:
-        return await self._use.reset()
-
-    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        return await self._use.step(completion, truncated=truncated, calls=calls)
+    def __init__(self, timeout_s: float, session: DurableSession | None = None) -> None:
+        self._timeout_s, self._session = timeout_s, session
 
     async def run(self, commands: str) -> str:
-        """Run command lines in the episode's session; return what the model is shown.
+        """Run command lines in bash, and return their output, and their exit status if it is not 0. Files stay for
+        later calls; variables, the current folder and programs left running do not.
+
+        Args:
+            commands: the command lines.
 
         Raises:
             SandboxError: the sandbox failed, and with it the episode's files; a `DivergedError` if they were lost, and
@@ -82,52 +87,30 @@ class ShellUse:
         """
         if self._session is None:
             self._session = DurableSessions(await shared_pool(profile="process")).open()
-        result = await self._session.run(commands, wall_s=self._config.timeout_s)
-        if not self._session.alive:  # it was lost with the same commands again and again, which cannot end it
-            raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
-        return shown_result(result)
+        return shown_commands(self._session, await self._session.run(commands, wall_s=self._timeout_s))
 
-    async def fork(self) -> ShellUse:
-        """Return an episode with a copy of this one's session."""
-        copy = ShellUse(self._config, self._task)
-        copy._use.continue_from(self._use)
-        if self._session is not None:
-            copy._session = await self._session.fork()
-        return copy
+    async def fork(self) -> ShellSession:
+        """Return a session with a copy of this one's files."""
+        return ShellSession(self._timeout_s, None if self._session is None else await self._session.fork())
 
     async def close(self) -> None:
+        """End the session."""
         if self._session is not None:
             await self._session.close()
 
 
-class ShellEpisode(Protocol):
-    """An episode in which command lines run."""
-
-    async def run(self, commands: str) -> str:
-        """Run command lines; return what the model is shown."""
+SHELL_TOOL = Tool(ShellSession.run, is_method=True, alias="shell")
+"""The tool of episodes in which command lines run."""
 
 
-async def _shell(episode: ShellEpisode, commands: str) -> str:
-    """Run command lines in bash, and return their output, and their exit status if it is not 0. Files stay for later
-    calls; variables, the current folder and programs left running do not.
+def shown_commands(session: DurableSession, result: Result) -> str:
+    """Return a result as the model sees it, like a terminal.
 
-    Args:
-        commands: the command lines.
+    Raises:
+        SandboxError: the session is gone.
     """
-    return await episode.run(commands)
-
-
-_shell.__name__ = "shell"
-TOOL = Tool(_shell, is_method=True)
-"""The tool of a `ShellEpisode`, which owns it."""
-
-
-def shown_result(result: Result) -> str:
-    """Return a result as the model sees it, like a terminal."""
-    parts = [result.stdout, result.stderr]
+    if not session.alive:  # it was lost with the same commands again and again, which cannot end it
+        raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
     if result.error is not None:
-        parts.append(f"error: {result.error.message}")
-    elif result.status:
-        parts.append(f"exit status {result.status}")
-    text = "\n".join(part.rstrip("\n") for part in parts if part.strip())
-    return text or "(no output)"
+        return shown_output(result, f"error: {result.error.message}")
+    return shown_output(result, f"exit status {result.status}" if result.status else "")

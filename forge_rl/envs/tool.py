@@ -46,6 +46,8 @@ class Tool:
     """Object to call a method on."""
     is_method: bool = False
     """True if the function's first parameter is `owner`."""
+    alias: str = ""
+    """Name by which the model calls it; "" for the function's."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -53,12 +55,12 @@ class Tool:
         self.schema  # noqa: B018  checks the hints
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Tool, (self.function, self.owner, self.is_method)  # the adapter is rebuilt from the hints
+        return Tool, (self.function, self.owner, self.is_method, self.alias)  # the adapter is rebuilt from the hints
 
     @property
     def name(self) -> str:
-        """Name of the function."""
-        return str(inner_function(self.function).__name__)
+        """Name by which the model calls it."""
+        return self.alias or str(inner_function(self.function).__name__)
 
     @functools.cached_property
     def schema(self) -> Mapping[str, object]:

@@ -27,6 +27,7 @@ _CALL_SIGNS = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
 )
 """Markers that begin a tool call, by model family: a completion with one but no parsed call was an attempted call."""
+UNREADABLE_CALL = "error: the tool call cannot be read; write it as JSON, in the form shown"
 _NOT_TOOLS = frozenset({"reward", "close"})
 
 
@@ -159,13 +160,10 @@ class ToolUse:
         self._conversation: list[Message] = []
 
     async def reset(self) -> Observation:
-        messages = list(self._task.messages)
-        if messages[0]["role"] != "system" and self._config.instruction:
-            messages.insert(0, {"role": "system", "content": self._config.instruction})
-        position = 1 if messages[0]["role"] == "system" else 0
-        messages[position:position] = self._config.examples
-        self._conversation = messages
-        return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in self._tools.values()))
+        self._conversation = first_messages(self._task, self._config.instruction, self._config.examples)
+        return Observation(
+            messages=tuple(self._conversation), tools=tuple(tool.schema for tool in self._tools.values())
+        )
 
     @property
     def replayable(self) -> bool:
@@ -185,8 +183,7 @@ class ToolUse:
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
         self._turns += 1
-        attempts_call = bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
-        if truncated or not attempts_call:  # a truncated completion may have lost calls, or part of one
+        if truncated or not attempts_call(completion, calls):  # a truncated one may have lost calls, or part of one
             return await self._end(completion)
         if self._turns == self._config.max_turns:
             return await self._end("")
@@ -199,8 +196,7 @@ class ToolUse:
             finished_calls.append(replace(call, seconds=time.monotonic() - start_time, error=error, cached=cached))
             outputs.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         if not calls:
-            error_text = "error: the tool call cannot be read; write it as JSON, in the form shown"
-            outputs.append({"role": "user", "content": error_text})
+            outputs.append({"role": "user", "content": UNREADABLE_CALL})
         if self._config.compact is not None:
             self._conversation += [_as_turn(completion, calls), *outputs]
             if inspect.isawaitable(shorter := self._config.compact(self._conversation)):
@@ -209,10 +205,6 @@ class ToolUse:
                 self._conversation = list(shorter)
                 return Step(done=False, history=tuple(shorter), calls=tuple(finished_calls))
         return Step(done=False, messages=tuple(outputs), calls=tuple(finished_calls))
-
-    def continue_from(self, other: ToolUse) -> None:
-        """Take over how far another episode has come."""
-        self._turns, self._conversation = other._turns, [*other._conversation]
 
     async def close(self) -> None:
         await close_env(self._world)
@@ -226,7 +218,7 @@ class ToolUse:
             text, cached = await tool.look_up(call.arguments, timeout_s=self._config.timeout_s)
         else:
             text = await tool.call(call.arguments, timeout_s=self._config.timeout_s)
-        return _clipped(text, self._config.max_output_chars), cached
+        return clipped(text, self._config.max_output_chars), cached
 
     async def _end(self, answer: str) -> Step:
         reward = getattr(self._world, "reward", None)
@@ -235,6 +227,21 @@ class ToolUse:
         if inspect.isawaitable(value := reward(answer)):
             value = await value
         return Step(done=True, output=answer, reward=float(value))
+
+
+def first_messages(task: Task, instruction: str, examples: Sequence[Message]) -> list[Message]:
+    """Return a task's messages, with examples before them and an instruction if they have no system message."""
+    messages = list(task.messages)
+    if messages[0]["role"] != "system" and instruction:
+        messages.insert(0, {"role": "system", "content": instruction})
+    position = 1 if messages[0]["role"] == "system" else 0
+    messages[position:position] = examples
+    return messages
+
+
+def attempts_call(completion: str, calls: Sequence[ToolCall]) -> bool:
+    """Return whether a completion calls a tool, or tried to in a form that cannot be read."""
+    return bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
 
 
 def _as_turn(completion: str, calls: Sequence[ToolCall]) -> Message:
@@ -267,7 +274,8 @@ def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     return tools_by_name
 
 
-def _clipped(text: str, max_chars: int) -> str:
+def clipped(text: str, max_chars: int) -> str:
+    """Return a text without the middle of what exceeds this length."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

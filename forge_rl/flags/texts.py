@@ -56,6 +56,8 @@ class FlagText:
 
     def refused(self, cause: ForgeError) -> ForgeError:
         """Return an error of what the text names, such as "CLASS(KEY=...): KEY is -1", as one that marks the option."""
+        if cause.message.startswith(f"{self.flag}:"):  # it marks its place already
+            return cause
         keys = (key for key in self.raw_params if re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", cause.message))
         return self.wrong(re.sub(r"^\w+\(\w+=\.\.\.\): ", "", cause.message), cause.hint, key=next(keys, "name"))
 
@@ -110,7 +112,7 @@ def parse(
     return replace(
         blank,
         name=name,
-        params={key: _value(value) for key, value in raw_values.items()},
+        params={key: option_value(value) for key, value in raw_values.items()},
         weight=weight,
         title=title[1] if title else "",
         argument=argument,
@@ -237,7 +239,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _value(text: str) -> object:
+def option_value(text: str) -> object:
+    """Return the value that an option's text stands for: a number, true, false, none, a list, or else the text."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     for reader in (json.loads, ast.literal_eval):
@@ -246,5 +249,5 @@ def _value(text: str) -> object:
         except (ValueError, SyntaxError, TypeError):
             continue
     if text.startswith("[") and text.endswith("]"):
-        return [_value(part.strip()) for _, part in _split_commas(text[1:-1])]
+        return [option_value(part.strip()) for _, part in _split_commas(text[1:-1])]
     return text

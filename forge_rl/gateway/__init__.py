@@ -1,16 +1,11 @@
-"""The gateway: OpenAI's and Anthropic's APIs in front of the engines, with each turn recorded token for token."""
+"""The gateway: OpenAI's and Anthropic's APIs in front of the engines, with each turn recorded token for token.
 
-from forge_rl.gateway.backend import Backend, GeneratorBackend
-from forge_rl.gateway.gateway_config import GatewayConfig
-from forge_rl.gateway.http import check_address
-from forge_rl.gateway.server import Gateway
-from forge_rl.gateway.sessions import Session
+    async with Gateway(GatewayConfig(), backend, tokenizer) as gateway:
+        session = gateway.open()
 
-__all__ = [
-    "Backend",
-    "Gateway",
-    "GatewayConfig",
-    "GeneratorBackend",
-    "Session",
-    "check_address",
-]
+Names are imported on first use: most runs need none of them.
+"""
+
+from forge_rl.system.lazy import lazy_package
+
+__all__, __getattr__ = lazy_package(__name__, __file__)

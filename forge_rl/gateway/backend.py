@@ -1,4 +1,4 @@
-"""The gateway's backend: the protocol, and its implementation on a Generator."""
+"""What decodes requests that come by an API: the protocol, and its implementation on a Generator."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from forge_rl.types import Sampling
 
 if TYPE_CHECKING:
     from forge_rl.services.generator import Generator
+
+PROMPT_LOGITS_BYTES = 1 << 30
+"""Maximum bytes of the logits of a scored prompt, which an engine holds all at once in float32."""
+
+
+def most_scored_tokens(vocab_size: int) -> int:
+    """Return the maximum length in tokens of a scored prompt, for a model with `vocab_size` logits."""
+    return PROMPT_LOGITS_BYTES // (4 * vocab_size)
 
 
 class Backend(Protocol):

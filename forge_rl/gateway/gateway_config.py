@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.flags.categories import Category
@@ -89,6 +89,18 @@ class GatewayConfig:
         ):
             if not is_valid:
                 raise ConfigError(f"the gateway's {flag} is {value!r}", hint=f"set its {flag} to {hint}")
+
+    def with_parser(self, name: str) -> Self:
+        """Return these settings with a run's tool parser; "" leaves them as they are.
+
+        Raises:
+            ConfigError: both name one, and not the same.
+        """
+        if name and self.tool_parser not in ("", name):
+            raise ConfigError(
+                f"--tool-parser is {name}, and --gateway.tool-parser is {self.tool_parser}", hint="set one of them"
+            )
+        return replace(self, tool_parser=name or self.tool_parser)
 
     @property
     def is_public(self) -> bool:

@@ -197,8 +197,6 @@ class RequestState:
     """First error of the engines; kept here because vLLM's server turns it into text for the client."""
     decoding: list[asyncio.Future[None]] = field(default_factory=list)
     """Tasks that decode the completions, one for each prompt."""
-    parsed: dict[str, Any] = field(default_factory=dict)
-    """What the parser found in each whole completion, by its text: vLLM's server reads them after us."""
 
     @property
     def version(self) -> int:

@@ -51,8 +51,6 @@ _LENGTHS: Mapping[str, tuple[int, int]] = {
 """Maximum entries of each list of tokens or words, and maximum entries times completions, which each hold a copy. Each
 token is compared with bad_words in Python."""
 _MOST_WORD_CHARACTERS = 128
-PROMPT_LOGITS_BYTES = 1 << 30
-"""Maximum bytes of the logits of a scored prompt, which an engine holds all at once in float32."""
 _TEMPLATE_WORD = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 """Strings that a request may pass to a chat template; no control token has this form."""
 _TEMPLATE_OWN = frozenset(
@@ -223,11 +221,6 @@ def scores_prompt(request: Any) -> bool:
     """Return whether the response to a request has logprobs of its prompts' tokens."""
     echoes = getattr(request, "echo", False) and request.logprobs is not None
     return bool(echoes) or getattr(request, "prompt_logprobs", None) is not None
-
-
-def most_scored_tokens(vocab_size: int) -> int:
-    """Return the maximum length in tokens of a scored prompt, for a model with `vocab_size` logits."""
-    return PROMPT_LOGITS_BYTES // (4 * vocab_size)
 
 
 def template_settings(variables: Mapping[str, object]) -> dict[str, object]:

@@ -8,6 +8,7 @@ import gc
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import GatewayContext
-from forge_rl.gateway.tools import ToolParser, parser_for, reasoning_parser_for
+from forge_rl.gateway.tools import PARSED, ToolParser, parser_for, reasoning_parser_for
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 
@@ -46,6 +47,7 @@ _LONG_TOKENS = 2048
 """Number of tokens from which responses are encoded in a thread."""
 
 
+@dataclass(eq=False, repr=False)
 class Gateway:
     """Serves OpenAI's and Anthropic's APIs, and records the turns of each session.
 
@@ -55,50 +57,43 @@ class Gateway:
             ...  # a client of session.base_url with session.key
             turns = session.close()
 
-    Args:
-        config: address, access and limits.
-        backend: decodes completions.
-        tokenizer: the model's tokenizer.
-        api_key: the owner's key, for requests outside of sessions; by default the key in config.api_key_file.
-        open_to_all: answer requests outside of sessions if the owner has no key. A run leaves it off, as its engines
-            serve its episodes.
-        constraints: checks constraints on completions; by default the gateway's own checker, closed by `stop`.
-        healthy: returns the health that /health reports.
-        warn: called with each warning, one line.
-
     Raises:
         ConfigError: config.api_key_file is unreadable or unsafe, or holds no valid key.
     """
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        backend: Backend,
-        tokenizer: Tokenizer,
-        *,
-        api_key: str = "",
-        open_to_all: bool = False,
-        constraints: ConstraintChecker | None = None,
-        healthy: Callable[[], bool] = lambda: True,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.config = config
-        self._backend = backend
-        self._tokenizer = tokenizer
+    config: GatewayConfig
+    """Address, access and limits."""
+    backend: Backend
+    """Decodes completions."""
+    tokenizer: Tokenizer
+    """The model's tokenizer."""
+    _: KW_ONLY
+    api_key: InitVar[str] = ""
+    """The owner's key, for requests outside of sessions; by default the key in config.api_key_file."""
+    open_to_all: InitVar[bool] = False
+    """Answer requests outside of sessions if the owner has no key. A run leaves it off, as its engines serve its
+    episodes."""
+    constraints: InitVar[ConstraintChecker | None] = None
+    """Checks constraints on completions; by default the gateway's own checker, closed by `stop`."""
+    healthy: Callable[[], bool] = lambda: True
+    """Returns the health that /health reports."""
+    warn: Callable[[str], None] = lambda text: None
+    """Called with each warning, one line."""
+
+    def __post_init__(self, api_key: str, open_to_all: bool, constraints: ConstraintChecker | None) -> None:
+        config, backend, tokenizer = self.config, self.backend, self.tokenizer
         self._models = tuple(dict.fromkeys((backend.model, *config.aliases)))
         self._reader = Reader(tokenizer, backend.max_model_len)
         self._constraints = constraints or ConstraintChecker(tokenizer)
         self._owns_constraints = constraints is None
         self._vllm: VLLMServer | None = None
-        self._warn = warn
         self._replaced: set[str] = set()
         """Names of agents' sampling settings that the run's replaced so far."""
         if not api_key and config.api_key_file is not None:
             api_key = read_key(config.api_key_file)
         self._keys = KeyRing(api_key, open_to_all=open_to_all)
-        self._healthy = healthy
         if config.is_public and open_to_all and not api_key:
-            warn(f"the gateway listens on {config.host} without a key: anyone who can reach it may use it")
+            self.warn(f"the gateway listens on {config.host} without a key: anyone who can reach it may use it")
         self._started_s = int(time.time())
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""
@@ -115,17 +110,17 @@ class Gateway:
             ConfigError: the port is in use, the address is not this machine's, or vLLM lacks a configured parser.
         """
         http.check_address(self.config)
-        name = self.config.tool_parser or await asyncio.to_thread(parser_for, self._tokenizer)
+        name = self.config.tool_parser or await asyncio.to_thread(parser_for, self.tokenizer)
         reasoning = self.config.reasoning_parser
         if not reasoning:
-            reasoning = await asyncio.to_thread(reasoning_parser_for, self._tokenizer, name)
-        parser = ToolParser(name, self._tokenizer, reasoning if reasoning != "none" else "", self._warn)
+            reasoning = await asyncio.to_thread(reasoning_parser_for, self.tokenizer, name)
+        parser = ToolParser(name, self.tokenizer, reasoning if reasoning != "none" else "", self.warn)
         await parser.load()
 
         shared = GatewayContext(
             config=self.config,
-            backend=self._backend,
-            tokenizer=self._tokenizer,
+            backend=self.backend,
+            tokenizer=self.tokenizer,
             reader=self._reader,
             constraints=self._constraints,
             parser=parser,
@@ -150,7 +145,7 @@ class Gateway:
     @property
     def model(self) -> str:
         """Name of the model in requests."""
-        return self._backend.model
+        return self.backend.model
 
     def open(self, task_id: str = "", *, sampling: Sampling) -> Session:
         """Open a session for one episode, with its own key.
@@ -255,6 +250,7 @@ class Gateway:
         assert self._vllm is not None
         state = RequestState(session=session, agent=agent)
         REQUEST.set(state)
+        PARSED.set({})
         request = await self._vllm.read(path, body, state, self._check_model)
         del body
         if session is not None and not state.only_counts:
@@ -305,7 +301,7 @@ class Gateway:
         self._metrics.replaced(name)
         if name not in self._replaced:
             self._replaced.add(name)
-            self._warn(
+            self.warn(
                 f"an agent sets {name}, which the run's sampling replaces, as training assumes it; set "
                 "--gateway.agent-sampling to honour agents' settings"
             )
@@ -329,14 +325,14 @@ class Gateway:
             "object": "model",
             "created": self._started_s,
             "owned_by": "forge_rl",
-            "max_model_len": self._backend.max_model_len,
+            "max_model_len": self.backend.max_model_len,
             "type": "model",
             "display_name": name,
             "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started_s)),
         }
 
     async def _health(self, request: Request) -> Response:
-        is_healthy = self._healthy() and not self._closing
+        is_healthy = self.healthy() and not self._closing
         return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
 
     async def _counts(self, request: Request) -> Response:

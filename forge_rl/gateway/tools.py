@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ from forge_rl.gateway.parser_choice import (
     tool_parser_by_sign,
     tool_parsers_to_try,
 )
-from forge_rl.gateway.request_state import REQUEST
 from forge_rl.tokens.thoughts import Thoughts, without_thoughts
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall, Turn
@@ -33,6 +33,9 @@ _MOST_S, _MOST_PER_CHARACTER_S = 1.0, 1e-5
 microseconds per character of well-formed calls."""
 _AGAIN_S = 0.05
 """Interval at which code that swallowed the error is interrupted again."""
+
+PARSED: ContextVar[dict[str, Any] | None] = ContextVar("parsed completions", default=None)
+"""What the parser read in each whole completion of a request, by its text: vLLM's server parses them again after us."""
 
 T = TypeVar("T")
 
@@ -83,7 +86,7 @@ class ToolParser:
         """Return a turn's content and calls of `tools`, both without thoughts: a call that is only drafted there is
         none. Text that the parser cannot read is content."""
         await self.load()
-        from forge_rl.gateway import vllm_internals as vllm
+        from forge_rl.tokens import vllm_parsers as vllm
 
         request_fields = {"messages": [], "tools": list(tools), "tool_choice": "auto"}
         request = vllm.ChatCompletionRequest.model_validate(request_fields)
@@ -107,7 +110,7 @@ class ToolParser:
         return without_thoughts(self._tokenizer.decode(ids, skip_special=False), self._thoughts.tags)
 
     def _load(self) -> type[Any]:
-        from forge_rl.gateway import vllm_internals as vllm
+        from forge_rl.tokens import vllm_parsers as vllm
 
         self.name = self.name or parser_for(self._tokenizer)
         # Parsers log a stack trace for each malformed call.
@@ -150,7 +153,7 @@ def parser_for(tokenizer: Tokenizer) -> str:
     samples = samples_of_calls(tokenizer)
     if not samples or tokenizer.thoughts.is_harmony:  # whose parser reads the tokens of its own vocabulary only
         return tool_parser_by_sign(tokenizer)
-    from forge_rl.gateway import vllm_internals as vllm
+    from forge_rl.tokens import vllm_parsers as vllm
 
     for name in tool_parsers_to_try(tokenizer, vllm.ToolParserManager.list_registered()):
         if _reads(name, "", tokenizer, samples):
@@ -177,7 +180,7 @@ def reasoning_parser_for(tokenizer: Tokenizer, tool_parser: str) -> str:
         return ""
     if tokenizer.thoughts.is_harmony:
         return "openai_gptoss"
-    from forge_rl.gateway import vllm_internals as vllm
+    from forge_rl.tokens import vllm_parsers as vllm
 
     samples = samples_of_thoughts(tokenizer, calls=tokenizer.shows_tools)
     for name in reasoning_parsers_to_try(tokenizer, vllm.ReasoningParserManager.list_registered()):
@@ -193,7 +196,7 @@ def reasoning_parser_for(tokenizer: Tokenizer, tool_parser: str) -> str:
 
 def _reads(tool: str, reasoning: str, tokenizer: Tokenizer, samples: Sequence[Sample]) -> bool:
     """Return True if parsers read back all samples."""
-    from forge_rl.gateway import vllm_internals as vllm
+    from forge_rl.tokens import vllm_parsers as vllm
 
     parser = ToolParser(tool, tokenizer, reasoning)
     try:
@@ -236,16 +239,16 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
 
     vLLM's parsers may raise on a model's text, or take hours, in the event loop. A request's completion is parsed once.
     """
-    from forge_rl.gateway import vllm_internals as vllm
+    from forge_rl.tokens import vllm_parsers as vllm
 
     class ForgivingParser(parser):
         def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
-            state = REQUEST.get(None)
-            if state is None:
+            parsed_completions = PARSED.get()
+            if parsed_completions is None:
                 return self._parse(model_output, *args, **kwargs)
-            if model_output not in state.parsed:
-                state.parsed[model_output] = self._parse(model_output, *args, **kwargs)
-            return state.parsed[model_output]
+            if model_output not in parsed_completions:
+                parsed_completions[model_output] = self._parse(model_output, *args, **kwargs)
+            return parsed_completions[model_output]
 
         def _parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
             # Argument deltas are only for streams, and take quadratic time: 9 s for 20,000 characters.

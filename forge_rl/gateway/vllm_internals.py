@@ -8,7 +8,6 @@ from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest as A
 from vllm.entrypoints.anthropic.protocol import AnthropicMessage as AnthropicMessage
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest as AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as AnthropicServingMessages
-from vllm.entrypoints.generate.base.protocol import DeltaMessage as DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs as ChatCompletionLogProbs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest as ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat as OpenAIServingChat
@@ -27,14 +26,11 @@ from vllm.inputs import tokens_input as tokens_input
 from vllm.logprobs import Logprob as Logprob
 from vllm.outputs import CompletionOutput as CompletionOutput
 from vllm.outputs import RequestOutput as RequestOutput
-from vllm.parser.parser_manager import ParserManager as ParserManager
-from vllm.reasoning import ReasoningParserManager as ReasoningParserManager
 from vllm.renderers.online_renderer import OnlineRenderer as OnlineRenderer
 from vllm.renderers.online_renderer import ResponsesRenderResult as ResponsesRenderResult
 from vllm.sampling_params import RequestOutputKind as RequestOutputKind
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.tokenizers.hf import get_cached_tokenizer as get_cached_tokenizer
-from vllm.tool_parsers import ToolParserManager as ToolParserManager
 from vllm.v1.structured_output.backend_xgrammar import (
     has_xgrammar_unsupported_json_features as has_xgrammar_unsupported_json_features,
 )

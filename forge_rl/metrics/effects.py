@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from forge_rl.flags.texts import parse
+
 Settings = Mapping[str, object]
 """A run's settings by flag, such as {"trainer.ranks": 1}."""
 Values = Mapping[str, float]
@@ -65,8 +67,11 @@ def _busy_guests(values: Values, settings: Settings) -> float:
 
 
 def _compacts(settings: Settings) -> bool:
-    name, _, options = str(settings.get("env", "")).partition(":")
-    return name == "tools" and "compact_above_chars=" in options
+    text = str(settings.get("env", ""))
+    if not text.startswith("tools"):
+        return False
+    parsed = parse(text, "--env", bundled=("tools",), takes_argument=True, takes_weight=False)
+    return parsed.name == "tools" and "compact_above_chars" in parsed.raw_params
 
 
 EFFECTS: dict[str, Effect] = {

@@ -13,10 +13,13 @@ from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.unit_tests import run_tests
 from forge_rl.sandbox import Limits, Pool
-from forge_rl.sandbox.fences import last_code
+from forge_rl.sandbox.fences import PYTHON, last_code
+from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.languages import LANGUAGES, check_language, run_source
 from forge_rl.sandbox.shared import a_cpu_of_shared_pool, check_shared_pool
 from forge_rl.types import Score, Task
 
+_PYTHON = "python"
 _SHARE = 4
 """Wall time of a program over its CPU time, as other processes have the CPUs too."""
 _LEAST_OUTPUT = 1 << 16
@@ -38,6 +41,7 @@ class Programs(TextReward):
 
         --reward programs                # the column cases: [{"input": "1 2\\n", "output": "3\\n"}, ...]
         --reward programs:cases=input_output  # APPS, TACO: {"inputs": [...], "outputs": [...], "fn_name": ...}
+        --reward programs:language=c++  # compiled anew for each input; also c, go, rust, java, javascript, ruby, ...
 
     The program is the last fenced block of the completion. Each input is read by a fresh sandbox session, which never
     has the expected output: outputs are compared outside. Spaces at the ends of lines, and empty lines at the
@@ -51,6 +55,9 @@ class Programs(TextReward):
     """CPU seconds that a program may take for one input; the time that passes may be 4 times as long."""
     tolerance: float = 0.0
     """Maximum relative or absolute error of numbers in an output; with 0 they are compared as text."""
+    language: str = "python"
+    """Language of the programs, a name in `forge_rl.sandbox.languages`. Those in others than python are commands, whose
+    standard input is the case's."""
     partial: bool = False
     """Score the share of inputs with the right output, instead of 1.0 if all have it."""
     deadline_s: ClassVar[float] = 3600.0
@@ -62,8 +69,17 @@ class Programs(TextReward):
         check_flags(self, "--reward programs:", minimum={"tolerance": 0}, above={"timeout_s": 0})
 
     def load(self, folder: Path | None) -> None:
-        """Raises SandboxError if this machine cannot isolate code."""
-        check_shared_pool()
+        """Check the machine.
+
+        Raises:
+            SandboxError: it cannot isolate code.
+            ConfigError: it does not have the language.
+        """
+        if self.language == _PYTHON:
+            check_shared_pool()
+        else:
+            check_layers("process")
+            check_language(self.language)
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Return the score; `feedback` is the first failure.
@@ -73,8 +89,14 @@ class Programs(TextReward):
             SandboxError: the sandbox failed.
         """
         function, cases = self._cases(task)
-        if (code := last_code(text)) is None:
+        languages = PYTHON if self.language == _PYTHON else {*LANGUAGES[self.language].fences, self.language}
+        if (code := last_code(text, languages)) is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
+        if function and self.language != _PYTHON:
+            raise TaskError(
+                f"--reward programs: task {task.id!r} of {task.source!r} names a function, {function}",
+                hint=f"with language={self.language}, cases are inputs and outputs of programs",
+            )
         if function:
             tests = [f"assert same({function}(*{arguments!r}), {expected!r})" for arguments, expected in cases]
             target, timeout_s = f"Solution().{function}" if "class Solution" in code else function, self.timeout_s
@@ -89,7 +111,7 @@ class Programs(TextReward):
     async def _passed(self, code: str, cases: Sequence[tuple[Any, Any]]) -> tuple[int, str]:
         """Return the number of inputs with the right output, and the first failure; stops there if it decides."""
         num_passed, feedback = 0, ""
-        async with a_cpu_of_shared_pool() as pool:
+        async with a_cpu_of_shared_pool(None if self.language == _PYTHON else "process") as pool:
             for case_input, expected in cases:
                 failure = await self._failed(pool, code, _as_text(case_input), _as_text(expected))
                 num_passed += not failure
@@ -103,12 +125,17 @@ class Programs(TextReward):
         max_bytes = max(_LEAST_OUTPUT, 2 * len(expected.encode()))
         limits = Limits(wall_s=_SHARE * self.timeout_s, cpu_s=self.timeout_s, output_bytes=max_bytes)
         async with pool.session(limits=limits, wait_s=_PLACE_S) as session:
-            await session.put("input", stdin.encode())
-            await session.run(_READ_INPUT)
-            result = await session.run(code)
+            if self.language == _PYTHON:
+                await session.put("input", stdin.encode())
+                await session.run(_READ_INPUT)
+                result = await session.run(code)
+            else:
+                result = await run_source(session, self.language, code, stdin=stdin.encode())
         error = result.error
         if error is not None and not (error.name == "SystemExit" and error.message in ("", "0", "None")):
             return f"{error.name}: {error.message}"[:500]
+        if result.status:
+            return f"exit status {result.status}: {result.stderr.strip()}"[:500]
         if result.cut:
             return f"it printed more than {max_bytes} bytes"
         return "" if equal(result.stdout, expected, self.tolerance) else "it printed something else"

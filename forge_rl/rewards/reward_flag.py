@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias, cast
 
 import tyro
 
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import ConfigError
 from forge_rl.flags.categories import Category
-from forge_rl.flags.options import read_options
-from forge_rl.flags.texts import parse, suggest
+from forge_rl.flags.options import build
+from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
-from forge_rl.rewards.answers import Diversity, Exact, Match, Number
-from forge_rl.rewards.auto import Auto
-from forge_rl.rewards.choice import Choice
 from forge_rl.rewards.composition import WeightedSum
-from forge_rl.rewards.formats import Format, JSONSchema, Regex
-from forge_rl.rewards.function_calls import FunctionCalls
-from forge_rl.rewards.ifeval import IFEval
-from forge_rl.rewards.judge import Judge
-from forge_rl.rewards.lengths import Length, Overlong
-from forge_rl.rewards.maths import Maths
 from forge_rl.rewards.peers import as_reward
-from forge_rl.rewards.programs import Programs
 from forge_rl.rewards.protocol import RewardFunction, Shaping
-from forge_rl.rewards.reward_model import RewardModel
-from forge_rl.rewards.shaping import AdaptiveLength, CosineLength, StopProperly
-from forge_rl.rewards.unit_tests import UnitTests
-from forge_rl.rewards.verifiers import ReasoningGymReward
+from forge_rl.system.lazy import LazyNames
 
-REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
-    "adaptive_length": AdaptiveLength,
-    "auto": Auto,
-    "choice": Choice,
-    "cosine": CosineLength,
-    "diversity": Diversity,
-    "exact": Exact,
-    "format": Format,
-    "function_calls": FunctionCalls,
-    "ifeval": IFEval,
-    "json_schema": JSONSchema,
-    "judge": Judge,
-    "length": Length,
-    "match": Match,
-    "math": Maths,
-    "model": RewardModel,
-    "number": Number,
-    "overlong": Overlong,
-    "programs": Programs,
-    "reasoning_gym": ReasoningGymReward,
-    "regex": Regex,
-    "stop_properly": StopProperly,
-    "unit_tests": UnitTests,
-}
+REWARDS: LazyNames[Callable[..., RewardFunction]] = LazyNames(
+    {
+        "adaptive_length": "forge_rl.rewards.shaping:AdaptiveLength",
+        "auto": "forge_rl.rewards.auto:Auto",
+        "choice": "forge_rl.rewards.choice:Choice",
+        "cosine": "forge_rl.rewards.shaping:CosineLength",
+        "diversity": "forge_rl.rewards.answers:Diversity",
+        "exact": "forge_rl.rewards.answers:Exact",
+        "format": "forge_rl.rewards.formats:Format",
+        "function_calls": "forge_rl.rewards.function_calls:FunctionCalls",
+        "ifeval": "forge_rl.rewards.ifeval:IFEval",
+        "json_schema": "forge_rl.rewards.formats:JSONSchema",
+        "judge": "forge_rl.rewards.judge:Judge",
+        "length": "forge_rl.rewards.lengths:Length",
+        "match": "forge_rl.rewards.answers:Match",
+        "math": "forge_rl.rewards.maths:Maths",
+        "model": "forge_rl.rewards.reward_model:RewardModel",
+        "number": "forge_rl.rewards.answers:Number",
+        "overlong": "forge_rl.rewards.lengths:Overlong",
+        "programs": "forge_rl.rewards.programs:Programs",
+        "reasoning_gym": "forge_rl.rewards.verifiers:ReasoningGymReward",
+        "regex": "forge_rl.rewards.formats:Regex",
+        "stop_properly": "forge_rl.rewards.shaping:StopProperly",
+        "unit_tests": "forge_rl.rewards.unit_tests:UnitTests",
+    }
+)
 """Bundled rewards by name, each a frozen dataclass whose fields are its options."""
 
 RewardTexts: TypeAlias = Annotated[
@@ -100,43 +89,28 @@ def _read(text: str) -> tuple[str, RewardFunction, float]:
     parsed = parse(text, "--reward", bundled=REWARDS)
     name = parsed.name
     if parsed.is_code:
-        for key in parsed.params:
-            raise parsed.wrong("your own reward takes no options", "leave them out", key=key)
         name = name.rpartition(":")[2].replace(".", "_")
-        return parsed.title or name, _users(parsed.name), parsed.weight
+        return parsed.title or name, _users(parsed), parsed.weight
     if name in REWARDS:
-        return (
-            parsed.title or name,
-            _made(f"--reward {text}", REWARDS[name], read_options(parsed, cast(type[Any], REWARDS[name]))),
-            parsed.weight,
-        )
+        return parsed.title or name, build(parsed, REWARDS[name]), parsed.weight
     bundled = suggest(name, REWARDS, "bundled rewards")
     raise parsed.wrong(
         f"there is no reward {name!r}", f"{bundled}; or give your own as MODULE:FUNCTION or FILE.py:FUNCTION"
     )
 
 
-def _users(text: str) -> RewardFunction:
-    """Return a user's function, or an object of their class."""
-    reward = load(text, "--reward")
+def _users(parsed: FlagText) -> RewardFunction:
+    """Return a user's function or object, or an object of their class, made with the options."""
+    reward = load(parsed.name, "--reward")
     if isinstance(reward, type):
-        reward = _made(f"--reward {text}", reward, {})
+        reward = build(parsed, reward)
+    else:
+        for key in parsed.params:
+            raise parsed.wrong("a function takes no options", "leave them out, or name a class", key=key)
     try:
         reward = as_reward(cast(RewardFunction, reward))
     except ConfigError as error:
-        raise ConfigError(f"--reward {text}: {error.message}", hint=error.hint) from None
+        raise ConfigError(f"--reward {parsed.name}: {error.message}", hint=error.hint) from None
     if isinstance(reward, WeightedSum):
-        raise ConfigError(f"--reward {text} is a sum of rewards", hint="give each of them with its weight")
+        raise ConfigError(f"--reward {parsed.name} is a sum of rewards", hint="give each of them with its weight")
     return reward
-
-
-def _made(flag: str, kind: Callable[..., Any], options: Mapping[str, object]) -> RewardFunction:
-    try:
-        return cast(RewardFunction, kind(**options))
-    except ForgeError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{flag}: {getattr(kind, '__name__', kind)} cannot be created: {type(error).__name__}: {error}",
-            hint="give a function, an object, or a class whose constructor takes no arguments",
-        ) from error

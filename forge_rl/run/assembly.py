@@ -7,7 +7,7 @@ import contextlib
 import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,11 +17,11 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.errors import ConfigError
-from forge_rl.gateway import GatewayConfig, GeneratorBackend
+from forge_rl.gateway.backend import GeneratorBackend
 from forge_rl.gateway.tools import ToolParser
 from forge_rl.metrics.recorder import FOLDER as EPISODES
 from forge_rl.metrics.vocabulary import write_vocabulary
-from forge_rl.rollout.agents import serving_agents
+from forge_rl.rollout.agent_runner import GATEWAY, AgentRunner
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.examples import ExampleMaker, Examples
@@ -46,7 +46,8 @@ from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.run.preparation import PreparedRun
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import RolloutServices, Services, gpus_taken
+from forge_rl.run.service_set import RolloutServices, Services
+from forge_rl.run.services import gpus_taken
 from forge_rl.run.setup import AgentPlayer, RunSetup
 from forge_rl.runtime.jobs.joining import controller_address
 from forge_rl.tokens.template_args import read_template_args
@@ -225,8 +226,8 @@ async def _running_episodes(
     """Provide the function that runs an episode: by an agent at a gateway, or in the environments."""
     warn = prepared.monitor.log.warn
     if isinstance(player, AgentPlayer):
-        gateway = _with_parser(player.gateway or GatewayConfig(), config.tool_parser)
-        serving = serving_agents(
+        gateway = (player.gateway or GATEWAY["GatewayConfig"]()).with_parser(config.tool_parser)
+        serving: AbstractAsyncContextManager[AgentRunner] = GATEWAY["serving_agents"](
             player.agent, gateway, backend, tokenizer, services.reward, warn=warn, logs=prepared.folder / "logs"
         )
         async with serving as run_episode:
@@ -235,19 +236,6 @@ async def _running_episodes(
         assert services.environment is not None, "somebody plays the episodes"
         parser = ToolParser(config.tool_parser, tokenizer, warn=warn)
         yield EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
-
-
-def _with_parser(gateway: GatewayConfig, name: str) -> GatewayConfig:
-    """Return the gateway's settings with the run's tool parser.
-
-    Raises:
-        ConfigError: both name one, and not the same.
-    """
-    if name and gateway.tool_parser not in ("", name):
-        raise ConfigError(
-            f"--tool-parser is {name}, and --gateway.tool-parser is {gateway.tool_parser}", hint="set one of them"
-        )
-    return replace(gateway, tool_parser=name or gateway.tool_parser)
 
 
 def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str], None]) -> None:

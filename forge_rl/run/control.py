@@ -10,16 +10,16 @@ import functools
 import itertools
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.episode_files import write_episodes
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.recording import trained_episodes
-from forge_rl.run.services import nothing_generated
+from forge_rl.run.service_set import nothing_generated
 
 if TYPE_CHECKING:
-    from forge_rl.run.elastic import ElasticHosts
     from forge_rl.run.policy_gateway import PolicyGateway
     from forge_rl.run.run import Run
 
@@ -27,10 +27,19 @@ _MOST_TEMPERATURE = 10.0
 _MOST_PROMPTS = 1024
 
 
+class HostRegistry(Protocol):
+    """Takes hosts into a live run, and lets them go, as `ElasticHosts` does."""
+
+    def states(self) -> dict[str, str]: ...
+    def meeting_point(self) -> dict[str, str]: ...
+    async def join(self, name: str, address: str, services: Sequence[str] = ()) -> str: ...
+    async def leave(self, name: str) -> None: ...
+
+
 class Control:
     """Answers requests of attached clients; each public method is a request."""
 
-    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway | None, hosts: ElasticHosts) -> None:
+    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway | None, hosts: HostRegistry) -> None:
         self._run = run
         self._hosts = hosts
         self._live = live

@@ -12,7 +12,7 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run.hosts import RunHosts, ask_hosts, sound_hosts, write_hosts
 from forge_rl.run.preparation import PreparedRun
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import Services, nothing_generated
+from forge_rl.run.service_set import Services, nothing_generated
 from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.jobs.joining import attach_host, controller_address
 

@@ -9,7 +9,7 @@ from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.monitor import RunEnd, RunMonitor
 from forge_rl.run.run import Run
-from forge_rl.run.services import Services
+from forge_rl.run.service_set import Services
 
 
 class Ending:

@@ -19,15 +19,18 @@ from forge_rl.flags.command_line import parse
 from forge_rl.run.run_dir import choose_folder
 from forge_rl.run.target import on_target
 from forge_rl.runtime.isolation import Isolation
-from forge_rl.runtime.jobs.allocation import AllocationJob
 from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.protocol import SubmittedJob
+from forge_rl.runtime.jobs.protocol import LedJob, SubmittedJob
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
+from forge_rl.system.lazy import LazyNames
 from forge_rl.system.streams import outlive_readers
 from forge_rl.system.terminal import shortened, visible
 from forge_rl.system.variables import hide
 
 C = TypeVar("C")
+
+_FORECAST: LazyNames[Callable[[object], None]] = LazyNames({"show": "forge_rl.run.show_forecast:show_forecast"})
+"""Plans of machines that are not here, which few commands ask for."""
 
 _LAST_S = 20.0
 """Time in which tasks that a run has left end, and a program that got a second signal; then it exits."""
@@ -74,7 +77,7 @@ def launch(
         elif vars(config).get("dry_run"):
             print(job.describe(_command()))
             status = 0
-        elif isinstance(job, AllocationJob) and not job.leads:
+        elif isinstance(job, LedJob) and not job.leads:
             status = 0
         else:
             isolation = vars(config).get("isolation", Isolation())
@@ -110,10 +113,9 @@ def _show_plan(config: object) -> None:
     """Show the plan of a run on this machine, or on the one that `--on` names."""
     from forge_rl.run.plan import show_plan
     from forge_rl.run.run_config import RunConfig
-    from forge_rl.run.show_forecast import show_forecast
 
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
-    (show_forecast if config.target.on else show_plan)(config)
+    (_FORECAST["show"] if config.target.on else show_plan)(config)
 
 
 async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
-from forge_rl.gateway.requests import most_scored_tokens
+from forge_rl.gateway.backend import most_scored_tokens
 from forge_rl.runtime.commands import run_command
 from forge_rl.system.folders import make_private, write_whole
 from forge_rl.system.terminal import visible

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from forge_rl.errors import CheckpointError, Fault
 from forge_rl.metrics import (
@@ -26,10 +27,20 @@ from forge_rl.metrics import (
 from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.metrics.status import event_of
 from forge_rl.metrics.step_lines import writing
-from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Faults
 from forge_rl.system.redaction import without_credentials
+
+
+class SavedStep(Protocol):
+    """A step that was saved, as `Checkpoint` is."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def model(self) -> Path: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +55,9 @@ class RunEnd:
     seconds: float
     scores: Mapping[int, float] = field(default_factory=dict)
     """Score of the first set that is evaluated, by step."""
-    checkpoint: Checkpoint | None = None
+    checkpoint: SavedStep | None = None
     """The last one."""
-    best: Checkpoint | None = None
+    best: SavedStep | None = None
 
 
 class RunMonitor:

@@ -8,7 +8,7 @@ from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.live import LiveSettings
-from forge_rl.run.services import Services
+from forge_rl.run.service_set import Services
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from typing import Any
 
-from forge_rl.gateway import Backend, Gateway, GatewayConfig
+from forge_rl.gateway.backend import Backend
+from forge_rl.rollout.agent_runner import GATEWAY
 from forge_rl.tokens.tokenizer import Tokenizer
 
 
@@ -27,7 +29,7 @@ class PolicyGateway:
         self._tokenizer = tokenizer
         self._warn = warn
         self._key = secrets.token_urlsafe(32)
-        self._gateway: Gateway | None = None
+        self._gateway: Any = None
         self._opening = asyncio.Lock()
 
     async def open(self) -> dict[str, object]:
@@ -35,7 +37,10 @@ class PolicyGateway:
         length."""
         async with self._opening:
             if self._gateway is None:
-                gateway = Gateway(GatewayConfig(), self._backend, self._tokenizer, api_key=self._key, warn=self._warn)
+                settings = GATEWAY["GatewayConfig"]()
+                gateway = GATEWAY["Gateway"](
+                    settings, self._backend, self._tokenizer, api_key=self._key, warn=self._warn
+                )
                 try:
                     await gateway.start()
                 except BaseException:

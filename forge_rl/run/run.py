@@ -26,7 +26,7 @@ from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.parts import RunParts
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import RolloutServices, nothing_generated
+from forge_rl.run.service_set import RolloutServices, nothing_generated
 from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.processes import idle_collection
@@ -268,6 +268,8 @@ class Run(Generic[C]):
         Args:
             advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`. Given examples have none.
         """
+        if advantages is None:
+            advantages = batch.rewards
         with self.phase("train"):
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)
             temperature = self.generator.sampling.temperature if self._generates else 1.0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -15,7 +15,6 @@ from forge_rl.engines.devices import gpus
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.speculation import read_speculation
 from forge_rl.envs.protocol import EnvFactory
-from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.placement import DeviceHandover
@@ -23,6 +22,7 @@ from forge_rl.run.checks import CheckedRun
 from forge_rl.run.hosts import RunHosts
 from forge_rl.run.preparation import PreparedRun
 from forge_rl.run.run_config import RunConfig
+from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.services.environment import Environment
@@ -49,60 +49,6 @@ class _Stoppable(Protocol):
 
 C = TypeVar("C", bound=RunConfig)
 S = TypeVar("S", bound=_Stoppable)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutServices:
-    """Handles of the services that generate and score episodes."""
-
-    generator: Generator
-    weights: WeightStore
-    reward: RewardService
-    environment: Environment | None
-    """None if an agent plays the episodes."""
-    devices: DeviceHandover
-    """Hands shared devices back and forth between trainers and generator."""
-    teachers: Teachers | None = None
-
-    async def publish(self, trainer: Trainer) -> int:
-        """Publish the trainer's weights and load them into the engines; returns their version."""
-        version = await trainer.publish(self.weights, dtype=self.generator.dtype)
-        await self.generator.load(self.weights, version)
-        return version
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: tokens without a finite logprob, drafted ones, the time of each
-        transition, use of the KV caches, bytes written to a mirror, sandbox sessions of rewards, and environments whose
-        process died."""
-        metrics = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
-        metrics |= self.generator.pop_metrics() | self.weights.pop_metrics() | self.reward.pop_metrics()
-        drafts = self.generator.drain_drafts()
-        if drafts.tokens and read_speculation(self.generator.config.speculation) is not None:
-            metrics |= {"rollout/drafted": float(drafts.drafted), "rollout/accepted": float(drafts.accepted)}
-            metrics["rollout/drafting"] = drafts.share_of_steps
-        return metrics if self.environment is None else metrics | self.environment.pop_metrics()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Services:
-    """Handles of all services of a run."""
-
-    trainer: Trainer
-    critic: Trainer | None = None
-    rollout: RolloutServices | None = None
-    """None if the run generates nothing: it trains on given examples, and evaluates by the loss."""
-
-    @property
-    def trainers(self) -> tuple[Trainer, ...]:
-        """The trainer and, if there is one, the critic: saved together, and rolled back together if one dies."""
-        return (self.trainer,) if self.critic is None else (self.trainer, self.critic)
-
-
-def nothing_generated() -> ConfigError:
-    """Return the error for using what a run on given examples does not have."""
-    return ConfigError(
-        "the run has no engines: it trains on given examples", hint="take batches from run.examples; publish nothing"
-    )
 
 
 @contextlib.asynccontextmanager

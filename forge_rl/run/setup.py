@@ -10,9 +10,8 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError
-from forge_rl.gateway import GatewayConfig
 from forge_rl.rewards.peers import as_reward
-from forge_rl.rollout.agents import Agent
+from forge_rl.rollout.agent_runner import Agent, AgentGateway
 from forge_rl.rollout.examples import ExampleFn
 from forge_rl.services.reward import RewardFunction, parts_of
 from forge_rl.services.teachers_config import TeachersConfig
@@ -27,7 +26,7 @@ class AgentPlayer:
     agent: Agent | str
     """Function that plays an episode. A string, MODULE:FUNCTION or FILE.py:FUNCTION, names one that runs in its own
     process."""
-    gateway: GatewayConfig | None = None
+    gateway: AgentGateway | None = None
     """Settings of the gateway; None for the defaults."""
     environment: AgentEnvironment | None = None
     """What the agent is a part of, if it is: its processes run as long as the run."""
@@ -64,7 +63,7 @@ class Rollouts:
         cls,
         environment: AgentEnvironment,
         *,
-        gateway: GatewayConfig | None = None,
+        gateway: AgentGateway | None = None,
         teachers: TeachersConfig | None = None,
     ) -> Rollouts:
         """Return the rollouts of an environment that plays and scores whole episodes itself."""

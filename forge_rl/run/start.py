@@ -18,8 +18,7 @@ from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, RunStopped
 from forge_rl.flags.fields import changed_flags
-from forge_rl.gateway import GatewayConfig
-from forge_rl.rollout.agents import Agent
+from forge_rl.rollout.agent_runner import Agent, AgentGateway
 from forge_rl.rollout.examples import ExampleFn
 from forge_rl.run.assembly import assemble
 from forge_rl.run.checks import check
@@ -284,8 +283,8 @@ class Start(Starting[C]):
     agent: Agent | str | None = None
     """Plays the episodes instead of environments, calling the policy through a gateway. A string, MODULE:FUNCTION or
     FILE.py:FUNCTION, names one that runs in its own process."""
-    gateway: GatewayConfig | None = None
-    """Settings of the gateway for the agent; None for the defaults."""
+    gateway: AgentGateway | None = None
+    """Settings of the gateway for the agent, a `GatewayConfig`; None for the defaults."""
     critic: CriticConfig | None = None
     """Settings of a critic, a value model in a trainer service of its own: `Run.critic`. By default there is none."""
     teachers: TeachersConfig | None = None

@@ -15,7 +15,7 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.gap import describe_gap
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import Services
+from forge_rl.run.service_set import Services
 from forge_rl.types import Batch
 
 

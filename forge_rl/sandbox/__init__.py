@@ -8,8 +8,9 @@ Names are imported on first use: the fork server imports neighbours of this file
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from forge_rl.system.lazy import LazyNames
 
 if TYPE_CHECKING:
     from forge_rl.sandbox.durable import DurableSession as DurableSession
@@ -31,18 +32,28 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.workspaces.repositories import Checkout as Checkout
     from forge_rl.sandbox.workspaces.repositories import RepositoryStore as RepositoryStore
 
-_HOMES = {
-    **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
-    **dict.fromkeys(("DurableSession", "DurableSessions"), "durable"),
-    "E2BPool": "providers.e2b",
-    "Pool": "pool",
-    "RemotePool": "providers.remote",
-    "SandboxPool": "protocol",
-    "SandboxSession": "protocol",
-    **dict.fromkeys(("Checkout", "RepositoryStore"), "workspaces.repositories"),
-    "PoolSession": "session",
-    **dict.fromkeys(("run_code", "shared_pool"), "shared"),
-}
+_NAMES: LazyNames[object] = LazyNames(
+    {
+        "CellError": "forge_rl.sandbox.limits:CellError",
+        "Checkout": "forge_rl.sandbox.workspaces.repositories:Checkout",
+        "DurableSession": "forge_rl.sandbox.durable:DurableSession",
+        "DurableSessions": "forge_rl.sandbox.durable:DurableSessions",
+        "E2BPool": "forge_rl.sandbox.providers.e2b:E2BPool",
+        "Image": "forge_rl.sandbox.limits:Image",
+        "Limits": "forge_rl.sandbox.limits:Limits",
+        "Pool": "forge_rl.sandbox.pool:Pool",
+        "PoolSession": "forge_rl.sandbox.session:PoolSession",
+        "RemotePool": "forge_rl.sandbox.providers.remote:RemotePool",
+        "RepositoryStore": "forge_rl.sandbox.workspaces.repositories:RepositoryStore",
+        "Result": "forge_rl.sandbox.limits:Result",
+        "SandboxError": "forge_rl.sandbox.limits:SandboxError",
+        "SandboxPool": "forge_rl.sandbox.protocol:SandboxPool",
+        "SandboxSession": "forge_rl.sandbox.protocol:SandboxSession",
+        "Usage": "forge_rl.sandbox.limits:Usage",
+        "run_code": "forge_rl.sandbox.shared:run_code",
+        "shared_pool": "forge_rl.sandbox.shared:shared_pool",
+    }
+)
 __all__ = [
     "CellError",
     "Checkout",
@@ -66,6 +77,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return _NAMES[name]

@@ -225,7 +225,6 @@ class DurableSession:
             action = _Action(
                 code=code, wall_s=wall_s, options={name: value for name, value in options.items() if value}
             )
-            key = content_key(self._keys[-1].hex(), *action.about)
 
             async def compute() -> tuple[str, bool]:
                 ran.append(await self._run(action))
@@ -234,8 +233,9 @@ class DurableSession:
                 return text, not self._ended and (error is None or error.name not in _BY_SANDBOX)
 
             if cache is None:
-                await compute()
+                ran.append(await self._run(action))
             else:
+                key = content_key(self._keys[-1].hex(), *action.about)
                 text, self.was_kept = await cache.get(key, compute)
                 if not ran:
                     try:

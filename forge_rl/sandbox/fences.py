@@ -36,10 +36,10 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
     return blocks
 
 
-def last_code(text: str) -> str | None:
-    """Return the last fenced block of Python; the whole text if it has no fence; None if all blocks are in other
-    languages."""
-    blocks = fenced_code(text)
+def last_code(text: str, languages: Collection[str] = PYTHON) -> str | None:
+    """Return the last fenced block in one of these languages; the whole text if it has no fence; None if all blocks are
+    in other languages."""
+    blocks = fenced_code(text, languages)
     if blocks:
         return blocks[-1]
     return None if any(map(_fence, text.splitlines())) else text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +25,11 @@ class Language:
     """Program and arguments."""
     compile: tuple[str, ...] = ()
     """Program and arguments of the compiler; () for languages that are not compiled."""
+
+    @property
+    def fences(self) -> frozenset[str]:
+        """What a fence says of the language: nothing, or the suffix of its files."""
+        return frozenset({"", self.file.rpartition(".")[2]})
 
 
 _GO = "GOCACHE=/tmp/go-build GOFLAGS=-p=1 GOTOOLCHAIN=local"
@@ -70,6 +77,27 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
 """The languages by name. Go compiles its standard library on first use: give it 512 MiB of files and a minute."""
 
 
+def check_language(name: str) -> None:
+    """Check that this machine has a language.
+
+    Raises:
+        ConfigError: it is unknown, or its compiler or interpreter is not installed.
+    """
+    command = ["bash", "-c", f"set -o pipefail; {_named(name).version}"]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
+        raise ConfigError(
+            f"{name} is not installed: `{command[2]}` fails", hint="install it for all users of this machine"
+        )
+
+
+def _named(name: str) -> Language:
+    if name in LANGUAGES:
+        return LANGUAGES[name]
+    close = difflib.get_close_matches(name, LANGUAGES, n=1)
+    suggestion = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"unknown language {name!r:.80}", hint=f"{suggestion}languages: {', '.join(sorted(LANGUAGES))}")
+
+
 async def installed(session: PoolSession) -> dict[str, str]:
     """Return the version of each language that a session has."""
     versions = {}
@@ -97,9 +125,7 @@ async def run_source(
         ConfigError: the language is unknown.
         SandboxError: the session has ended before, or the sandbox failed.
     """
-    if language not in LANGUAGES:
-        raise ConfigError(f"unknown language {language!r:.80}", hint=f"choose from {', '.join(LANGUAGES)}")
-    toolchain = LANGUAGES[language]
+    toolchain = _named(language)
     await session.put(toolchain.file, source.encode("utf-8", "replace"))
     if toolchain.compile:
         result = await session.run(toolchain.compile, wall_s=wall_s)

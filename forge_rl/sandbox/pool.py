@@ -10,6 +10,7 @@ import resource
 import warnings
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -41,58 +42,55 @@ _ASKED_FOR = 16
 """Latest sessions whose limits say which ones to keep warm."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Pool:
     """Sessions that run untrusted Python on this machine, each confined and within limits.
 
-        async with Pool() as pool, pool.session() as session:
-            result = await session.run("sum(range(10))")
-
-    Args:
-        profile: "standard", or "strict" for namespaces of each session's own; strict costs more time and memory.
-            "process" runs command lines, in any language, with bubblewrap. Without root, only these two work.
-        limits: of sessions that are opened without limits of their own.
-        warm: sessions kept started for the next that are opened, with the limits that were asked for of late.
-        sessions: how many may be open, forks included; None for as many as memory and open files allow.
-        memory_bytes: of all sessions together; None for three quarters of what the machine has available now.
-        servers: fork servers that share the work; None for one per CPU, at most 8.
-        packages: folders of packages that sessions may import, such as a site-packages folder; they can read all of it.
-        preload: modules imported before sessions are forked.
-        without: layers of isolation that may be missing on this machine: "cgroup", "landlock", "seccomp".
+    async with Pool() as pool, pool.session() as session:
+        result = await session.run("sum(range(10))")
     """
 
-    def __init__(
-        self,
-        *,
-        profile: Profile = "standard",
-        limits: Limits | None = None,
-        warm: int = 4,
-        sessions: int | None = None,
-        memory_bytes: int | None = None,
-        servers: int | None = None,
-        packages: Sequence[str | Path] = (),
-        preload: Sequence[str] = PRELOADED,
-        without: Sequence[str] = (),
-    ) -> None:
-        self.limits = limits or Limits()
-        self.most = _most_sessions() if sessions is None else sessions
-        self.servers = min(8, os.cpu_count() or 1) if servers is None else servers
-        for name, value, minimum in (("warm", warm, 0), ("servers", self.servers, 1)):
+    profile: Profile = "standard"
+    """"standard", or "strict" for namespaces of each session's own; strict costs more time and memory. "process" runs
+    command lines, in any language, with bubblewrap. Without root, only these two work."""
+    limits: Limits = field(default_factory=Limits)
+    """Limits of sessions that are opened without limits of their own."""
+    warm: int = 4
+    """Number of sessions kept started for the next that are opened, with the limits that were asked for of late."""
+    sessions: int | None = None
+    """How many may be open, forks included; None for as many as memory and open files allow."""
+    memory_bytes: int | None = None
+    """Memory of all sessions together; None for three quarters of what the machine has available now."""
+    servers: int | None = None
+    """Number of fork servers that share the work; None for one per CPU, at most 8."""
+    packages: Sequence[str | Path] = ()
+    """Folders of packages that sessions may import, such as a site-packages folder; they can read all of it."""
+    preload: Sequence[str] = PRELOADED
+    """Modules imported before sessions are forked."""
+    without: Sequence[str] = ()
+    """Layers of isolation that may be missing on this machine: "cgroup", "landlock", "seccomp"."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for settings that cannot work."""
+        self.most = _most_sessions() if self.sessions is None else self.sessions
+        self._num_servers = min(8, os.cpu_count() or 1) if self.servers is None else self.servers
+        for name, value, minimum in (("warm", self.warm, 0), ("servers", self._num_servers, 1)):
             if value < minimum:
                 raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {minimum} or more")
         if self.most < 1:
             raise ConfigError(f"there is room for {self.most} sessions", hint="free memory, or raise `ulimit -n`")
-        if profile not in ("standard", "strict", "process"):
-            raise ConfigError(f"Pool(profile={profile!r})", hint="profiles are standard, strict and process")
-        if unknown := set(without) - set(_OPTIONAL):
+        if self.profile not in ("standard", "strict", "process"):
+            raise ConfigError(f"Pool(profile={self.profile!r})", hint="profiles are standard, strict and process")
+        if unknown := set(self.without) - set(_OPTIONAL):
             raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
-        memory_bytes = _available_bytes() * 3 // 4 if memory_bytes is None else memory_bytes
+        memory_bytes = _available_bytes() * 3 // 4 if self.memory_bytes is None else self.memory_bytes
         self._settings = ServerSettings(
-            profile=profile,
-            packages=[_packages(folder) for folder in packages],
-            preload=[] if profile == "process" else list(preload),
-            without=list(without),
-            memory_bytes=memory_bytes // self.servers,
-            processes=int(Path("/proc/sys/kernel/pid_max").read_text()) // 2 // self.servers,
+            profile=self.profile,
+            packages=[_packages(folder) for folder in self.packages],
+            preload=[] if self.profile == "process" else list(self.preload),
+            without=list(self.without),
+            memory_bytes=memory_bytes // self._num_servers,
+            processes=int(Path("/proc/sys/kernel/pid_max").read_text()) // 2 // self._num_servers,
         )
         self.hosts: list[Host] = []
         self._starting_servers = asyncio.Lock()
@@ -103,7 +101,7 @@ class Pool:
         """Sessions opened so far, "warm" and "fresh", without those in a workspace, which are never warm."""
         self._warm: deque[tuple[Limits, Body]] = deque()
         self._warming: Counter[Limits] = Counter()
-        self._most_warm = warm
+        self._most_warm = self.warm
         self._asked_for: deque[Limits] = deque([self.limits], maxlen=_ASKED_FOR)
         """Limits of the latest sessions, in whose proportions warm ones are kept."""
         self._told = set[str]()
@@ -218,7 +216,7 @@ class Pool:
 
     async def _start(self, limits: Limits, workspace: str | None = None) -> Body:
         async with self._starting:
-            if len(self.hosts) < self.servers or any(host.lost for host in self.hosts):
+            if len(self.hosts) < self._num_servers or any(host.lost for host in self.hosts):
                 await self._start_servers()
             host = min(self.hosts, key=lambda host: len(host.sessions))
             name = str(next(self._names))
@@ -248,7 +246,7 @@ class Pool:
             lost_hosts = [host for host in self.hosts if host.lost]
             self.hosts = [host for host in self.hosts if not host.lost]
             await asyncio.gather(*(host.close() for host in lost_hosts))
-            while len(self.hosts) < self.servers:
+            while len(self.hosts) < self._num_servers:
                 host = await Host.start(self._settings)
                 self.hosts.append(host)
                 for layer, reason in host.missing.items():

@@ -71,10 +71,11 @@ def check_shared_pool() -> None:
 
 
 @contextlib.asynccontextmanager
-async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
-    """Yield the shared pool to as many users at a time as there are CPUs, so that their time limits are fair."""
-    pool = await shared_pool()
-    async with _pools()[asyncio.get_running_loop(), (), default_profile()].cpus:
+async def a_cpu_of_shared_pool(profile: Profile | None = None) -> AsyncIterator[Pool]:
+    """Yield the shared pool of a profile to as many users at a time as there are CPUs, so that their time limits are
+    fair."""
+    pool = await shared_pool(profile=profile)
+    async with _pools()[asyncio.get_running_loop(), (), profile or default_profile()].cpus:
         yield pool
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import tyro
 
 from forge_rl.errors import ConfigError
+from forge_rl.flags.texts import option_value
 
 TemplateArgTexts: TypeAlias = Annotated[
     tuple[str, ...],
@@ -26,7 +26,7 @@ _RESERVED = frozenset(
 
 
 def read_template_args(texts: Sequence[str]) -> dict[str, object]:
-    """Read NAME=VALUE texts; a value that is not JSON is text.
+    """Read NAME=VALUE texts, whose values are read as those of other options.
 
         read_template_args(["enable_thinking=false", "reasoning_effort=high"])
 
@@ -42,10 +42,7 @@ def read_template_args(texts: Sequence[str]) -> dict[str, object]:
             raise ConfigError(
                 f"--template-args sets {name}, which is not the user's to set", hint="name a variable of the template"
             )
-        try:
-            args[name] = json.loads(value)
-        except ValueError:
-            args[name] = {"True": True, "False": False, "None": None}.get(value, value)
+        args[name] = option_value(value)
     return args
 
 

@@ -160,8 +160,6 @@ class DeltaSubscriber:
         """Version that is held; None before the first, and after an error that left none."""
         self.tensors: dict[str, torch.Tensor] = {}
         """The version's tensors by name, on CPU, in the published order; the next update changes them in place."""
-        self.received_bytes = 0
-        """Bytes of all parts read so far."""
         self._folder = DeltaFolder(address)
         self._most_bytes = most_bytes
         self._expected = expected
@@ -249,7 +247,6 @@ class DeltaSubscriber:
         self.version, self._number = None, None
         for part, size in enumerate(header.parts):
             data = memoryview(self._folder.read(number, part, size))
-            self.received_bytes += size
             for tensor in header.tensors:
                 if tensor.part == part and tensor.kind != "same":
                     try:

@@ -271,7 +271,7 @@ def _check_names(dataset: str, params: Mapping[str, object]) -> None:
     if unknown:
         raise TaskError(
             f"data set {dataset!r} has no parameter {', '.join(map(repr, unknown))}",
-            hint=f"it has: {', '.join(param_names)}",
+            hint=suggest(unknown[0], param_names, "its options are"),
         )
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Mapping
+from typing import Any
 
-from forge_rl.flags.options import read_options
+from forge_rl.flags.options import build
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.runtime.jobs.protocol import Job, SubmittedJob
+from forge_rl.system.lazy import LazyNames
 
-JOBS: Mapping[str, str] = {
-    "local": "forge_rl.runtime.jobs.local:LocalJob",
-    "allocation": "forge_rl.runtime.jobs.allocation:AllocationJob",
-    "slurm": "forge_rl.runtime.jobs.slurm:SlurmJob",
-    "kubernetes": "forge_rl.runtime.jobs.kubernetes:KubernetesHosts",
-    "process": "forge_rl.runtime.jobs.process:ProcessHosts",
-}
-"""Kinds of jobs by name, as MODULE:CLASS, imported on first use: frozen dataclasses whose fields are the options.
-KIND:VALUE sets the first field."""
+JOBS: LazyNames[type[Any]] = LazyNames(
+    {
+        "local": "forge_rl.runtime.jobs.local:LocalJob",
+        "allocation": "forge_rl.runtime.jobs.allocation:AllocationJob",
+        "slurm": "forge_rl.runtime.jobs.slurm:SlurmJob",
+        "kubernetes": "forge_rl.runtime.jobs.kubernetes:KubernetesHosts",
+        "process": "forge_rl.runtime.jobs.process:ProcessHosts",
+    }
+)
+"""Kinds of jobs by name: frozen dataclasses whose fields are the options. KIND:VALUE sets the first field."""
 
 
 def build_job(text: str) -> Job | SubmittedJob:
@@ -34,12 +35,11 @@ def build_job(text: str) -> Job | SubmittedJob:
     parsed = parse(text, "--job", bundled=JOBS, takes_argument=True, takes_weight=False)
     if parsed.name not in JOBS:
         raise parsed.wrong(f"unknown kind of job {parsed.name!r}", suggest(parsed.name, JOBS, "kinds"))
-    module, _, name = JOBS[parsed.name].partition(":")
-    kind = getattr(importlib.import_module(module), name)
+    kind = JOBS[parsed.name]
     if parsed.argument:
         fields = [field.name for field in dataclasses.fields(kind)]
         if not fields:
             raise parsed.wrong(f"{parsed.name} has no options", f"write --job {parsed.name}")
         parsed = dataclasses.replace(parsed, raw_params={fields[0]: parsed.argument, **parsed.raw_params})
-    job: Job | SubmittedJob = kind(**read_options(parsed, kind))
+    job: Job | SubmittedJob = build(parsed, kind)
     return job

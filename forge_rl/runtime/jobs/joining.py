@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.addresses import is_trusted
 from forge_rl.runtime.cluster import quiet_stderr
-from forge_rl.runtime.jobs.launched import identifier
 from forge_rl.system.terminal import clipped
 
 if TYPE_CHECKING:
@@ -81,6 +80,11 @@ def attach_host(name: str, address: str, *, may_be_public: bool) -> HostMesh:
         from monarch.actor import attach_to_workers
 
         return attach_to_workers(name=identifier(name), ca="trust_all_connections", workers=[address])
+
+
+def identifier(name: str) -> str:
+    """Return a host's name as Monarch may have it."""
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
 
 
 def _is_own_socket(path: Path) -> bool:

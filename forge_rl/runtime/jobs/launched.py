@@ -15,6 +15,7 @@ from forge_rl.errors import ConfigError, InfrastructureError
 from forge_rl.runtime.addresses import is_trusted, url
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.jobs.host import MARK
+from forge_rl.runtime.jobs.joining import identifier
 from forge_rl.runtime.jobs.protocol import JobListener
 
 if TYPE_CHECKING:
@@ -215,8 +216,3 @@ def _message(line: str) -> tuple[str, str]:
                 if isinstance(value, str):
                     return key, value
     return "", ""
-
-
-def identifier(name: str) -> str:
-    """Return a host's name as Monarch may have it."""
-    return "".join(letter if letter.isalnum() else "_" for letter in name)

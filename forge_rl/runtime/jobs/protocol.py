@@ -64,6 +64,16 @@ class Job(Protocol):
 
 
 @runtime_checkable
+class LedJob(Protocol):
+    """A job that starts the command in several processes, of which one leads the run."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process leads; the others end at once."""
+        ...
+
+
+@runtime_checkable
 class ReplacingJob(Protocol):
     """A job that can also get a live run another host, in the place of one that died."""
 

@@ -87,6 +87,23 @@ class _RunningCommand:
                 signal.pidfd_send_signal(self.first, signal.SIGKILL)
 
 
+@dataclass(kw_only=True)
+class _Command:
+    """A command to run, and its limits."""
+
+    argv: list[str]
+    stdin: bytes = b""
+    wall_s: float
+    output_bytes: int
+    """Maximum bytes of each output to keep; one byte more is kept of a longer output."""
+    cpu_s: float | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
+    """Where it starts, below the workspace or its home."""
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """Places of folders of the session's, with their names."""
+
+
 @dataclass
 class _CommandEnd:
     """How a command ended."""
@@ -129,7 +146,7 @@ class Commands:
 
     def check(self) -> str:
         """Run a command; return why bubblewrap cannot, or ""."""
-        ended = self._execute(["true"], b"", wall_s=_FILE_S, output_bytes=1 << 12)
+        ended = self._execute(_Command(argv=["true"], wall_s=_FILE_S, output_bytes=1 << 12))
         return "" if ended.status == 0 else ended.err.decode("utf-8", "replace").strip() or f"status {ended.status}"
 
     def _run(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
@@ -137,16 +154,17 @@ class Commands:
         argv = [self._shell, "-c", line] if isinstance(line, str) else list(map(str, line))
         error: list[str] | None = None
         try:
-            ended = self._execute(
-                argv,
-                data,
+            command = _Command(
+                argv=argv,
+                stdin=data,
                 wall_s=float(message["wall_s"]),
                 cpu_s=message["cpu_s"],
                 output_bytes=self.output_bytes,
-                env=message["env"],
+                env=message["env"] or {},
                 folder=str(message["folder"]),
                 folders=message["folders"],
             )
+            ended = self._execute(command)
         except (OSError, ValueError) as raised:
             ended = _CommandEnd(None, b"", b"", "", False, 0.0, 0)
             error = ["NotStarted", str(raised), ""]
@@ -175,15 +193,14 @@ class Commands:
 
     def _put(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         """Write a file by a command, which has the rights of commands: a link leads nowhere that they could not go."""
-        ended = self._execute(
-            ["/bin/sh", "-c", _PUT, "sh", str(message["path"])], data, wall_s=_FILE_S, output_bytes=1 << 12
-        )
+        argv = ["/bin/sh", "-c", _PUT, "sh", str(message["path"])]
+        ended = self._execute(_Command(argv=argv, stdin=data, wall_s=_FILE_S, output_bytes=1 << 12))
         return frames.encode({} if ended.status == 0 else {"failed": _complaint(ended)})
 
     def _get(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         max_bytes = int(message["most"])
         argv = ["/bin/sh", "-c", _GET, "sh", str(message["path"]), str(max_bytes + 1)]
-        ended = self._execute(argv, b"", wall_s=_FILE_S, output_bytes=max_bytes)
+        ended = self._execute(_Command(argv=argv, wall_s=_FILE_S, output_bytes=max_bytes))
         if ended.status != 0:
             return frames.encode({"failed": _complaint(ended)})
         if len(ended.out) > max_bytes:
@@ -202,35 +219,21 @@ class Commands:
 
         return cells.become_two(self, message, descriptors, settle)
 
-    def _execute(
-        self,
-        argv: list[str],
-        data: bytes,
-        *,
-        wall_s: float,
-        output_bytes: int,
-        cpu_s: float | None = None,
-        env: dict[str, str] | None = None,
-        folder: str = "",
-        folders: Mapping[str, str] = {},
-    ) -> _CommandEnd:
+    def _execute(self, command: _Command) -> _CommandEnd:
         """Run a command to its end, and to the end of all that it has started.
-
-        Args:
-            data: its standard input.
-            output_bytes: maximum bytes of each output to keep; one byte more is kept of a longer output.
 
         Raises:
             OSError: no process can be started.
             ValueError: an argument or variable contains a NUL.
         """
         start_cpu_s, start_kills = self._cpu_s(), self._count("kills")
-        arguments = [*self._confinement(env or {}, folder, folders), "--", *argv]
+        arguments = [*self._confinement(command.env, command.folder, command.folders), "--", *command.argv]
         if any("\0" in argument for argument in arguments):
             raise ValueError("a command contains a NUL")
-        running, stdin = self._start(arguments, output_bytes, cpu_s)
+        running, stdin = self._start(arguments, command.output_bytes, command.cpu_s)
+        end_cpu_s = None if command.cpu_s is None else start_cpu_s + command.cpu_s
         try:
-            self._attend(running, stdin, data, wall_s, None if cpu_s is None else start_cpu_s + cpu_s)
+            self._attend(running, stdin, command.stdin, command.wall_s, end_cpu_s)
         finally:
             _end(running)
         out, err, report = (bytes(buffer) for buffer, _ in running.streams.values())

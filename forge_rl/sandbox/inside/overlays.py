@@ -10,7 +10,7 @@ import os
 import signal
 import stat
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from forge_rl.sandbox.inside import kernel
 
@@ -24,6 +24,15 @@ _OPTIONS = "lowerdir=/base,upperdir=/changes/upper,workdir=/changes/work,redirec
 
 
 _OPAQUE = "trusted.overlay.opaque"
+
+
+class ForkFolder(NamedTuple):
+    """Where a fork's workspace will be, which does not exist."""
+
+    scratch: str
+    """The scratch folder, in which sessions run and may do anything."""
+    name: str
+    uid: int
 
 
 def mount(base: int, scratch: str, uid: int, *, most_bytes: int, most_files: int) -> int:
@@ -40,9 +49,7 @@ def mount(base: int, scratch: str, uid: int, *, most_bytes: int, most_files: int
     return _mounted(base, users, place, uid, None, most_bytes=most_bytes, most_files=most_files)
 
 
-def mount_fork(
-    base: int, changes: int, scratch: str, name: str, uid: int, space: int, *, most_bytes: int, most_files: int
-) -> int:
+def mount_fork(base: int, changes: int, place: ForkFolder, space: int, *, most_bytes: int, most_files: int) -> int:
     """Mount an overlay with a copy of another's changes; return a descriptor of its own folder of changes.
 
     Sessions run in the scratch folder meanwhile, and may do anything there. Leaves this process in their namespace.
@@ -50,20 +57,19 @@ def mount_fork(
     Args:
         base: a descriptor of its own from `kernel.detached`.
         changes: the descriptor that `mount` returned for the other.
-        name: of the overlay's folder, which does not exist.
         space: descriptor of the mount namespace in which the scratch folder is seen.
 
     Raises:
         OSError: the changes do not fit, or the folder exists.
     """
-    users = _user_namespace(base, uid)  # while /proc is this process's
+    users = _user_namespace(base, place.uid)  # while /proc is this process's
     kernel.enter_mounts(space)
-    place = make_folder(scratch, name, uid)
+    folder = make_folder(*place)
     kernel.unshare(kernel.NEW_MOUNTS)  # others make overlays by the same hidden folders
-    changes_fd = _mounted(base, users, "/merged", uid, changes, most_bytes=most_bytes, most_files=most_files)
+    changes_fd = _mounted(base, users, "/merged", place.uid, changes, most_bytes=most_bytes, most_files=most_files)
     overlay = kernel.detached("/merged")
     kernel.enter_mounts(space)
-    kernel.attach_at(overlay, place)
+    kernel.attach_at(overlay, folder)
     return changes_fd
 
 

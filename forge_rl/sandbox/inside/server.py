@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from forge_rl.sandbox.inside import cells, cgroups, commands, frames, kernel, overlays, seccomp, surroundings
 from forge_rl.sandbox.inside.confinement import MOST_FILES, Confinement, Lineage
@@ -121,6 +121,16 @@ def _serve(channel: socket.socket, tree: cgroups.CgroupTree, config: dict[str, A
             channel.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
     os._exit(0)
+
+
+class _GroupFds(NamedTuple):
+    """Descriptors by which a process enters the cgroups of its session."""
+
+    doors: list[int]
+    last_doors: list[int]
+    """Those entered when all is ready."""
+    unified: int | None
+    """The group of version 2, which a process can be forked into."""
 
 
 class _SessionServer:
@@ -257,9 +267,8 @@ class _SessionServer:
                 lineage.init = kernel.fork_into(None, surroundings.NAMESPACES)
                 if lineage.init == 0:
                     shows = functools.partial(_show_workspace, lineage, limits, *workspace)
-                    self._become_init(
-                        lineage, limits, control, doors, last, unified, birth, shows if workspace else None
-                    )
+                    group = _GroupFds(doors, last, unified)
+                    self._become_init(lineage, limits, control, group, birth, shows if workspace else None)
                 birth.close()
                 self.inits[lineage.init] = lineage
             else:
@@ -277,9 +286,7 @@ class _SessionServer:
         lineage: Lineage,
         limits: dict[str, Any],
         control: int,
-        doors: list[int],
-        last: list[int],
-        unified: int | None,
+        group: _GroupFds,
         birth: socket.socket,
         show_workspace: Callable[[], None] | None,
     ) -> NoReturn:
@@ -292,11 +299,11 @@ class _SessionServer:
             if show_workspace is not None:
                 show_workspace()
             signal.set_wakeup_fd(-1)
-            if kernel.fork_into(unified) == 0:
+            if kernel.fork_into(group.unified) == 0:
                 birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
                 birth.recv(1)
                 self.confinement.show_proc()
-                self.confinement.become_session(lineage, limits, control, doors, last)
+                self.confinement.become_session(lineage, limits, control, group.doors, group.last_doors)
             os.closerange(3, MOST_FILES)
             self.confinement.become_user(lineage.uid)
             kernel.forbid_privileges()
@@ -351,9 +358,10 @@ class _SessionServer:
                     signal.set_wakeup_fd(-1)
                     for door in doors:
                         os.write(door, b"0")
-                    place, space = (lineage.folder, overlays.fork_name(name), lineage.uid), self._space_of(lineage)
+                    place = overlays.ForkFolder(lineage.folder, overlays.fork_name(name), lineage.uid)
+                    space = self._space_of(lineage)
                     if message["is_overlay"]:
-                        changes_fd = overlays.mount_fork(base, changes, *place, space, **bounds)
+                        changes_fd = overlays.mount_fork(base, changes, place, space, **bounds)
                     else:  # the fork itself copies it
                         kernel.enter_mounts(space)
                         changes_fd = overlays.make_folder(*place)

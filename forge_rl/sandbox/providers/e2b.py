@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
-from forge_rl.sandbox.providers.web import HttpError, WebClient, json_object
+from forge_rl.sandbox.providers.web import HttpError, HttpRequest, WebClient, json_object
 from forge_rl.sandbox.providers.wire import SandboxWireError, image_of
 from forge_rl.system.variables import api_key as key_in
 
@@ -30,6 +30,7 @@ _MOST_SMALL = 1 << 20
 _GONE = (404, 410, 502)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class E2BPool:
     """Sessions in sandboxes that are rented from E2B, with the methods of `Pool`; each costs money while it is open.
 
@@ -39,42 +40,35 @@ class E2BPool:
     Sessions cannot be forked or undone. Of `Limits`, time, output and transfers hold; CPUs, memory and disk are the
     template's. Without `internet`, sandboxes reach no network.
 
-    Args:
-        template: that runs E2B's code interpreter.
-        limits: of sessions that are opened without limits of their own.
-        sessions: how many may be open.
-        idle_s: a sandbox ends if it is not used for this long, also if this program is gone.
-        internet: let sandboxes reach the internet.
-        api_key_env: environment variable with the key.
-        api_url: of E2B's API, or of an installation of one's own.
-        sandbox_url: of a port of a sandbox, with {port}, {id} and {domain}.
-
     Raises:
-        ConfigError: the variable is not set, or a number is too low.
+        ConfigError: the variable of the key is not set, or a number is too low.
     """
 
-    def __init__(
-        self,
-        *,
-        template: str = "code-interpreter-v1",
-        limits: Limits | None = None,
-        sessions: int = 20,
-        idle_s: float = 300.0,
-        internet: bool = False,
-        api_key_env: str = "E2B_API_KEY",
-        api_url: str = "https://api.e2b.app",
-        sandbox_url: str = "https://{port}-{id}.{domain}",
-    ) -> None:
-        self.limits = limits or Limits()
-        self.most = sessions
-        self.idle_s = idle_s
+    template: str = "code-interpreter-v1"
+    """Template that runs E2B's code interpreter."""
+    limits: Limits = field(default_factory=Limits)
+    """Limits of sessions that are opened without limits of their own."""
+    sessions: int = 20
+    """How many may be open."""
+    idle_s: float = 300.0
+    """A sandbox ends if it is not used for this long, also if this program is gone."""
+    internet: bool = False
+    """Let sandboxes reach the internet."""
+    api_key_env: str = "E2B_API_KEY"
+    """Environment variable with the key."""
+    api_url: str = "https://api.e2b.app"
+    """Address of E2B's API, or of an installation of one's own."""
+    sandbox_url: str = "https://{port}-{id}.{domain}"
+    """Address of a port of a sandbox, with {port}, {id} and {domain}."""
+
+    def __post_init__(self) -> None:
+        self.most = self.sessions
         check_flags(self, "E2BPool:", minimum={"most": 1, "idle_s": 1})
-        self.sandbox_url = sandbox_url
-        self.client = WebClient("E2B", most_requests=2 * sessions)
-        self._new = {"templateID": template, "secure": True, "allow_internet_access": internet}
-        self._api_url = api_url.rstrip("/")
-        self._headers = {"x-api-key": key_in("E2BPool", api_key_env)}
-        self._places = asyncio.Semaphore(sessions)
+        self.client = WebClient("E2B", most_requests=2 * self.sessions)
+        self._new = {"templateID": self.template, "secure": True, "allow_internet_access": self.internet}
+        self._api_url = self.api_url.rstrip("/")
+        self._headers = {"x-api-key": key_in("E2BPool", self.api_key_env)}
+        self._places = asyncio.Semaphore(self.sessions)
         self._open: set[E2BSession] = set()
 
     async def __aenter__(self) -> E2BPool:
@@ -138,13 +132,8 @@ class E2BPool:
             SandboxError: E2B refuses, or does not answer properly.
         """
         try:
-            return await self.client.ask(
-                *(method, self._api_url + path),
-                headers=self._headers,
-                body=body,
-                most_bytes=_MOST_SMALL,
-                limit_s=limit_s,
-            )
+            request = HttpRequest(method=method, url=self._api_url + path, headers=self._headers, body=body)
+            return await self.client.ask(request, most_bytes=_MOST_SMALL, limit_s=limit_s)
         except HttpError as error:
             hint = {401: "check the key", 429: "open fewer sessions at a time"}.get(error.status, "")
             raise SandboxError(f"E2B refused ({error.status}): {error.text[:500]}", hint=hint) from None
@@ -200,16 +189,16 @@ class E2BSession:
         async with self._lock:
             await self._extend(wall_s)
             heard, began = _CellOutput(self.limits), time.perf_counter()
-            body = {"code": code, "context_id": None, "language": None, "env_vars": None}
+            request = HttpRequest(
+                method="POST",
+                url=f"{self._url(_KERNEL_PORT)}/execute",
+                headers=self.rented.headers,
+                body={"code": code, "context_id": None, "language": None, "env_vars": None},
+            )
             try:
                 async with (
                     asyncio.timeout(wall_s),
-                    self._pool.client.stream(
-                        *("POST", f"{self._url(_KERNEL_PORT)}/execute"),
-                        headers=self.rented.headers,
-                        body=body,
-                        limit_s=wall_s + _GRACE_S,
-                    ) as arriving,
+                    self._pool.client.stream(request, limit_s=wall_s + _GRACE_S) as arriving,
                 ):
                     await heard.all(arriving)
             except TimeoutError:
@@ -277,14 +266,14 @@ class E2BSession:
         async with self._lock:
             await self._extend(_FILE_S)
             try:
-                return await self._pool.client.ask(
-                    *(method, f"{self._url(_FILES_PORT)}/files"),
+                request = HttpRequest(
+                    method=method,
+                    url=f"{self._url(_FILES_PORT)}/files",
                     headers=self.rented.headers,
                     params={"path": path, "username": "user"},
                     file=data,
-                    most_bytes=most_bytes,
-                    limit_s=_FILE_S,
                 )
+                return await self._pool.client.ask(request, most_bytes=most_bytes, limit_s=_FILE_S)
             except HttpError as error:
                 if error.status == 502:
                     raise await self._failed(error) from None

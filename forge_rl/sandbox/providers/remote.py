@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import Limits, Result, SandboxError
-from forge_rl.sandbox.providers.web import HttpError, WebClient, json_object
+from forge_rl.sandbox.providers.web import HttpError, HttpRequest, WebClient, json_object
 from forge_rl.sandbox.providers.wire import SandboxWireError, limits_from_json, result_from_json, unpacked
 from forge_rl.system.variables import api_key as key_in
 
@@ -123,9 +123,8 @@ class RemotePool:
             SandboxError: the server refuses, or does not answer properly.
         """
         try:
-            data = await self._client.ask(
-                method, self.url + path, headers=self._headers, body=body, most_bytes=most_bytes, limit_s=limit_s
-            )
+            request = HttpRequest(method=method, url=self.url + path, headers=self._headers, body=body)
+            data = await self._client.ask(request, most_bytes=most_bytes, limit_s=limit_s)
         except HttpError as error:
             raise _refusal(error) from None
         return json_object(data, self._client.service)

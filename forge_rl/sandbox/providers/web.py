@@ -25,6 +25,20 @@ class HttpError(Exception):
     """The start of its body."""
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HttpRequest:
+    """A request; its headers may hold a secret."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str]
+    body: object = None
+    """Sent as JSON, unless it is None."""
+    params: Mapping[str, str] | None = None
+    file: bytes | None = None
+    """Sent as the only file of a form, instead of a body."""
+
+
 class WebClient:
     """Sends requests to one service; `close` ends it. Redirects are errors, and headers appear in no message.
 
@@ -44,23 +58,10 @@ class WebClient:
         """Close all connections."""
         await self._client.aclose()
 
-    async def ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str],
-        body: object = None,
-        params: Mapping[str, str] | None = None,
-        file: bytes | None = None,
-        most_bytes: int,
-        limit_s: float,
-    ) -> bytes:
+    async def ask(self, request: HttpRequest, *, most_bytes: int, limit_s: float) -> bytes:
         """Send a request and return the body of its answer.
 
         Args:
-            body: sent as JSON, unless it is None.
-            file: sent as the only file of a form, instead of a body.
             most_bytes: longest answer.
             limit_s: time for the whole request.
 
@@ -69,9 +70,7 @@ class WebClient:
             SandboxError: the answer is too large, or incomplete at the deadline.
         """
         parts = bytearray()
-        async with self.stream(
-            method, url, headers=headers, body=body, params=params, file=file, limit_s=limit_s
-        ) as arriving:
+        async with self.stream(request, limit_s=limit_s) as arriving:
             async for part in arriving:
                 parts += part
                 if len(parts) > most_bytes:
@@ -79,29 +78,19 @@ class WebClient:
         return bytes(parts)
 
     @asynccontextmanager
-    async def stream(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str],
-        body: object = None,
-        params: Mapping[str, str] | None = None,
-        file: bytes | None = None,
-        limit_s: float,
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def stream(self, request: HttpRequest, *, limit_s: float) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send a request; the parts of its answer's body arrive inside the context. See `ask`."""
         timeout = httpx.Timeout(limit_s, connect=min(limit_s, _CONNECT_S))
         try:
             async with (
                 asyncio.timeout(limit_s),
                 self._client.stream(
-                    method,
-                    url,
-                    headers={"accept-encoding": "identity", **headers},
-                    json=body,
-                    params=params,
-                    files=None if file is None else {"file": ("file", file)},
+                    request.method,
+                    request.url,
+                    headers={"accept-encoding": "identity", **request.headers},
+                    json=request.body,
+                    params=request.params,
+                    files=None if request.file is None else {"file": ("file", request.file)},
                     timeout=timeout,
                 ) as response,
             ):
