@@ -32,7 +32,7 @@ def test_a_task_group_raises_the_forge_error():
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_failure_in_a_task_group_is_no_cancellation_of_its_parent(ended: bool):
+async def test_a_failure_in_a_task_group_is_no_cancellation_of_its_parent(ended: bool):
     async def overcome() -> None:
         with contextlib.suppress(ExceptionGroup):
             async with TaskGroup() as group:
@@ -46,56 +46,47 @@ def test_a_failure_in_a_task_group_is_no_cancellation_of_its_parent(ended: bool)
         await overcame.wait()
         raise ForgeError("late")
 
-    async def main() -> None:
-        with pytest.raises(ForgeError, match="late"), interrupted_by(fail_then):
-            await overcome()
-
     overcame = asyncio.Event()
 
-    asyncio.run(main())
+    with pytest.raises(ForgeError, match="late"), interrupted_by(fail_then):
+        await overcome()
 
 
-def test_a_task_group_cancels_its_children_with_its_parent_and_waits_for_those_that_they_start():
-    async def main() -> None:
-        ends: list[str] = []
-        started = asyncio.Event()
+async def test_a_task_group_cancels_its_children_with_its_parent_and_waits_for_those_that_they_start():
+    ends: list[str] = []
+    started = asyncio.Event()
 
-        async def child(name: str, group: TaskGroup | None = None) -> None:
-            try:
-                await asyncio.sleep(0)
-                if group is not None:
-                    group.create_task(child("started late"))
-                await asyncio.sleep(0 if group is None else 60)
-            except asyncio.CancelledError:
-                name += ", cancelled"
-                raise
-            finally:
-                ends.append(name)
-                started.set()
+    async def child(name: str, group: TaskGroup | None = None) -> None:
+        try:
+            await asyncio.sleep(0)
+            if group is not None:
+                group.create_task(child("started late"))
+            await asyncio.sleep(0 if group is None else 60)
+        except asyncio.CancelledError:
+            name += ", cancelled"
+            raise
+        finally:
+            ends.append(name)
+            started.set()
 
-        async def parent() -> None:
-            async with TaskGroup() as group:
-                group.create_task(child("first", group))
+    async def parent() -> None:
+        async with TaskGroup() as group:
+            group.create_task(child("first", group))
 
-        task = asyncio.create_task(parent())
-        await started.wait()
-        assert not task.done()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ends == ["started late", "first, cancelled"]
-
-    asyncio.run(main())
+    task = asyncio.create_task(parent())
+    await started.wait()
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ends == ["started late", "first, cancelled"]
 
 
-def test_a_body_ends_with_the_error_that_interrupts_it():
-    async def main() -> None:
-        with pytest.raises(ForgeError, match="late"), interrupted_by(lambda: fail(ForgeError("late"))):
-            await asyncio.Event().wait()
-        assert asyncio.current_task().cancelling() == 0
-        await asyncio.sleep(0)  # the task is not left cancelled
-
-    asyncio.run(main())
+async def test_a_body_ends_with_the_error_that_interrupts_it():
+    with pytest.raises(ForgeError, match="late"), interrupted_by(lambda: fail(ForgeError("late"))):
+        await asyncio.Event().wait()
+    assert asyncio.current_task().cancelling() == 0
+    await asyncio.sleep(0)  # the task is not left cancelled
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -122,81 +113,69 @@ def test_a_body_that_ends_by_itself_is_not_interrupted(raises: bool):
         asyncio.run(main())
 
 
-def test_what_a_body_makes_of_its_interruption_counts():
+async def test_what_a_body_makes_of_its_interruption_counts():
     async def body() -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             raise ValueError("mine") from None
 
-    async def main() -> None:
-        with pytest.raises(ValueError, match="mine"), interrupted_by(lambda: fail(ForgeError("late"))):
-            await body()
-        assert asyncio.current_task().cancelling() == 0
-
-    asyncio.run(main())
+    with pytest.raises(ValueError, match="mine"), interrupted_by(lambda: fail(ForgeError("late"))):
+        await body()
+    assert asyncio.current_task().cancelling() == 0
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_cancellation_from_elsewhere_stays_one(interrupted: bool):
-    async def main() -> None:
-        started = asyncio.Event()
-        inner = asyncio.Event()
+async def test_a_cancellation_from_elsewhere_stays_one(interrupted: bool):
+    started = asyncio.Event()
+    inner = asyncio.Event()
 
-        async def watch() -> None:
-            await inner.wait()
-            raise ForgeError("late")
+    async def watch() -> None:
+        await inner.wait()
+        raise ForgeError("late")
 
-        async def body() -> None:
-            with interrupted_by(watch):
-                started.set()
-                await asyncio.Event().wait()
-
-        task = asyncio.create_task(body())
-        await started.wait()
-        if interrupted:  # in the same turn of the loop, before the body runs again
-            inner.set()
-            asyncio.get_running_loop().call_soon(task.cancel)
-        else:
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-
-
-def test_of_two_interruptions_the_outer_one_wins():
-    async def main() -> None:
-        with (
-            pytest.raises(ForgeError, match="outer"),
-            interrupted_by(lambda: fail(ForgeError("outer"))),
-            interrupted_by(lambda: fail(ForgeError("inner"))),
-        ):
+    async def body() -> None:
+        with interrupted_by(watch):
+            started.set()
             await asyncio.Event().wait()
-        assert asyncio.current_task().cancelling() == 0
 
-    asyncio.run(main())
+    task = asyncio.create_task(body())
+    await started.wait()
+    if interrupted:  # in the same turn of the loop, before the body runs again
+        inner.set()
+        asyncio.get_running_loop().call_soon(task.cancel)
+    else:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_an_endable_task_is_as_a_task_until_it_is_ended():
-    async def check() -> None:
-        async def works(outcome: object) -> object:
-            async with asyncio.timeout(60):
-                await asyncio.sleep(0)
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
+async def test_of_two_interruptions_the_outer_one_wins():
+    with (
+        pytest.raises(ForgeError, match="outer"),
+        interrupted_by(lambda: fail(ForgeError("outer"))),
+        interrupted_by(lambda: fail(ForgeError("inner"))),
+    ):
+        await asyncio.Event().wait()
+    assert asyncio.current_task().cancelling() == 0
 
-        assert await EndableTask(works(3)).task == 3
-        with pytest.raises(ValueError, match="mine"):
-            await EndableTask(works(ValueError("mine"))).task
-        waiting = EndableTask(asyncio.Event().wait())
-        await asyncio.sleep(0)
-        waiting.task.cancel()
-        await asyncio.wait([waiting.task])
-        assert waiting.task.cancelled()
 
-    asyncio.run(check())
+async def test_an_endable_task_is_as_a_task_until_it_is_ended():
+    async def works(outcome: object) -> object:
+        async with asyncio.timeout(60):
+            await asyncio.sleep(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert await EndableTask(works(3)).task == 3
+    with pytest.raises(ValueError, match="mine"):
+        await EndableTask(works(ValueError("mine"))).task
+    waiting = EndableTask(asyncio.Event().wait())
+    await asyncio.sleep(0)
+    waiting.task.cancel()
+    await asyncio.wait([waiting.task])
+    assert waiting.task.cancelled()
 
 
 @pytest.mark.parametrize("tries", [2, 10**9])
