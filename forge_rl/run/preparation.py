@@ -254,7 +254,7 @@ async def check(
     model = await asyncio.to_thread(keep, "--model", config.model, model, weights=reference)
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
-    architecture = await asyncio.to_thread(read_architecture, model)
+    architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
     unused = [] if architecture.quantized else check_weights(model, architecture, values=values)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress, keep)
@@ -272,7 +272,7 @@ async def check(
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
-        architecture = await asyncio.to_thread(read_architecture, model)
+        architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
         unused = check_weights(model, architecture, values=values)
     if unused:
         log.warn(

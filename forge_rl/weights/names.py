@@ -46,6 +46,19 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SameNames:
+    """Names of a model whose weights have those of the folder's files, as on transformers' own modelling code."""
+
+    head: str = "lm_head.weight"
+    """Hugging Face's name of the head: VALUE_HEAD in a value model."""
+
+    def parts(self, name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
+        """List the one published tensor that a block of a weight belongs to; see `Names.parts`."""
+        hf_name = self.head if name == "lm_head.weight" else name
+        yield Part(name=hf_name, shape=tuple(shape), tensor_slice=tensor_slice or TensorSlice.whole(shape))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Names:
     """Weight names of one model family.
 

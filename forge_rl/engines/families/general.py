@@ -1,0 +1,249 @@
+"""Models without a native family: read from config.json by transformers, whose own code trains them.
+
+Whatever is refused is refused here, from config.json and the model's structure, before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_rl.engines.families.family import Architecture, Family
+from forge_rl.errors import ForgeError, ModelError
+from forge_rl.models.hf_folder import EMBEDDING, HEAD
+from forge_rl.models.quantized import refusal
+from forge_rl.weights.names import SameNames
+
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers whose masks `titan.general_attention` makes."""
+_CAN = "the trainer takes decoders of full, sliding-window and chunked attention"
+
+
+def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
+    """Read the dimensions of a model that transformers' own code trains.
+
+    Args:
+        path: config.json, for messages.
+        values: its content.
+
+    Raises:
+        ModelError: transformers does not know the model, or it has parts that cannot be trained on packed rows.
+    """
+    model_type = values.get("model_type")
+    _check_kind(path, values)
+    config = _load_config(path)
+    _check_layers(path, config, _class_of(config))
+    heads = _whole(path, config, "num_attention_heads")
+    dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    window_layers = [
+        index for index in range(layers) if layer_types is None or layer_types[index] == "sliding_attention"
+    ]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope.get("rope_type"), str):  # none, or one for each kind of layer
+        rope = {"rope_type": "default"}
+    if isinstance(original := getattr(config, "original_max_position_embeddings", None), int):
+        rope = {"original_max_position_embeddings": original, **rope}
+    family = Family(
+        model_type=str(model_type), read=_unused, names=SameNames(), layer=_unused, set_sharding=_unused, general=True
+    )
+    return Architecture(
+        family=family,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or dim // heads,
+        hidden_dim=_whole(path, config, "intermediate_size"),
+        vocab=_whole(path, config, "vocab_size"),
+        norm_eps=float(getattr(config, "rms_norm_eps", 1e-6) or 1e-6),
+        max_positions=_whole(path, config, "max_position_embeddings"),
+        rope=rope,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        window=window if window and window_layers else None,
+        window_layers=tuple(window_layers) if window else (),
+        counted=sum(shape.numel() for shape in weight_shapes(path.parent).values()),
+    )
+
+
+def weight_shapes(folder: Path) -> Mapping[str, torch.Size]:
+    """Return the shape of each of a model's weights by name, as transformers' code has them; a tied head is left out.
+
+    Raises:
+        ModelError: the model's parts are not where the trainer expects them.
+    """
+    path = folder / "config.json"
+    return _weight_shapes(folder, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
+    path = folder / "config.json"
+    causal = causal_model(folder)
+    base = causal.base_model_prefix
+    head = getattr(causal, "lm_head", None)
+    problem = ""
+    if base != "model" or not isinstance(getattr(getattr(causal, "model", None), "layers", None), nn.ModuleList):
+        problem = "has no model.layers"
+    elif causal.get_input_embeddings() is not getattr(causal.model, "embed_tokens", None):
+        problem = "has no model.embed_tokens"
+    elif not isinstance(head, nn.Linear) or head.bias is not None:
+        problem = "has no lm_head without bias"
+    if problem:
+        raise ModelError(
+            f"{path}: transformers' {type(causal).__name__} {problem}, and the trainer needs it",
+            hint="use a model of another architecture",
+        )
+    tied = causal.config.tie_word_embeddings
+    return {name: weight.shape for name, weight in causal.named_parameters() if not (tied and name == HEAD)}
+
+
+def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
+    """Build transformers' model of a folder with its weights on the meta device and its buffers in memory.
+
+    Weights have torch's default dtype. Buffers that the files hold become weights that are not trained.
+
+    Args:
+        tied: whether embedding and head are one weight; by default as config.json says.
+        implementation: name of the attention function.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _load_config(folder / "config.json")
+    if tied is not None:
+        config.tie_word_embeddings = tied
+    try:
+        with _weights_on_meta():
+            causal = AutoModelForCausalLM.from_config(
+                config, attn_implementation=implementation, dtype=torch.get_default_dtype(), trust_remote_code=False
+            )
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise _unreadable(folder / "config.json", error) from error
+    if config.tie_word_embeddings:
+        causal.lm_head.weight = causal.get_input_embeddings().weight
+    for module in causal.modules():
+        for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
+            buffer = module._buffers.pop(name)
+            if buffer is not None:
+                module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
+    return causal
+
+
+def _check_kind(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise ModelError unless transformers itself has a causal language model of this type."""
+    from transformers import __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = values.get("model_type")
+    if "vision_config" in values or "audio_config" in values:
+        raise ModelError(
+            f"{path} has model_type {model_type!r:.80}: the model also takes images or sound, and only text models are "
+            "supported",
+            hint="use the text model of the same family, if there is one",
+        )
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        note = ", and its own code (auto_map) is never run" if values.get("auto_map") else ""
+        raise ModelError(
+            f"{path} has model_type {model_type!r:.80}, which transformers {__version__} has no causal language model "
+            f"for{note}",
+            hint="use a model that transformers has itself, or a newer transformers",
+        )
+    if values.get("quantization_config"):
+        unsupported = refusal(values["quantization_config"], model_type) or "quantised weights"
+        raise ModelError(
+            f"{path} asks for {unsupported}, which the trainer cannot read",
+            hint="use the model's bfloat16 files: usually the same name without AWQ, GPTQ, FP8 or 4bit",
+        )
+
+
+def _check_layers(path: Path, config: Any, model: Any) -> None:
+    """Raise ModelError if a model has layers that cannot be trained on packed rows."""
+    problem = ""
+    kinds = getattr(config, "layer_types", None) or ()
+    if other_kinds := sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS}):
+        problem = f"has layers of {', '.join(other_kinds)}, whose state would run on from one episode into the next"
+    elif getattr(model, "_is_stateful", False):
+        problem = "has recurrent layers, whose state would run on from one episode into the next"
+    elif not getattr(model, "_supports_attention_backend", False):
+        problem = "has attention of its own in place of transformers' attention interface"
+    elif getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        problem = "is no decoder"
+    elif "dynamic" in _rope_types(config):
+        problem = "has RoPE of type 'dynamic', whose angles depend on the longest episode of a row"
+    if problem:
+        raise ModelError(
+            f"{path}: a {config.model_type!r} {problem}", hint=f"use a model of another architecture: {_CAN}"
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return {str(part["rope_type"]) for part in parts if "rope_type" in part}
+
+
+def _load_config(path: Path) -> Any:
+    """Load a config of a type that transformers has; the model's own code is not run."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path.parent, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _class_of(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ModelError(
+        f"transformers cannot build the model that {path} describes: {cause:.300}",
+        hint="download or export the model again",
+    )
+
+
+def _whole(path: Path, config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ModelError(
+            f"{path}: {name} is {value!r:.80}, not a whole number above 0", hint="download or export the model again"
+        )
+    return value
+
+
+def _unused(*_: Any, **__: Any) -> Any:
+    raise AssertionError("only native families have it")
+
+
+@contextlib.contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Have the modules that this thread makes put their weights on the meta device, and their buffers in memory."""
+    original, thread = nn.Module.register_parameter, threading.get_ident()
+
+    def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and threading.get_ident() == thread:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
