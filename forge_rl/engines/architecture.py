@@ -9,23 +9,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.engines.families.general import read_general, weight_shapes
 from forge_rl.engines.protocol import Modelling
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, tensor_files
+from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, stored_bytes, tensor_files
 from forge_rl.weights.names import VALUE_HEAD, Names
 
 __all__ = ["Architecture", "check_weights", "predicting_layers", "read_architecture", "stored_bytes"]
 
 _TRAINED = (".weight", ".bias")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-def stored_bytes(folder: Path) -> int:
-    """Return the size of a model's weights on disk, which most models store in bfloat16."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def predicting_layers(folder: Path, architecture: Architecture) -> int:
@@ -53,8 +50,10 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
     stored_names = tensor_files(folder).keys()
     described_names = _weight_names(architecture)
     if architecture.family.general:
-        shapes = weight_shapes(folder)
-        described_names = iter(shapes if architecture.tied else [*(name for name in shapes if name != HEAD), HEAD])
+        parts_of, shapes = architecture.family.names.parts, dict(weight_shapes(folder))
+        if not architecture.tied:  # also where config.json ties the two
+            shapes[HEAD] = torch.Size((architecture.vocab, architecture.dim))
+        described_names = (part.name for name, shape in shapes.items() for part in parts_of(name, shape))
     names = (name for name in described_names if not (values and name == HEAD))
     needed_names = set(itertools.islice(names, len(stored_names) + 1))  # a crafted config.json can describe billions
     if missing_names := sorted(needed_names - stored_names):
@@ -81,7 +80,8 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
 def _weight_names(architecture: Architecture) -> Iterator[str]:
     """List the names of all weights of a native family's model."""
     a, family = architecture, architecture.family
-    assert isinstance(family.names, Names) and family.names.head == HEAD
+    assert isinstance(family.names, Names)
+    assert family.names.head == HEAD
     yield from (EMBEDDING, "model.norm.weight") if a.tied else (EMBEDDING, "model.norm.weight", HEAD)
     for layer in range(a.layers):
         is_sparse = a.experts is not None and layer in a.experts.layers

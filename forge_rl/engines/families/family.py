@@ -137,6 +137,8 @@ class Architecture:
     """True if the folder holds quantised weights, which are dequantised."""
     counted: int = 0
     """Number of weights, counted in a model that these dimensions do not describe; 0 if they do."""
+    folder: Path | None = None
+    """Folder of a model that transformers' code builds; None for native families."""
 
     @property
     def weights(self) -> int:

@@ -17,12 +17,13 @@ from torch import nn
 
 from forge_rl.engines.families.family import Architecture, Family
 from forge_rl.errors import ForgeError, ModelError
-from forge_rl.models.hf_folder import EMBEDDING, HEAD
+from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
 from forge_rl.models.quantized import refusal
 from forge_rl.weights.names import SameNames
 
 _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers whose masks `titan.general_attention` makes."""
+_STEERING = "e_score_correction_bias"
 _CAN = "the trainer takes decoders of full, sliding-window and chunked attention"
 
 
@@ -52,8 +53,14 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         rope = {"rope_type": "default"}
     if isinstance(original := getattr(config, "original_max_position_embeddings", None), int):
         rope = {"original_max_position_embeddings": original, **rope}
+    shapes = weight_shapes(path.parent)
     family = Family(
-        model_type=str(model_type), read=_unused, names=SameNames(), layer=_unused, set_sharding=_unused, general=True
+        model_type=str(model_type),
+        read=_unused,
+        names=file_names(path.parent),
+        layer=_unused,
+        set_sharding=_unused,
+        general=True,
     )
     return Architecture(
         family=family,
@@ -70,7 +77,8 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         window=window if window and window_layers else None,
         window_layers=tuple(window_layers) if window else (),
-        counted=sum(shape.numel() for shape in weight_shapes(path.parent).values()),
+        counted=sum(shape.numel() for shape in shapes.values()),
+        folder=path.parent,
     )
 
 
@@ -97,13 +105,63 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
         problem = "has no model.embed_tokens"
     elif not isinstance(head, nn.Linear) or head.bias is not None:
         problem = "has no lm_head without bias"
+    elif any(name.endswith(_STEERING) for name, _ in causal.named_parameters()):
+        problem = "chooses experts by biases in float32, which only native families keep so"
     if problem:
         raise ModelError(
-            f"{path}: transformers' {type(causal).__name__} {problem}, and the trainer needs it",
+            f"{path}: transformers' {type(causal).__name__} {problem}",
             hint="use a model of another architecture",
         )
     tied = causal.config.tie_word_embeddings
     return {name: weight.shape for name, weight in causal.named_parameters() if not (tied and name == HEAD)}
+
+
+def file_names(folder: Path) -> SameNames:
+    """Return how the folder's files name a model's weights, which is told by transformers' own table of conversions and
+    by the files.
+
+    Raises:
+        ModelError: the files hold something that only a conversion of values could load.
+    """
+    stored_names = set(tensor_files(folder)) if stored_bytes(folder) else set[str]()
+    return _file_names(folder, frozenset(stored_names), (folder / "config.json").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) -> SameNames:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    conversions = get_model_conversion_mapping(causal_model(folder), add_legacy=False)
+    merges = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renames = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+
+    def in_files(name: str) -> str:
+        """Undo renamings until the files have the name, for the first expert if it is a stack's."""
+        for rename in renames:
+            for source, target in zip(rename.source_patterns, rename.target_patterns, strict=False):
+                if name.format(0) not in stored_names and target in name:
+                    name = name.replace(target, source)
+        return name
+
+    renamed, stacks = dict[str, str](), dict[str, tuple[str, ...]]()
+    for name in weight_shapes(folder):
+        if not stored_names or name in stored_names:
+            continue
+        merge = next((merge for merge in merges if merge.target_patterns[0] in name), None)
+        if merge is None:
+            renamed[name] = in_files(name)
+            continue
+        dims = [(type(operation), getattr(operation, "dim", None)) for operation in merge.operations]
+        if dims not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            raise ModelError(
+                f"{folder}: transformers computes {name!r} from what the files hold, and the trainer could not give it "
+                "back",
+                hint=f"use a model of another architecture: {_CAN}",
+            )
+        sources = (source.replace("*", "{}") for source in merge.source_patterns)
+        stacks[name] = tuple(in_files(name.replace(merge.target_patterns[0], source)) for source in sources)
+    return SameNames(renamed={name: other for name, other in renamed.items() if name != other}, stacks=stacks)
 
 
 def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
@@ -132,6 +190,8 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
         raise
     except Exception as error:
         raise _unreadable(folder / "config.json", error) from error
+    if torch.get_default_dtype() == torch.float64:
+        causal.set_experts_implementation("eager")  # torch's product of groups has no float64
     if config.tie_word_embeddings:
         causal.lm_head.weight = causal.get_input_embeddings().weight
     for module in causal.modules():

@@ -14,8 +14,8 @@ from torchtitan.tools.utils import set_default_dtype
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.loading import load_weights
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
+from forge_rl.engines.titan.loading import load_weights
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism
 from forge_rl.engines.titan.shards import freeze, specs
@@ -51,7 +51,7 @@ def load_model(
     model: PolicyModel | GeneralModel
     if architecture.family.general:
         with set_default_dtype(state_dtype):
-            model = build_general(folder, architecture, values=values)
+            model = build_general(architecture, values=values)
     else:
         with torch.device("meta" if is_sharded else device), set_default_dtype(state_dtype):
             model = build_model(architecture, settings, values=values)

@@ -84,7 +84,9 @@ class RowMask:
         row = self.row
         is_visible = attends(row.until, q, k)
         if self.is_causal:
-            return is_visible if self.window is None else is_visible & (row.positions[q] - row.positions[k] < self.window)
+            return (
+                is_visible if self.window is None else is_visible & (row.positions[q] - row.positions[k] < self.window)
+            )
         is_visible = is_visible & self.rule(0, 0, row.positions[q], row.positions[k])
         return is_visible | ((q == k) & (row.trees[q] < 0))  # padding sees itself, so that no softmax is empty
 

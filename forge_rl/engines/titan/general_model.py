@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,9 +30,9 @@ class GeneralModel(nn.Module):
         logits = model(token_ids[None], positions[None], row)  # [1, L, V]
         scores = model(token_ids[None], positions[None], row, scored_indices=scored_indices, targets=targets)
 
-    Its weights have the names of the folder's files. What the model's own code does around its head, such as a factor on
-    the hidden states or a bound on the logits, is done by calling that code with the decoder and the head replaced by
-    what they returned.
+    Its weights have the names that transformers gives them, which are those of the folder's files. What the model's own
+    code does around its head, such as a factor on the hidden states or a bound on the logits, is done by calling that
+    code with the decoder and the head replaced by what they returned.
 
     Args:
         causal: transformers' model, with weights on the meta device and buffers in memory.
@@ -46,7 +47,9 @@ class GeneralModel(nn.Module):
     def __init__(self, causal: Any, architecture: Architecture, *, values: bool) -> None:
         super().__init__()
         config = ValueHead.Config if values else FloatHead.Config
-        self.names = SameNames(head=VALUE_HEAD) if values else SameNames()
+        names = architecture.family.names
+        assert isinstance(names, SameNames), "read_general gives them"
+        self.names = replace(names, head=VALUE_HEAD) if values else names
         self.enable_weight_tying = architecture.tied and not values
         self.model: Any = causal.base_model
         with torch.device("meta"):
@@ -130,19 +133,16 @@ class GeneralModel(nn.Module):
         disable_fsdp_gradient_division(self)
 
 
-def build_general(
-    folder: Any, architecture: Architecture, *, values: bool = False, everything_on_meta: bool = False
-) -> GeneralModel:
-    """Build a folder's model without its weights, which are on the meta device.
+def build_general(architecture: Architecture, *, values: bool = False) -> GeneralModel:
+    """Build a model with its weights on the meta device and its buffers in memory.
 
     Args:
         values: build a value model.
-        everything_on_meta: have buffers there too.
     """
+    assert architecture.folder is not None, "read_general gives it"
     register()
-    causal = causal_model(folder, tied=architecture.tied, implementation=IMPLEMENTATION)
-    model = GeneralModel(causal, architecture, values=values)
-    return model.to("meta") if everything_on_meta else model
+    causal = causal_model(architecture.folder, tied=architecture.tied, implementation=IMPLEMENTATION)
+    return GeneralModel(causal, architecture, values=values)
 
 
 class _Returns(nn.Module):

@@ -140,9 +140,7 @@ class Parallelism:
     def _shard_general(self, model: GeneralModel, dtype: torch.dtype) -> None:
         """Shard a model on transformers' code, with FSDP and HSDP alone."""
         settings, dims = self._settings, self._dims
-        recompute_activations(
-            model, settings.activation_checkpointing, offload=settings.enable_activation_offload
-        )
+        recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
         model.shard(
             dims.get_mesh([*(["dp_replicate"] if dims.dp_replicate_enabled else []), "fsdp"]),
             dtype=dtype,

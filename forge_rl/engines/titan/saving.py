@@ -75,7 +75,9 @@ class CheckpointWriter:
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model))
         return self._last
 
-    def _write(self, state: dict[str, Block], folder: Folder, source: Path, dtype: torch.dtype, names: Names | SameNames) -> None:
+    def _write(
+        self, state: dict[str, Block], folder: Folder, source: Path, dtype: torch.dtype, names: Names | SameNames
+    ) -> None:
         training = folder / "training"
 
         def write_state() -> None:

@@ -99,7 +99,9 @@ class RowScorer:
         return on_device(row, local_indices, self._device, split=split, observations=observations)
 
     @torch.no_grad()
-    def logprobs(self, model: PolicyModel | GeneralModel, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+    def logprobs(
+        self, model: PolicyModel | GeneralModel, rows: Sequence[Row], temperature: float
+    ) -> list[torch.Tensor]:
         """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
         device, empty on a pipeline stage without the head."""
         row_scores = (self.score(model, self.on_device(row), Scoring(temperature=temperature)) for row in rows)
