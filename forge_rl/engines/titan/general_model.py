@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -62,6 +64,9 @@ class GeneralModel(nn.Module):
             self.lm_head.transform = self._around_head.logits
         self._buffers_of_config = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self._config = causal.config
+        if torch.get_default_dtype() == torch.float64:
+            for layer in self.layers:
+                layer.forward = _in_float64(layer.forward)  # type: ignore[method-assign]
         self.eval()  # without dropout, in which the trainer's logprobs would differ from the engine's
 
     @property
@@ -217,6 +222,12 @@ def precision(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     return _InFloat64() if dtype == torch.float64 else contextlib.nullcontext()
 
 
-def recomputation_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return the contexts of a float64 block's forward pass and of its recomputation, for activation checkpointing."""
-    return contextlib.nullcontext(), _InFloat64()
+def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a block's forward pass, which activation checkpointing runs once more outside the model's."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _InFloat64():
+            return forward(*args, **kwargs)
+
+    return run
