@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 from benchmarks import layouts
 from forge_rl.engines.architecture import check_weights, read_architecture
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.factory import plan_training
+from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError, ModelError
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", GENERAL)
 def test_packed_rows_of_a_published_folder_equal_transformers_one_episode_at_a_time(name: str, tmp_path: Path):
     folder = write(name, tmp_path / "hf")
-    modelling = "transformers" if GENERAL[name].family == "llama" else "auto"
+    modelling = "transformers" if GENERAL[name].family in FAMILIES else "auto"
     architecture = read_architecture(folder, modelling)
     assert architecture.family.general
     assert not check_weights(folder, architecture)
@@ -84,6 +87,28 @@ def test_layouts_on_transformers_code_train_as_one_process(tmp_path: Path):
         assert max(deviation.worst, deviation.of_way) < 1e-10, (case, deviation)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "olmo2"])
+def test_a_plan_counts_the_weights_and_grows_with_the_row(family: str, tmp_path: Path):
+    make_model(tmp_path, family)
+    plans = [
+        plan_training(tmp_path, TrainSettings(dtype="float32", seq_len=tokens), ranks=1, reference=True)
+        for tokens in (64, 128)
+    ]
+    weights = 4 * sum(values.numel() for values in load_file(tmp_path / "model.safetensors").values())
+    assert [(plan.weights, plan.reference) for plan in plans] == [(weights, weights)] * 2
+    assert 0 < plans[0].activations < plans[1].activations
+    assert plans[0].head > 0
+
+
+def test_stacked_experts_are_named_as_the_files_have_them(tmp_path: Path):
+    make_model(tmp_path, "mixtral", num_local_experts=3)
+    stored, engine = load_file(tmp_path / "model.safetensors"), engine_of(tmp_path)
+    assert any("block_sparse_moe.experts.2.w3" in name for name in stored)
+    published = hf_weights(engine.model)
+    assert {spec.name: spec.shape for spec in engine.specs()} == {name: tuple(stored[name].shape) for name in stored}
+    assert all(torch.equal(published[name].float(), values) for name, values in stored.items())
+
+
 def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
     make_model(tmp_path, "olmo2")
     engine = TitanEngine(tmp_path, TrainSettings(dtype="float64", seq_len=128), values=True)
@@ -96,8 +121,9 @@ def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
     ("change", "message"),
     [
         ({"model_type": "nobody", "auto_map": {"AutoConfig": "x.Y"}}, "its own code .auto_map. is never run"),
-        ({"model_type": "mamba2"}, "mamba2"),
-        ({"model_type": "lfm2"}, "has layers of conv"),
+        ({"model_type": "mamba"}, "a 'mamba' has recurrent layers"),
+        ({"model_type": "mamba2"}, "cannot build the model .*: Inconsistent|cannot build the model .*hidden_size"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "has layers of conv"),
         ({"model_type": "qwen3_next"}, "has layers of linear_attention"),
         ({"model_type": "mistral", "vision_config": {}}, "takes images or sound"),
         ({"model_type": "mistral", "quantization_config": {"quant_method": "awq"}}, "cannot read"),
@@ -140,7 +166,7 @@ def test_native_modelling_of_another_family_is_refused(tmp_path: Path):
 
 
 def test_rows_longer_than_the_short_angles_of_longrope_are_refused(tmp_path: Path):
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "rope_theta": 1e4}
     make_model(tmp_path, "phi3", pad_token_id=0, original_max_position_embeddings=64, rope_parameters=rope)
     architecture = read_architecture(tmp_path)
     check_model(TrainSettings(seq_len=64), 1, architecture)
@@ -154,6 +180,37 @@ def test_an_attention_option_that_rows_do_not_have_is_refused_by_name():
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ForgeError, match="Module needs attention with position_bias"):
         attend(torch.nn.Module(), x, x, x, None, position_bias=x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["causal", "sliding", "chunked"])
+def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torchtitan.models.common.attention import FlexAttention
+    from transformers import masking_utils
+
+    from forge_rl.engines.titan import general_attention
+
+    monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", flex_attention)  # uncompiled, it runs on CPU
+    monkeypatch.setattr(general_attention, "create_attention_mask", create_block_mask)
+    row = rows_of(share_prefixes=True)[0]
+    rule = {
+        "causal": masking_utils.causal_mask_function,
+        "sliding": masking_utils.sliding_window_causal_mask_function(7),
+        "chunked": masking_utils.chunked_causal_mask_function(7, torch.zeros(1, dtype=torch.int64)),
+    }[kind]
+    config, size = SimpleNamespace(forge_rl_row=row), None if kind == "causal" else 7
+    mask = general_attention.mask_row(mask_function=rule, config=config, local_size=size)
+    assert (mask.window, mask.is_causal) == {"causal": (None, True), "sliding": (7, True)}.get(kind, (None, False))
+    q = torch.randn(1, 4, len(row), 16, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, len(row), 16, dtype=torch.float64)
+    dense = general_attention._attend_dense(q, k, v, mask, 0.3, softcap)
+    blocks = general_attention._attend_blocks(q, k, v, mask, 0.3, softcap)
+    for ours, expected in zip(blocks, dense, strict=True):
+        assert (ours - expected).abs().max() < 1e-5
+    if softcap is None and mask.is_causal:
+        trees = general_attention.attend_trees(q, k, v, mask.trees, 0.3)
+        assert (trees[0] - dense[0]).abs().max() < 1e-12
 
 
 @pytest.mark.long

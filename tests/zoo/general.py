@@ -34,6 +34,17 @@ GENERAL_FAMILIES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "attn_logit_softcapping": 5.0,
@@ -125,6 +136,7 @@ GENERAL: dict[str, Checkpoint] = {
     "mistralai/Mistral-7B-Instruct-v0.3": Checkpoint(family="mistral", config={"rope_theta": 1000000.0}, shards=3),
     "mistralai/Ministral-8B-Instruct-2410": Checkpoint(family="ministral", shards=4),
     "mistralai/Ministral-3-3B-Instruct-2512, its text model": Checkpoint(family="ministral3", template="file"),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": Checkpoint(family="mixtral", shards=5),
     "google/gemma-2-2b-it": Checkpoint(family="gemma2", stops=("<eos>", "<end_of_turn>")),
     "google/gemma-3-1b-it": Checkpoint(family="gemma3_text", stops=("<eos>", "<end_of_turn>")),
     "microsoft/Phi-3-mini-4k-instruct": Checkpoint(family="phi3", config={"sliding_window": 8}, shards=2),
@@ -136,6 +148,7 @@ GENERAL: dict[str, Checkpoint] = {
     "zai-org/GLM-4-9B-0414": Checkpoint(family="glm4", shards=4, template="file"),
     "ByteDance-Seed/Seed-OSS-36B-Instruct": Checkpoint(family="seed_oss", shards=2, template="file"),
     "baidu/ERNIE-4.5-0.3B-PT": Checkpoint(family="ernie4_5"),
+    "Qwen/Qwen3-30B-A3B, on transformers' code": Checkpoint(family="qwen3_moe", shards=4),
     "internlm's Llama with biases, on transformers' code": Checkpoint(
         family="llama", config={**LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}
     ),

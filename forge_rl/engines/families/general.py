@@ -96,10 +96,9 @@ def weight_shapes(folder: Path) -> Mapping[str, torch.Size]:
 def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
     path = folder / "config.json"
     causal = causal_model(folder)
-    base = causal.base_model_prefix
     head = getattr(causal, "lm_head", None)
     problem = ""
-    if base != "model" or not isinstance(getattr(getattr(causal, "model", None), "layers", None), nn.ModuleList):
+    if not isinstance(getattr(getattr(causal, "model", None), "layers", None), nn.ModuleList):
         problem = "has no model.layers"
     elif causal.get_input_embeddings() is not getattr(causal.model, "embed_tokens", None):
         problem = "has no model.embed_tokens"
@@ -137,12 +136,13 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     renames = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
 
     def in_files(name: str) -> str:
-        """Undo renamings until the files have the name, for the first expert if it is a stack's."""
+        """Undo the renamings, if the files have the result; a stack's name is tried for the first expert."""
+        original = name
         for rename in renames:
             for source, target in zip(rename.source_patterns, rename.target_patterns, strict=False):
-                if name.format(0) not in stored_names and target in name:
+                if name.format(0) not in stored_names:
                     name = name.replace(target, source)
-        return name
+        return name if name.format(0) in stored_names else original
 
     renamed, stacks = dict[str, str](), dict[str, tuple[str, ...]]()
     for name in weight_shapes(folder):
@@ -272,7 +272,8 @@ def _class_of(config: Any) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> ModelError:
-    cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    # A config that its class does not accept has the reason in the cause.
+    cause = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
     return ModelError(
         f"transformers cannot build the model that {path} describes: {cause:.300}",
         hint="download or export the model again",

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.attention.flex_attention import AuxRequest
 from torchtitan.models.common.attention import FlexAttention, create_attention_mask
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -185,13 +186,18 @@ def _attend_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with FlexAttention; returns the result and the scores' logsumexp."""
-    score_mod = None
-    if softcap is not None:
 
-        def score_mod(score: torch.Tensor, b: Any, h: Any, q_index: Any, k_index: Any) -> torch.Tensor:
-            return softcap * torch.tanh(score / softcap)
+    def bounded(score: torch.Tensor, b: Any, h: Any, q_index: Any, k_index: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
 
-    out, sums = FlexAttention._compiled_flex_attn(
-        q, k, v, score_mod=score_mod, block_mask=mask.blocks, scale=scale, enable_gqa=True, return_lse=True
+    out, aux = FlexAttention._compiled_flex_attn(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else bounded,
+        block_mask=mask.blocks,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
     )
-    return out, sums
+    return out, aux.lse

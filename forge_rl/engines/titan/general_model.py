@@ -53,7 +53,7 @@ class GeneralModel(nn.Module):
         assert isinstance(names, SameNames), "read_general gives them"
         self.names = replace(names, head=VALUE_HEAD) if values else names
         self.enable_weight_tying = architecture.tied and not values
-        self.model: Any = causal.base_model
+        self.model: Any = causal.model
         with torch.device("meta"):
             self.lm_head: Any = config(
                 in_features=architecture.dim, out_features=1 if values else architecture.vocab
@@ -111,6 +111,7 @@ class GeneralModel(nn.Module):
             hidden = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False
             ).last_hidden_state
+            setattr(self._config, ROW, None)
             if scored_indices is None:
                 outputs = self.lm_head(self._around_head.hidden(hidden))
                 return cast(torch.Tensor, outputs if outputs.ndim < 3 else self._around_head.logits(outputs))
@@ -173,8 +174,7 @@ class _AroundHead:
     def __init__(self, causal: Any) -> None:
         self._causal = causal
         self._decoder, self._head = _Returns(), _Returns()
-        setattr(causal, causal.base_model_prefix, self._decoder)
-        causal.lm_head = self._head
+        causal.model, causal.lm_head = self._decoder, self._head
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the head's input, [1, L, dim], for the decoder's output, [1, L, dim]."""
