@@ -93,11 +93,12 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
             f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP and HSDP alone",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
         )
-    if settings.enable_activation_offload:
-        raise ConfigError(
-            f"--trainer.enable-activation-offload is set, and a {name!r} on transformers' code does not have it",
-            hint="leave --trainer.enable-activation-offload out",
-        )
+    for field in ("enable_activation_offload", "router_replay", "expert_balance"):
+        if getattr(settings, field) not in (False, "plain"):
+            raise ConfigError(
+                f"{_flag(field)} is set, and a {name!r} on transformers' code does not have it",
+                hint=f"leave {_flag(field)} out",
+            )
     short = architecture.rope.get("original_max_position_embeddings", math.inf)
     if architecture.rope["rope_type"] == "longrope" and settings.longest_row > float(short):
         raise ConfigError(

@@ -330,6 +330,8 @@ def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, l
     name = config.model
     if warning := rounded_rollouts(config.generator.quantization, loss):
         log.warn(warning)
+    if architecture.family.general:
+        log.event(f"{name} is a {architecture.family.model_type!r}: transformers' code trains it, sharded by FSDP")
     if architecture.untied_by_files:
         log.warn(
             f"config.json of {name} has tie_word_embeddings, but its files hold an lm_head.weight that differs from "

@@ -73,13 +73,13 @@ class SameNames:
         assert tensor_slice.size[1:] == tuple(shape[1:]), "FSDP splits stacks between experts"
         templates = self.stacks[name]
         count = shape[1] // len(templates)
-        whole = TensorSlice.whole((count, *shape[2:]))
+        source_slice = TensorSlice.whole((count, *shape[2:]))
         for index in range(tensor_slice.size[0]):
             for number, template in enumerate(templates):
                 yield Part(
                     name=template.format(tensor_slice.start[0] + index),
-                    shape=whole.size,
-                    tensor_slice=whole,
+                    shape=source_slice.size,
+                    tensor_slice=source_slice,
                     index=index,
                     rows=slice(number * count, (number + 1) * count),
                 )

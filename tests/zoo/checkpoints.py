@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "meta-llama/Llama-4-Scout-17B-16E": ({"model_type": "llama4", "vision_config": {}}, "also takes images"),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": ({"model_type": "qwen3_next"}, "linear_attention"),
-    "zai-org/GLM-4.5-Air": ({"model_type": "glm4_moe", "use_qk_norm": False}, "model_type 'glm4_moe'"),
+    "zai-org/GLM-4.5-Air": ({"model_type": "glm4_moe", "use_qk_norm": False}, "chooses experts by biases"),
     "deepseek-ai/DeepSeek-V2-Lite": (
         {"model_type": "deepseek_v2", "topk_method": "greedy"},
         "model_type 'deepseek_v2'",

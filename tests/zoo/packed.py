@@ -83,23 +83,25 @@ def compare(engine: TitanEngine, folder: Path, rows: tuple[Row, ...]) -> Deviati
         if name not in parameters:
             (part,) = names_of(model).parts(name, weight.shape)
             name = part.name
-        expected_gradient, found = parameters[name].grad, weight.grad
+        expected_gradient, gradient_values = parameters[name].grad, weight.grad
         assert expected_gradient is not None, name
-        assert found is not None, name
+        assert gradient_values is not None, name
         if expected_gradient.abs().max() > 0:
-            gradient = max(gradient, float((found - expected_gradient).abs().max() / expected_gradient.abs().max()))
+            gradient = max(
+                gradient, float((gradient_values - expected_gradient).abs().max() / expected_gradient.abs().max())
+            )
     engine.optimizer.zero_grad()
     return Deviation(forward=forward, gradient=gradient, spread=spread)
 
 
 def _paths(row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the tokens of each episode in a row, and which of them no earlier one had."""
-    visible, paths, seen = dense_mask(row), list[tuple[torch.Tensor, torch.Tensor]](), set[int]()
+    visible, paths, covered = dense_mask(row), list[tuple[torch.Tensor, torch.Tensor]](), set[int]()
     for token in sorted(range(len(row)), key=lambda token: -int(visible[token].sum())):
-        if token in seen or row.trees[token] < 0:
+        if token in covered or row.trees[token] < 0:
             continue
         indices = visible[token].nonzero()[:, 0]
-        new = torch.tensor([place for place, index in enumerate(indices.tolist()) if index not in seen])
-        seen |= set(indices.tolist())
+        new = torch.tensor([place for place, index in enumerate(indices.tolist()) if index not in covered])
+        covered |= set(indices.tolist())
         paths.append((indices, new))
     return paths

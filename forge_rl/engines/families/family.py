@@ -135,16 +135,16 @@ class Architecture:
     """Multi-token-prediction layers after the last one, which are not trained."""
     quantized: bool = False
     """True if the folder holds quantised weights, which are dequantised."""
-    counted: int = 0
-    """Number of weights, counted in a model that these dimensions do not describe; 0 if they do."""
+    weight_count: int = 0
+    """Number of weights, weight_count in a model that these dimensions do not describe; 0 if they do."""
     folder: Path | None = None
     """Folder of a model that transformers' code builds; None for native families."""
 
     @property
     def weights(self) -> int:
         """Number of weights in the matrices."""
-        if self.counted:
-            return self.counted
+        if self.weight_count:
+            return self.weight_count
         grouped = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
         attention = self.latent.weights(self.dim, self.heads) if self.latent else grouped
         embeddings = self.vocab * self.dim * (1 if self.tied else 2)

@@ -77,7 +77,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         window=window if window and window_layers else None,
         window_layers=tuple(window_layers) if window else (),
-        counted=sum(shape.numel() for shape in shapes.values()),
+        weight_count=sum(shape.numel() for shape in shapes.values()),
         folder=path.parent,
     )
 

@@ -150,11 +150,11 @@ def attend(
     Raises:
         ModelError: the model asks for something that this function does not do.
     """
-    asked = [name for name, option in options.items() if option is not None and name not in _WITHOUT_EFFECT]
-    if asked or not isinstance(attention_mask, RowMask):
-        problem = f"attention with {', '.join(sorted(asked))}" if asked else "attention without transformers' masks"
+    unknown_options = [name for name, option in options.items() if option is not None and name not in _WITHOUT_EFFECT]
+    if unknown_options or not isinstance(attention_mask, RowMask):
+        lacking = f"with {', '.join(sorted(unknown_options))}" if unknown_options else "without transformers' masks"
         raise ModelError(
-            f"{type(module).__name__} needs {problem}, which packed rows do not have",
+            f"{type(module).__name__} needs attention {lacking}, which packed rows do not have",
             hint="use a model of another architecture",
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
