@@ -121,10 +121,10 @@ def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
     ("change", "message"),
     [
         ({"model_type": "nobody", "auto_map": {"AutoConfig": "x.Y"}}, "its own code .auto_map. is never run"),
-        ({"model_type": "mamba"}, "a 'mamba' has (recurrent layers|layers of )"),
+        ({"model_type": "mamba"}, "MambaForCausalLM has no model.layers"),
         ({"model_type": "mamba2"}, "cannot build the model .*: Inconsistent"),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "has layers of conv"),
-        ({"model_type": "qwen3_next"}, "has layers of linear_attention"),
+        ({"model_type": "rwkv"}, "cannot build|has recurrent layers"),
+        ({"model_type": "deepseek_v32"}, "cannot build|has layers of indexed_attention"),
         ({"model_type": "mistral", "vision_config": {}}, "takes images or sound"),
         ({"model_type": "mistral", "quantization_config": {"quant_method": "awq"}}, "cannot read"),
         ({"model_type": "mistral", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
@@ -190,6 +190,7 @@ def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float |
     from transformers import masking_utils
 
     from forge_rl.engines.titan import general_attention
+    from forge_rl.engines.titan.general_state import RowContext
 
     monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", flex_attention)  # uncompiled, it runs on CPU
     monkeypatch.setattr(general_attention, "create_attention_mask", create_block_mask)
@@ -199,7 +200,7 @@ def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float |
         "sliding": masking_utils.sliding_window_causal_mask_function(7),
         "chunked": masking_utils.chunked_causal_mask_function(7, torch.zeros(1, dtype=torch.int64)),
     }[kind]
-    config, size = SimpleNamespace(forge_rl_row=row), None if kind == "causal" else 7
+    config, size = SimpleNamespace(forge_rl_row=RowContext(row=row)), None if kind == "causal" else 7
     mask = general_attention.mask_row(mask_function=rule, config=config, local_size=size)
     assert (mask.window, mask.is_causal) == {"causal": (None, True), "sliding": (7, True)}.get(kind, (None, False))
     q = torch.randn(1, 4, len(row), 16, dtype=torch.float64)
@@ -227,10 +228,10 @@ def test_a_whole_run_of_two_steps(family: str, config: dict, tmp_path: Path, com
     model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), family=family, **config)
     out = tmp_path / "run"
     run = tiny_run(commands, model, out, "--steps", "2", "--checkpoint-every", "2")
-    assert run.end(900) == 0, run.output()
+    assert run.end(900) == 0, run.output
     assert [line["step"] for line in metrics(out)][-1] == 2
     assert max(line["logprob_gap/max"] for line in metrics(out) if "logprob_gap/max" in line) < 1e-2
-    (saved,) = (out / "checkpoints").glob("*/model")
+    saved = max((out / "checkpoints").glob("*/model"))
     AutoModelForCausalLM.from_pretrained(saved)
     before, after = load_file(model / "model.safetensors"), load_file(saved / "model.safetensors")
     assert before.keys() == after.keys()

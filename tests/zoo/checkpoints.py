@@ -289,12 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "also takes images",
     ),
     "meta-llama/Llama-4-Scout-17B-16E": ({"model_type": "llama4", "vision_config": {}}, "also takes images"),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": ({"model_type": "qwen3_next"}, "linear_attention"),
     "zai-org/GLM-4.5-Air": ({"model_type": "glm4_moe", "use_qk_norm": False}, "chooses experts by biases"),
-    "deepseek-ai/DeepSeek-V2-Lite": (
-        {"model_type": "deepseek_v2", "topk_method": "greedy"},
-        "model_type 'deepseek_v2'",
-    ),
     "lmsys/vicuna-7b-v1.5-16k, dynamic": (
         {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}},
         "rope_type 'dynamic'",
@@ -322,6 +317,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
         "fp8 without weight_block_size",
     ),
-    "deepseek-ai/DeepSeek-V3.2-Exp": ({"model_type": "deepseek_v32", "index_topk": 2048}, "model_type 'deepseek_v32'"),
+    "deepseek-ai/DeepSeek-V3.2-Exp": ({"model_type": "deepseek_v32", "index_topk": 2048}, "indexed_attention"),
 }
 """config.json of checkpoints that are not supported, and the reason that the user reads."""

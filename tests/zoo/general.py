@@ -128,6 +128,36 @@ GENERAL_FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "use_bias": False,
     },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 128,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "layer_types": ["conv", "full_attention"],
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 2,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "shared_expert_intermediate_size": 32,
+        "tie_word_embeddings": False,
+    },
 }
 """Keys of config.json by model_type, as in `checkpoints.FAMILIES`."""
 
@@ -148,6 +178,10 @@ GENERAL: dict[str, Checkpoint] = {
     "zai-org/GLM-4-9B-0414": Checkpoint(family="glm4", shards=4, template="file"),
     "ByteDance-Seed/Seed-OSS-36B-Instruct": Checkpoint(family="seed_oss", shards=2, template="file"),
     "baidu/ERNIE-4.5-0.3B-PT": Checkpoint(family="ernie4_5"),
+    "LiquidAI/LFM2-1.2B": Checkpoint(family="lfm2", template="file"),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Checkpoint(
+        family="qwen3_next", shards=4, stops=("<|im_end|>", "<|endoftext|>")
+    ),
     "Qwen/Qwen3-30B-A3B, on transformers' code": Checkpoint(family="qwen3_moe", shards=4),
     "internlm's Llama with biases, on transformers' code": Checkpoint(
         family="llama", config={**LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,8 +24,12 @@ from forge_rl.weights.names import SameNames
 
 _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers whose masks `titan.general_attention` makes."""
+_RECURRENT_KINDS = ("linear_attention", "conv")
+"""Kinds of layers whose state `titan.general_state` restarts."""
+_MIXERS = ("linear_attn", "mamba", "conv", "mixer")
+"""Names of the module with the state in transformers' layers of these kinds."""
 _STEERING = "e_score_correction_bias"
-_CAN = "the trainer takes decoders of full, sliding-window and chunked attention"
+_CAN = "the trainer takes decoders of full, sliding-window, chunked and linear attention, and short convolutions"
 
 
 def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
@@ -41,6 +46,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
     _check_kind(path, values)
     config = _load_config(path)
     _check_layers(path, config, _class_of(config))
+    shapes = weight_shapes(path.parent)
     heads = _whole(path, config, "num_attention_heads")
     dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
     layer_types = getattr(config, "layer_types", None)
@@ -53,7 +59,6 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         rope = {"rope_type": "default"}
     if isinstance(original := getattr(config, "original_max_position_embeddings", None), int):
         rope = {"original_max_position_embeddings": original, **rope}
-    shapes = weight_shapes(path.parent)
     family = Family(
         model_type=str(model_type),
         read=_unused,
@@ -106,6 +111,11 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
         problem = "has no lm_head without bias"
     elif any(name.endswith(_STEERING) for name, _ in causal.named_parameters()):
         problem = "chooses experts by biases in float32, which only native families keep so"
+    else:
+        try:
+            recurrent_mixers(causal)
+        except LookupError as error:
+            problem = str(error.args[0])
     if problem:
         raise ModelError(
             f"{path}: transformers' {type(causal).__name__} {problem}",
@@ -233,11 +243,11 @@ def _check_layers(path: Path, config: Any, model: Any) -> None:
     """Raise ModelError if a model has layers that cannot be trained on packed rows."""
     problem = ""
     kinds = getattr(config, "layer_types", None) or ()
-    if other_kinds := sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS}):
-        problem = f"has layers of {', '.join(other_kinds)}, whose state would run on from one episode into the next"
-    elif getattr(model, "_is_stateful", False):
+    if other_kinds := sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS + _RECURRENT_KINDS}):
+        problem = f"has layers of {', '.join(other_kinds)}, which might carry a state from one episode into the next"
+    elif getattr(model, "_is_stateful", False) and not kinds:
         problem = "has recurrent layers, whose state would run on from one episode into the next"
-    elif not getattr(model, "_supports_attention_backend", False):
+    elif not _has_interface(model):
         problem = "has attention of its own in place of transformers' attention interface"
     elif getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         problem = "is no decoder"
@@ -247,6 +257,33 @@ def _check_layers(path: Path, config: Any, model: Any) -> None:
         raise ModelError(
             f"{path}: a {config.model_type!r} {problem}", hint=f"use a model of another architecture: {_CAN}"
         )
+
+
+def _has_interface(model: Any) -> bool:
+    """Return whether a model calls the attention function that its config names.
+
+    transformers says so of most; of models with a state it does not, as servers need more than that.
+    """
+    return getattr(model, "_supports_attention_backend", False) or hasattr(
+        sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
+
+
+def recurrent_mixers(causal: Any) -> list[nn.Module]:
+    """Return the modules with a state of a model's layers, as transformers built it.
+
+    Raises:
+        LookupError: a layer with a state has none of the known names for it.
+    """
+    kinds = getattr(causal.config, "layer_types", None) or ()
+    mixers = []
+    for layer, kind in zip(causal.model.layers, kinds, strict=False):
+        if kind in _RECURRENT_KINDS:
+            names = [name for name in _MIXERS if isinstance(getattr(layer, name, None), nn.Module)]
+            if not names:
+                raise LookupError(f"has layers of {kind} whose state is in none of {', '.join(_MIXERS)}")
+            mixers.append(getattr(layer, names[0]))
+    return mixers
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -14,13 +14,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from forge_rl.engines.titan.cpu_attention import TreeMask, attend_trees, tree_masks
+from forge_rl.engines.titan.general_state import ROW, RowContext
 from forge_rl.errors import ModelError
 from forge_rl.packing.rows import Row, attends
 
 IMPLEMENTATION = "forge_rl_rows"
 """Name of both functions in transformers' registries, and so `attn_implementation` of a model that uses them."""
-ROW = "forge_rl_row"
-"""Attribute of a model's config that holds the `Row` of the forward pass that is under way."""
 _WITHOUT_EFFECT = {
     "cache_position",
     "cu_seq_lens_k",
@@ -108,7 +107,8 @@ def mask_row(*, mask_function: MaskRule, config: Any, local_size: int | None = N
         config: the model's, which has the row.
         local_size: length of the window or chunk, if there is one.
     """
-    row: Row = getattr(config, ROW)
+    context: RowContext = getattr(config, ROW)
+    row = context.row
     is_window = local_size is not None and _is_window(mask_function, local_size, row.trees.device)
     return RowMask(
         row=row,

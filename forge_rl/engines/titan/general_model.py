@@ -18,8 +18,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.families.family import Architecture
-from forge_rl.engines.families.general import causal_model
-from forge_rl.engines.titan.general_attention import IMPLEMENTATION, ROW, register
+from forge_rl.engines.families.general import causal_model, recurrent_mixers
+from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
+from forge_rl.engines.titan.general_state import ROW, RowContext, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies
 from forge_rl.packing.rows import Row
@@ -54,6 +55,7 @@ class GeneralModel(nn.Module):
         self.names = replace(names, head=VALUE_HEAD) if values else names
         self.enable_weight_tying = architecture.tied and not values
         self.model: Any = causal.model
+        restart_states(recurrent_mixers(causal), causal.config)
         with torch.device("meta"):
             self.lm_head: Any = config(
                 in_features=architecture.dim, out_features=1 if values else architecture.vocab
@@ -105,13 +107,12 @@ class GeneralModel(nn.Module):
             scored_indices: see `PolicyModel.forward`.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        setattr(self._config, ROW, attention_masks)
+        setattr(self._config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
         # A mask of ones, as without one transformers takes jumps of the positions for borders, also within a tree.
         with precision(self.lm_head.weight.dtype):
             hidden = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False
             ).last_hidden_state
-            setattr(self._config, ROW, None)
             if scored_indices is None:
                 outputs = self.lm_head(self._around_head.hidden(hidden))
                 return cast(torch.Tensor, outputs if outputs.ndim < 3 else self._around_head.logits(outputs))
