@@ -248,7 +248,7 @@ def _check_layers(path: Path, config: Any, model: Any) -> None:
     elif getattr(model, "_is_stateful", False) and not kinds:
         problem = "has recurrent layers, whose state would run on from one episode into the next"
     elif not _has_interface(model):
-        problem = "has attention of its own in place of transformers' attention interface"
+        problem = "does without transformers' attention interface"
     elif getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         problem = "is no decoder"
     elif "dynamic" in _rope_types(config):
