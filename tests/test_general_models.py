@@ -87,14 +87,25 @@ def test_layouts_on_transformers_code_train_as_one_process(tmp_path: Path):
         assert max(deviation.worst, deviation.of_way) < 1e-10, (case, deviation)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral", "olmo2"])
-def test_a_plan_counts_the_weights_and_grows_with_the_row(family: str, tmp_path: Path):
-    make_model(tmp_path, family)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "google/gemma-2-2b-it",
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        "LiquidAI/LFM2-1.2B",
+        "ibm-granite/granite-4.0-h-1b",
+        "Qwen/Qwen3.5-4B, its text model",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    ],
+)
+def test_a_plan_counts_the_weights_and_grows_with_the_row(name: str, tmp_path: Path):
+    folder = write(name, tmp_path / "hf")
     plans = [
-        plan_training(tmp_path, TrainSettings(dtype="float32", seq_len=tokens), ranks=1, reference=True)
+        plan_training(folder, TrainSettings(dtype="float32", seq_len=tokens), ranks=1, reference=True)
         for tokens in (64, 128)
     ]
-    weights = 4 * sum(values.numel() for values in load_file(tmp_path / "model.safetensors").values())
+    stored = [load_file(path) for path in folder.glob("*.safetensors")]
+    weights = 4 * sum(values.numel() for tensors in stored for values in tensors.values())
     assert [(plan.weights, plan.reference) for plan in plans] == [(weights, weights)] * 2
     assert 0 < plans[0].activations < plans[1].activations
     assert plans[0].head > 0

@@ -108,10 +108,12 @@ class GeneralModel(nn.Module):
             targets: [N] or [N, K] int64, see `token_scores`.
         """
         setattr(self._config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
-        # A mask of ones, as without one transformers takes jumps of the positions for borders, also within a tree.
+        # A mask of ones, as without one transformers takes jumps of the positions for borders, also within a tree. A plan
+        # on the meta device has its values too, which transformers looks at.
+        ones = torch.ones(tokens.shape, dtype=torch.int64, device="cpu" if tokens.is_meta else tokens.device)
         with precision(self.lm_head.weight.dtype):
             hidden = self.model(
-                input_ids=tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), use_cache=False
+                input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False
             ).last_hidden_state
             if scored_indices is None:
                 outputs = self.lm_head(self._around_head.hidden(hidden))

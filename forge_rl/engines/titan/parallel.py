@@ -199,6 +199,7 @@ class Parallelism:
         """Return the weight that the first and the last stage hold, if this is one of them."""
         if not model.spans_tie or not (self.stage.is_first or self.stage.is_last):
             return None
+        assert isinstance(model, PolicyModel), "others have one stage"
         weight: nn.Parameter = model.tok_embeddings.weight if self.stage.is_first else model.lm_head.weight
         return weight
 
