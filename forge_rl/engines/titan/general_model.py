@@ -108,8 +108,8 @@ class GeneralModel(nn.Module):
             targets: [N] or [N, K] int64, see `token_scores`.
         """
         setattr(self._config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
-        # A mask of ones, as without one transformers takes jumps of the positions for borders, also within a tree. A plan
-        # on the meta device has its values too, which transformers looks at.
+        # Without a mask, here of ones, transformers takes jumps of the positions for borders, also within a tree. It
+        # looks at the values, which the meta device of a plan does not have.
         ones = torch.ones(tokens.shape, dtype=torch.int64, device="cpu" if tokens.is_meta else tokens.device)
         with precision(self.lm_head.weight.dtype):
             hidden = self.model(
