@@ -33,6 +33,7 @@ FORMS = {
     "long_run": "--steps 200 --past 300",
     "methods": "--only grpo --seeds 0 --steps 1 --warmup-updates 0 --groups 1 --group-size 2 --minibatches 1 "
     "--max-tokens 4 --tasks 2",
+    "models": "--models allenai/OLMo-2-0425-1B-Instruct --no-engines --whole-runs 0",
     "numerics": "--formats float32 --completions 2 --tokens 8",
     "overhead": "--smoke",
     "recording": "--episodes 16 --tokens 600 --train-s 1 --page-episodes 500",
@@ -55,7 +56,17 @@ WITHOUT_FORM = {"gpu": "test_benchmark_gpu", "speculation": "test_speculation"}
 """Benchmarks with tests of their own: one that needs a device, and one whose small form is held to more than names."""
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
-NOT_IN_FIGURES = {"intervals": {"lowest_coverage_score", "lowest_coverage_difference"}}
+NOT_IN_FIGURES = {
+    "intervals": {"lowest_coverage_score", "lowest_coverage_difference"},
+    "models": {
+        "models",
+        "models_with_engines",
+        "models_with_equal_files",
+        "models_with_whole_runs",
+        "worst_deviation",
+        "worst_engine_gap",
+    },
+}
 """Results of benchmarks whose page has no figures."""
 
 

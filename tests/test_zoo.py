@@ -11,24 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from forge_rl.engines.architecture import Architecture, check_weights, read_architecture
 from forge_rl.engines.factory import decode_environment
-from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.plan import show_plan
 from forge_rl.tokens.tokenizer import Tokenizer
 from recipes.grpo import Config
-from tests.fakes import hf_weights, packed, random_batch, train_batch
 from tests.plain_trainer import in_float64, logits_of
 from tests.test_titan_model import engine_of, titan_logits
 from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, REFUSED
 from tests.zoo.folders import SIZES, write
+from tests.zoo.general import GENERAL
+from tests.zoo.trained import prepare, stored
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -205,6 +203,13 @@ OFTEN = (
     "deepseek-ai/DeepSeek-V3",
 )
 """Checkpoints that differ most for an engine."""
+GENERAL_OFTEN = (
+    "google/gemma-3-1b-it",
+    "microsoft/Phi-3-mini-4k-instruct",
+    "allenai/OLMo-2-0425-1B-Instruct",
+    "ibm-granite/granite-3.3-2b-instruct",
+)
+"""The same of those without a native family."""
 
 
 @pytest.mark.long
@@ -213,6 +218,10 @@ OFTEN = (
     [
         pytest.param(OFTEN, id="often"),
         pytest.param([name for name in CHECKPOINTS if name not in OFTEN], id="others", marks=pytest.mark.nightly),
+        pytest.param(GENERAL_OFTEN, id="general"),
+        pytest.param(
+            [name for name in GENERAL if name not in GENERAL_OFTEN], id="general others", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_published_folders_go_the_whole_way(names: Sequence[str], tmp_path: Path):
@@ -233,40 +242,3 @@ def test_published_folders_go_the_whole_way(names: Sequence[str], tmp_path: Path
     for name, measured in gaps.items():
         assert max(measured[gap] for gap in ("started", "loaded", "restarted")) < 1, name
     assert min(measured["changed"] for measured in gaps.values()) > 5, "the versions must differ for this to be a test"
-
-
-def prepare(name: str, folder: Path) -> None:
-    """Write a folder, train on it twice, and save; see tests/zoo/engine.py for what is where."""
-    checkpoint = CHECKPOINTS[name]
-    folder.mkdir()
-    source = resolve_model(str(write(name, folder / "hf")), folder)
-    model = dequantized(source, folder / "cache") if checkpoint.quantized else source
-    (folder / "model").symlink_to(model)
-    engine = TitanEngine(model, TrainSettings(dtype="float32", seq_len=128, optimizer=OptimizerConfig(lr=1e-2)))
-    for version in (1, 2):
-        train_batch(engine, packed(random_batch(version, vocab=250)))
-        weights = {key: value.contiguous() for key, value in hf_weights(engine.model).items()}
-        save_file(weights, folder / f"{version}.safetensors")
-    for part in ("training", "model"):
-        (folder / "saved" / part).mkdir(parents=True)
-    engine.save(folder / "saved", model, version=2).result()
-    check_files(name, model, folder / "saved" / "model")
-
-
-def check_files(name: str, model: Path, saved: Path) -> None:
-    """Check that a saved model is what the run started from, but for the values and dtype of its weights."""
-    before, after = (stored(folder) for folder in (model, saved))
-    copied = {"lm_head.weight"} if CHECKPOINTS[name].head == "copy" else set()
-    assert after.keys() == {key for key in before if not key.endswith(".inv_freq")} - copied
-    assert all(after[key].shape == before[key].shape for key in after)
-    first, last = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
-    untied = {"tie_word_embeddings": False} if CHECKPOINTS[name].head == "own" else {}
-    assert last == {key: value for key, value in first.items() if key != "torch_dtype"} | {"dtype": "float32"} | untied
-    for path in model.rglob("*"):
-        if path.is_file() and "safetensors" not in path.name and path.name != "config.json":
-            assert (saved / path.relative_to(model)).read_bytes() == path.read_bytes(), path
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a folder's files."""
-    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}

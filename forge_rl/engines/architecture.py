@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture, ConfigFile
+from forge_rl.engines.families.general import read_general, weight_shapes
+from forge_rl.engines.protocol import Modelling
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, tensor_files
-from forge_rl.weights.names import VALUE_HEAD
+from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, stored_bytes, tensor_files
+from forge_rl.weights.names import VALUE_HEAD, Names
 
 __all__ = ["Architecture", "check_weights", "predicting_layers", "read_architecture", "stored_bytes"]
 
 _TRAINED = (".weight", ".bias")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-def stored_bytes(folder: Path) -> int:
-    """Return the size of a model's weights on disk, which most models store in bfloat16."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def predicting_layers(folder: Path, architecture: Architecture) -> int:
@@ -49,7 +48,13 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
         ModelError: the files lack weights, or layers hold some that change what the model computes.
     """
     stored_names = tensor_files(folder).keys()
-    names = (name for name in _weight_names(architecture) if not (values and name == HEAD))
+    described_names = _weight_names(architecture)
+    if architecture.family.general:
+        parts_of, shapes = architecture.family.names.parts, dict(weight_shapes(folder))
+        if not architecture.tied:  # also where config.json ties the two
+            shapes[HEAD] = torch.Size((architecture.vocab, architecture.dim))
+        described_names = (part.name for name, shape in shapes.items() for part in parts_of(name, shape))
+    names = (name for name in described_names if not (values and name == HEAD))
     needed_names = set(itertools.islice(names, len(stored_names) + 1))  # a crafted config.json can describe billions
     if missing_names := sorted(needed_names - stored_names):
         raise ModelError(
@@ -73,8 +78,9 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
 
 
 def _weight_names(architecture: Architecture) -> Iterator[str]:
-    """List the names of all weights of a model."""
+    """List the names of all weights of a native family's model."""
     a, family = architecture, architecture.family
+    assert isinstance(family.names, Names)
     assert family.names.head == HEAD
     yield from (EMBEDDING, "model.norm.weight") if a.tied else (EMBEDDING, "model.norm.weight", HEAD)
     for layer in range(a.layers):
@@ -92,8 +98,11 @@ def _weight_names(architecture: Architecture) -> Iterator[str]:
                 yield from (f"model.layers.{layer}.{hf_name.format(expert)}" for expert in experts)
 
 
-def read_architecture(folder: Path) -> Architecture:
+def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architecture:
     """Read config.json, and whether the files agree with it that the embedding is also the output projection.
+
+    Args:
+        modelling: which code computes the model, see `TrainSettings.modelling`.
 
     Raises:
         ModelError: the file is missing or broken, or describes an unsupported model.
@@ -107,14 +116,16 @@ def read_architecture(folder: Path) -> Architecture:
         raise ModelError(f"{path} is not a JSON object", hint="give a Hugging Face model folder")
     model_type = values.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        supported_types = ", ".join(map(repr, sorted(FAMILIES)))
-        is_multimodal = "vision_config" in values or "audio_config" in values
-        note = ": the model also takes images or sound, and only text models are supported" if is_multimodal else ""
+    if family is None and modelling == "native":
+        native_types = ", ".join(map(repr, sorted(FAMILIES)))
         raise ModelError(
-            f"{path} has model_type {model_type!r:.80}{note}", hint=f"use one of the supported types: {supported_types}"
+            f"{path} has model_type {model_type!r:.80}, and torchtitan's modelling is for {native_types}",
+            hint="set --trainer.modelling to auto or transformers",
         )
-    architecture = family.read(ConfigFile(path=path, values=values, family=family))
+    if family is None or modelling == "transformers":
+        architecture = read_general(path, values)
+    else:
+        architecture = family.read(ConfigFile(path=path, values=values, family=family))
     file_bytes = stored_bytes(folder)
     # Lower bounds: 4 bits per weight if quantised, 8 if not.
     if architecture.weights > file_bytes * (2 if values.get("quantization_config") else 1) > 0:

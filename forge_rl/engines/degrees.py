@@ -41,6 +41,8 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
         ConfigError: they do not; names the flags and the numbers that work.
     """
     a = architecture
+    if a.family.general:
+        _check_general(settings, a)
     _divides("tensor_parallel_degree", settings.tensor_parallel_degree, {"heads": a.heads, "key heads": a.kv_heads})
     if settings.pipeline_parallel_degree > a.layers:
         raise ConfigError(
@@ -79,6 +81,30 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
         raise ConfigError(
             f"{ranks} ranks need a GPU each, and this machine has {gpus()}",
             hint=f"set --trainer.ranks to {gpus()} or less, and lower the parallel flags to match",
+        )
+
+
+def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
+    """Raise ConfigError for what a model on transformers' code cannot do."""
+    name = architecture.family.model_type
+    alone = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree")
+    if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in alone if getattr(settings, field) > 1]:
+        raise ConfigError(
+            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP and HSDP alone",
+            hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
+        )
+    for field in ("enable_activation_offload", "router_replay", "expert_balance"):
+        if getattr(settings, field) not in (False, "plain"):
+            raise ConfigError(
+                f"{_flag(field)} is set, and a {name!r} on transformers' code does not have it",
+                hint=f"leave {_flag(field)} out",
+            )
+    short = architecture.rope.get("original_max_position_embeddings", math.inf)
+    if architecture.rope["rope_type"] == "longrope" and settings.longest_row > float(short):
+        raise ConfigError(
+            f"rows of {settings.longest_row} tokens: a {name!r} turns positions past {short} by other angles, which "
+            "then hold for all episodes of a row",
+            hint=f"set --trainer.seq-len to {short} or less",
         )
 
 

@@ -180,7 +180,7 @@ def plan_training(
     from forge_rl.engines.titan.plan import plan_training
 
     return plan_training(
-        read_architecture(folder),
+        read_architecture(folder, settings.modelling),
         settings,
         ranks=ranks,
         reference=reference,

@@ -31,6 +31,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 TrainDtype = Literal["auto", "float32", "bfloat16", "float64"]
 Quantization = Literal["none", "fp8", "int8"]
 LoadBalancer = Literal["auto", "none", "headtail", "ptrr"]
+Modelling = Literal["auto", "native", "transformers"]
 _WHOLE_GPU = 0.9
 """Share of a GPU's memory that an engine takes if nothing else uses the GPU."""
 
@@ -171,6 +172,10 @@ class TrainSettings:
     dtype: TrainDtype = "auto"
     """Dtype of forward and backward. auto is bfloat16 on CUDA, float32 on CPU. Weights and optimizer state are float32,
     or float64 with float64, which is CPU only and meant for comparisons free of rounding."""
+    modelling: Modelling = "auto"
+    """Code that computes the model. native: torchtitan's, for the families that have it. transformers: transformers'
+    own, for every causal language model with its attention interface; FSDP and HSDP are then the only layouts. auto:
+    native where there is one."""
     seq_len: Operational[int] = 1024
     """Maximum tokens of a packed row on one device; a row is one microbatch, and no episode is longer."""
     activation_checkpointing: Operational[Literal["none", "selective", "full"]] = "none"

@@ -48,6 +48,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+def stored_bytes(folder: Path) -> int:
+    """Return the size of a model's weights on disk, which most models store in bfloat16."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def open_weights(path: Path) -> safe_open:
     """Open a safetensors file; raises ModelError if it cannot be read."""
     from safetensors import SafetensorError, safe_open

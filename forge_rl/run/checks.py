@@ -99,7 +99,7 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     model = await asyncio.to_thread(keeper.keep, "--model", config.model, model, weights=reference)
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
-    architecture = await asyncio.to_thread(read_architecture, model)
+    architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
     unused = [] if architecture.quantized else check_weights(model, architecture, values=values)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, setup, progress, keeper)
@@ -124,7 +124,7 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
-        architecture = await asyncio.to_thread(read_architecture, model)
+        architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
         unused = check_weights(model, architecture, values=values)
     if unused:
         log.warn(
@@ -182,6 +182,8 @@ def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, l
     name = config.model
     if warning := rounded_rollouts(config.generator.quantization, loss):
         log.warn(warning)
+    if architecture.family.general:
+        log.event(f"{name} is a {architecture.family.model_type!r}: transformers' code trains it, sharded by FSDP")
     if architecture.untied_by_files:
         log.warn(
             f"config.json of {name} has tie_word_embeddings, but its files hold an lm_head.weight that differs from "

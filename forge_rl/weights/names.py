@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,6 +34,8 @@ class Part:
     """Place of the part in the published tensor."""
     index: int | None = None
     """Index of the expert within the block; None if the part is the whole block."""
+    rows: slice | None = None
+    """Rows of the expert, if the model keeps several published tensors in one; None for all."""
     transposed: bool = False
     """True if the published tensor has its last two dims swapped."""
     float32: bool = False
@@ -42,7 +44,45 @@ class Part:
     def of(self, block: torch.Tensor) -> torch.Tensor:
         """Return a view of this part of the block."""
         part = block if self.index is None else block[self.index]
+        part = part if self.rows is None else part[self.rows]
         return part.transpose(-2, -1) if self.transposed else part
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameNames:
+    """Names of a model whose weights have those of the folder's files, as on transformers' own modelling code.
+
+    Exceptions are what transformers itself renames when it loads the folder.
+    """
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Names in the files that differ, by the model's name."""
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names in the files of what the model stacks, by the model's name: of experts, for which "{}" stands for the index
+    in the first dim, and of equal parts of the second dim, in order."""
+    head: str = "lm_head.weight"
+    """Hugging Face's name of the head: VALUE_HEAD in a value model."""
+
+    def parts(self, name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
+        """List the published tensors that a block of a weight holds; see `Names.parts`."""
+        tensor_slice = tensor_slice or TensorSlice.whole(shape)
+        if name not in self.stacks:
+            hf_name = self.head if name == "lm_head.weight" else self.renamed.get(name, name)
+            yield Part(name=hf_name, shape=tuple(shape), tensor_slice=tensor_slice)
+            return
+        assert tensor_slice.size[1:] == tuple(shape[1:]), "FSDP splits stacks between experts"
+        templates = self.stacks[name]
+        count = shape[1] // len(templates)
+        source_slice = TensorSlice.whole((count, *shape[2:]))
+        for index in range(tensor_slice.size[0]):
+            for number, template in enumerate(templates):
+                yield Part(
+                    name=template.format(tensor_slice.start[0] + index),
+                    shape=source_slice.size,
+                    tensor_slice=source_slice,
+                    index=index,
+                    rows=slice(number * count, (number + 1) * count),
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

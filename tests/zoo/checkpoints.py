@@ -284,24 +284,12 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 """Supported ones."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mistralai/Mistral-7B-v0.1": ({"model_type": "mistral", "sliding_window": 4096}, "model_type 'mistral'"),
-    "mistralai/Mixtral-8x7B-v0.1": ({"model_type": "mixtral", "num_local_experts": 8}, "model_type 'mixtral'"),
-    "microsoft/Phi-3-mini-4k-instruct": ({"model_type": "phi3", "sliding_window": 2047}, "model_type 'phi3'"),
-    "google/gemma-2-2b-it": ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, "model_type 'gemma2'"),
-    "google/gemma-3-1b-it": ({"model_type": "gemma3_text", "query_pre_attn_scalar": 256}, "model_type 'gemma3_text'"),
     "Qwen/Qwen3-VL-4B-Instruct": (
         {"model_type": "qwen3_vl", "text_config": {}, "vision_config": {}},
         "also takes images",
     ),
     "meta-llama/Llama-4-Scout-17B-16E": ({"model_type": "llama4", "vision_config": {}}, "also takes images"),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": ({"model_type": "qwen3_next"}, "model_type 'qwen3_next'"),
-    "zai-org/GLM-4-9B-0414": ({"model_type": "glm4", "partial_rotary_factor": 0.5}, "model_type 'glm4'"),
-    "zai-org/GLM-4.5-Air": ({"model_type": "glm4_moe", "use_qk_norm": False}, "model_type 'glm4_moe'"),
-    "deepseek-ai/DeepSeek-V2-Lite": (
-        {"model_type": "deepseek_v2", "topk_method": "greedy"},
-        "model_type 'deepseek_v2'",
-    ),
-    "allenai/OLMo-2-0425-1B": ({"model_type": "olmo2"}, "model_type 'olmo2'"),
+    "zai-org/GLM-4.5-Air": ({"model_type": "glm4_moe", "use_qk_norm": False}, "chooses experts by biases"),
     "lmsys/vicuna-7b-v1.5-16k, dynamic": (
         {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}},
         "rope_type 'dynamic'",
@@ -329,6 +317,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
         "fp8 without weight_block_size",
     ),
-    "deepseek-ai/DeepSeek-V3.2-Exp": ({"model_type": "deepseek_v32", "index_topk": 2048}, "model_type 'deepseek_v32'"),
+    "deepseek-ai/DeepSeek-V3.2-Exp": ({"model_type": "deepseek_v32", "index_topk": 2048}, "indexed_attention"),
 }
 """config.json of checkpoints that are not supported, and the reason that the user reads."""

@@ -95,8 +95,15 @@ class Engine:
         return answers
 
 
-def gap(measured: torch.Tensor, folder: Path, dtype: Dtype) -> float:
-    """Distance of logprobs from those of transformers on a folder, in units of what rounding explains."""
+Expected = dict[str, torch.Tensor]
+"""transformers' logprobs of IDS from the second on, by dtype."""
+
+
+def expected_logprobs(folder: Path, dtype: Dtype) -> Expected:
+    """Compute logprobs with transformers, in float32 and the engine's dtype.
+
+    It must be done before the first engine starts: vLLM serves some models by transformers' classes, which it changes.
+    """
     from transformers import AutoModelForCausalLM
 
     by_dtype = {}
@@ -107,35 +114,58 @@ def gap(measured: torch.Tensor, folder: Path, dtype: Dtype) -> float:
         with torch.no_grad():
             logprobs = model(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
         by_dtype[name] = logprobs[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
-    distances = (measured - by_dtype["float32"]).abs()
+    return by_dtype
+
+
+def gap(measured: torch.Tensor, expected: Expected, dtype: Dtype) -> float:
+    """Distance of logprobs from those of transformers, in units of what rounding explains."""
+    distances = (measured - expected["float32"]).abs()
     if dtype == "float32":
         return float(distances.max()) / 1e-3
-    return float(distances.mean() / (by_dtype[dtype] - by_dtype["float32"]).abs().mean()) / 2
+    return float(distances.mean() / (expected[dtype] - expected["float32"]).abs().mean()) / 2
 
 
-def try_folder(folder: Path) -> dict[str, float]:
-    """Try a folder; each gap should be below 1, but the one between the first and the last version far above."""
+def dtype_of(folder: Path) -> Dtype:
+    """vLLM's latent attention has no float32 on CPUs with AMX."""
+    latent = json.loads((folder / "model" / "config.json").read_text())["model_type"] == "deepseek_v3"
+    return "bfloat16" if latent else "float32"
+
+
+def try_folder(folder: Path, expected: tuple[Expected, Expected]) -> dict[str, float]:
+    """Try a folder; each gap should be below 1, but the one between the first and the last version far above.
+
+    Args:
+        expected: of the first and of the saved model.
+    """
     model, saved, scratch = folder / "model", folder / "saved" / "model", folder / "versions"
-    latent = json.loads((model / "config.json").read_text())["model_type"] == "deepseek_v3"
-    dtype: Dtype = "bfloat16" if latent else "float32"  # vLLM's latent attention has no float32 on CPUs with AMX
+    dtype, (at_first, at_last) = dtype_of(folder), expected
     scratch.mkdir()
     measured: dict[str, float] = {}
     engine = Engine(model, dtype)
-    measured["started"] = gap(first := engine.logprobs(), model, dtype)
+    measured["started"] = gap(first := engine.logprobs(), at_first, dtype)
     for version in (1, 2):
         engine.load(folder / f"{version}.safetensors", scratch, version, dtype)
-    measured["loaded"] = gap(engine.logprobs(), saved, dtype)
-    measured["changed"] = gap(first, saved, dtype)
+    measured["loaded"] = gap(engine.logprobs(), at_last, dtype)
+    measured["changed"] = gap(first, at_last, dtype)
     engine.close()
     engine = Engine(saved, dtype)
-    measured["restarted"] = gap(engine.logprobs(), saved, dtype)
+    measured["restarted"] = gap(engine.logprobs(), at_last, dtype)
     engine.close()
     return measured
 
 
+def main(folders: list[Path]) -> None:
+    """Try folders one after the other, and print a line for each."""
+    expected: dict[Path, tuple[Expected, Expected]] = {}
+    for folder in folders:
+        models = folder / "model", folder / "saved" / "model"
+        first, last = (expected_logprobs(model, dtype_of(folder)) for model in models)
+        expected[folder] = first, last
+    for folder in folders:
+        print(json.dumps(try_folder(folder, expected[folder])), flush=True)
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        result: dict[str, object] = dict(try_folder(Path(argument)))
-        print(json.dumps(result), flush=True)
+    main([Path(argument) for argument in sys.argv[1:]])
     sys.stdout.flush()
     os._exit(0)

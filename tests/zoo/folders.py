@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, FP8, Checkpoint
+from tests.zoo.general import GENERAL, GENERAL_FAMILIES
 
 SIZES: dict[str, Any] = {
     "hidden_act": "silu",
@@ -32,13 +33,13 @@ TEMPLATE = (
 
 def write(name: str, folder: Path) -> Path:
     """Write the folder of a checkpoint."""
-    checkpoint = CHECKPOINTS[name]
+    checkpoint = (CHECKPOINTS | GENERAL)[name]
     folder.mkdir(parents=True)
     tokens = _write_tokenizer(checkpoint, folder)
     stops = [tokens[stop] for stop in checkpoint.stops]
     config: dict[str, Any] = {
         **SIZES,
-        **FAMILIES[checkpoint.family],
+        **(FAMILIES | GENERAL_FAMILIES)[checkpoint.family],
         **checkpoint.config,
         "model_type": checkpoint.family,
         "vocab_size": len(tokens) + checkpoint.padding,

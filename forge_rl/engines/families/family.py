@@ -12,7 +12,7 @@ import torch
 
 from forge_rl.errors import ModelError
 from forge_rl.models.quantized import refusal
-from forge_rl.weights.names import Names
+from forge_rl.weights.names import Names, SameNames
 
 _AGAIN = "download or export the model again"
 _SCALING = {
@@ -39,13 +39,15 @@ class Family:
     """model_type in config.json."""
     read: Callable[[ConfigFile], Architecture]
     """Reads config.json; raises ModelError for options that the trainer does not support."""
-    names: Names
+    names: Names | SameNames
     """Names of the weights."""
     layer: Callable[[Architecture, int, int], Any]
     """Makes torchtitan's `Config` of a layer from the architecture, the layer's index, and the maximum sequence length
     in tokens. Imports torchtitan, as does set_sharding: only trainer processes call them."""
     set_sharding: Callable[..., None]
     """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
+    general: bool = False
+    """True if transformers' own code is the model, see `families.general`; there are no layers to build then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +135,16 @@ class Architecture:
     """Multi-token-prediction layers after the last one, which are not trained."""
     quantized: bool = False
     """True if the folder holds quantised weights, which are dequantised."""
+    weight_count: int = 0
+    """Number of weights, weight_count in a model that these dimensions do not describe; 0 if they do."""
+    folder: Path | None = None
+    """Folder of a model that transformers' code builds; None for native families."""
 
     @property
     def weights(self) -> int:
         """Number of weights in the matrices."""
+        if self.weight_count:
+            return self.weight_count
         grouped = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
         attention = self.latent.weights(self.dim, self.heads) if self.latent else grouped
         embeddings = self.vocab * self.dim * (1 if self.tied else 2)

@@ -14,6 +14,7 @@ from torchtitan.tools.utils import set_default_dtype
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.loading import load_weights
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism
@@ -25,7 +26,7 @@ from forge_rl.weights.manifest import TensorSpec
 class LoadedModel(NamedTuple):
     """One rank's part of a model."""
 
-    model: PolicyModel
+    model: PolicyModel | GeneralModel
     specs: tuple[TensorSpec, ...]
     """The tensors of this rank's stage, as they are published."""
     parameters: int
@@ -47,8 +48,13 @@ def load_model(
     state_dtype = torch.promote_types(dtype, torch.float32)
     is_sharded = dist.get_world_size() > 1 or dtype != state_dtype or settings.enable_cpu_offload
     state_device = torch.device("cpu") if settings.enable_cpu_offload else device
-    with torch.device("meta" if is_sharded else device), set_default_dtype(state_dtype):
-        model = build_model(architecture, settings, values=values)
+    model: PolicyModel | GeneralModel
+    if architecture.family.general:
+        with set_default_dtype(state_dtype):
+            model = build_general(architecture, values=values)
+    else:
+        with torch.device("meta" if is_sharded else device), set_default_dtype(state_dtype):
+            model = build_model(architecture, settings, values=values)
     if frozen:
         for parameter in model.parameters():
             parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
@@ -58,9 +64,10 @@ def load_model(
     published, parameters = specs(model), sum(parameter.numel() for parameter in model.parameters())
     if is_sharded:
         parallelism.apply(model, dtype=dtype)
-        model.to_empty(device=state_device)
     else:
         recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
+    if is_sharded or isinstance(model, GeneralModel):
+        model.to_empty(device=state_device)
     with torch.no_grad():
         model.init_states()
     load_weights(model, folder, tied=model.enable_weight_tying)
@@ -72,7 +79,7 @@ def load_model(
     return LoadedModel(model, published, parameters)
 
 
-def make_optimizer(model: PolicyModel, settings: TrainSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     """Make an optimizer of a model's weights, whose state it creates at the first step."""
     optimizer, kind = settings.optimizer, settings.optimizer_state
     betas, decay = (optimizer.beta1, optimizer.beta2), optimizer.weight_decay

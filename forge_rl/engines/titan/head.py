@@ -26,6 +26,9 @@ class FloatHead(Linear):
     class Config(Linear.Config):
         pass
 
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What the model does to its logits, [N, V], before they are scored."""
+
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor | None = None, scoring: Scoring = DEFAULT_SCORING
     ) -> torch.Tensor | TokenScores:
@@ -42,6 +45,8 @@ class FloatHead(Linear):
         def score(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
             if isinstance(self.weight, DTensor):
                 return split_token_scores(logits, targets, scoring, self.weight.device_mesh, self.out_features)
+            if self.transform is not None:
+                return token_scores(self.transform(logits), targets, scoring)
             return token_scores(logits, targets, scoring, overwrite_logits=True)
 
         tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 import spmd_types as spmd  # type: ignore[import-untyped]
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import Embedding
@@ -30,7 +31,7 @@ from forge_rl.engines.titan.host_memory import HostCopies, offload_inputs
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
-from forge_rl.weights.names import VALUE_HEAD, Names
+from forge_rl.weights.names import VALUE_HEAD, Names, SameNames
 
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
@@ -48,7 +49,7 @@ class PolicyModel(Decoder):
         mtp_layers: tuple[()] = ()
         """Always empty; torchtitan's sharding of DeepSeek-V3 reads it."""
 
-    names: Names
+    names: Names | SameNames
     """Hugging Face's names of its weights."""
     steers = False
     """Whether training moves the biases in the choice of experts, which are buffers."""
@@ -136,7 +137,7 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
 
 
 def recompute_activations(
-    model: PolicyModel, mode: Literal["none", "selective", "full"], *, offload: bool = False
+    model: nn.Module, mode: Literal["none", "selective", "full"], *, offload: bool = False
 ) -> None:
     """Apply torchtitan's activation checkpointing; it saves no RNG state, as the models draw no random numbers.
 
@@ -148,7 +149,7 @@ def recompute_activations(
         policy.Config(preserve_rng_state=False).build(dump_folder="").apply(model)
     if offload:
         assert mode == "full", f"{mode} checkpointing keeps more than inputs, outside of what is offloaded"
-        model.offloads = offload_inputs(model.layers.values())
+        model.offloads = offload_inputs(model.get_submodule("layers").children())
 
 
 def gqa_layer(

@@ -24,6 +24,7 @@ from forge_rl.engines.platform import own_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.balance import Split, split_row
+from forge_rl.engines.titan.general_model import GeneralModel
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.model import PolicyModel, recompute_activations
 from forge_rl.engines.titan.rows import DeviceRow
@@ -88,7 +89,7 @@ class Parallelism:
         """Group of the ranks that compute losses; None if all do."""
         self._ends = self._end_groups(stage_ranks) if architecture.tied and stages > 1 else None
 
-    def apply(self, model: PolicyModel, *, dtype: torch.dtype) -> None:
+    def apply(self, model: PolicyModel | GeneralModel, *, dtype: torch.dtype) -> None:
         """Cut this rank's stage out of a model, and shard it in place, in the order of torchtitan's own `parallelize_*`
         functions.
 
@@ -96,6 +97,9 @@ class Parallelism:
             ConfigError: all weights of a stage are frozen.
         """
         dims = self._dims
+        if isinstance(model, GeneralModel):
+            self._shard_general(model, dtype)
+            return
         if self.stage.count > 1:
             check_trained(model, self._layers)
         self.stage.cut(model)
@@ -131,12 +135,20 @@ class Parallelism:
             ep_degree=dims.ep,
             edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
         )
-        # The loss is normalised by a global token count, so gradients are summed over ranks: torchtitan has disabled
-        # averaging.
-        if device_type() == "cpu":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        _sum_over_ranks(model)
+
+    def _shard_general(self, model: GeneralModel, dtype: torch.dtype) -> None:
+        """Shard a model on transformers' code, with FSDP and HSDP alone."""
+        settings, dims = self._settings, self._dims
+        recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
+        model.shard(
+            dims.get_mesh([*(["dp_replicate"] if dims.dp_replicate_enabled else []), "fsdp"]),
+            dtype=dtype,
+            reduce_dtype=torch.promote_types(dtype, torch.float32),
+            cpu_offload=settings.enable_cpu_offload,
+            gathers=dims.fsdp_enabled,
+        )
+        _sum_over_ranks(model)
 
     def split(self, row: Row) -> tuple[Split | None, torch.Tensor]:
         """Return how ranks split a row, None without context parallelism, and the positions of this rank's tokens."""
@@ -160,13 +172,13 @@ class Parallelism:
         row: torch.Tensor = _Gather.apply(part, self._cp, device_row.local_indices, device_row.order)
         return row
 
-    def clip(self, model: PolicyModel, max_norm: float) -> torch.Tensor:
+    def clip(self, model: PolicyModel | GeneralModel, max_norm: float) -> torch.Tensor:
         """Add up the gradients of a weight that two stages hold, and scale all gradients to the maximum norm, if it is
         exceeded. Returns the norm before scaling, over all ranks, in which that weight counts once."""
         tied = self._tied(model)
         if tied is not None and tied.grad is not None:
             dist.all_reduce(local(tied.grad), group=self._ends)
-        copy = tied if model.copies_embedding else None
+        copy = tied if tied is not None and model.copies_embedding else None
         norm: torch.Tensor = clip_grad_norm_(
             [weight for weight in model.parameters() if weight is not copy],
             max_norm,
@@ -177,16 +189,17 @@ class Parallelism:
             nn.utils.clip_grads_with_norm_([copy], max_norm, norm)
         return norm
 
-    def copy_tied(self, model: PolicyModel) -> None:
+    def copy_tied(self, model: PolicyModel | GeneralModel) -> None:
         """After an update, copy a weight that the first and the last stage hold to the last one: moments that are
         rounded at random would move them apart."""
         if (tied := self._tied(model)) is not None:
             dist.broadcast(local(tied.detach()), src=dist.get_rank() % len(self.stage.ranks), group=self._ends)
 
-    def _tied(self, model: PolicyModel) -> nn.Parameter | None:
+    def _tied(self, model: PolicyModel | GeneralModel) -> nn.Parameter | None:
         """Return the weight that the first and the last stage hold, if this is one of them."""
         if not model.spans_tie or not (self.stage.is_first or self.stage.is_last):
             return None
+        assert isinstance(model, PolicyModel), "others have one stage"
         weight: nn.Parameter = model.tok_embeddings.weight if self.stage.is_first else model.lm_head.weight
         return weight
 
@@ -227,6 +240,17 @@ class Parallelism:
             return attend(q, k, v, **kwargs)
 
         return forward
+
+
+def _sum_over_ranks(model: nn.Module) -> None:
+    """Have gloo, which has no PREMUL_SUM, sum gradients over ranks.
+
+    The loss is normalised by a global token count, so gradients are summed: torchtitan has disabled averaging.
+    """
+    if device_type() == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def forget_whole_gradients(model: nn.Module) -> None:

@@ -24,8 +24,10 @@ from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
 from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
-from forge_rl.engines.titan.model import build_model, recompute_activations
+from forge_rl.engines.titan.general_model import GeneralModel, build_general
+from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
+from forge_rl.packing.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +163,12 @@ def _moments(trace: MemoryTrace, settings: TrainSettings, state_itemsize: int) -
 
 def _trace(architecture: Architecture, settings: TrainSettings, values: bool, tokens: int) -> MemoryTrace:
     """Build the model on the meta device and run a row through it."""
-    with torch.device("meta"):
-        model = build_model(architecture, settings, values=values)
+    model: PolicyModel | GeneralModel
+    if architecture.family.general:
+        model = build_general(architecture, values=values).to("meta")
+    else:
+        with torch.device("meta"):
+            model = build_model(architecture, settings, values=values)
     freeze(model, settings.frozen)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     layers: list[Any] = list(model.get_submodule("layers").children())
@@ -188,6 +194,17 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     )
 
 
+def _row(tokens: int) -> Row:
+    """Return a row of one episode, of which a general model makes its masks."""
+    index = torch.arange(tokens)
+    zeros, ends = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), tokens, dtype=torch.int32)
+    numbers = dict.fromkeys(
+        ("behaviour", "advantages", "versions", "episodes", "segments", "turns", "lengths", "targets"), zeros
+    )
+    flags = dict.fromkeys(("mask", "observed"), zeros.bool())
+    return Row(token_ids=index, positions=index, trees=zeros, until=ends, **numbers, **flags)
+
+
 def _gathered(trace: MemoryTrace, dtype: torch.dtype, num_shards: int, ep: int) -> int:
     """Bytes of gathered weights in the dtype of the passes: two units, as FSDP prefetches one. A rank gathers only its
     own experts."""
@@ -201,8 +218,10 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     """Return the layers' peak bytes in both passes over one row, without weights and their gradients, and the bytes
     that the head adds."""
     model.to(dtype)
-    for layer in model.layers.values():
-        layer.attention.inner_attention = TreeAttention(TreeAttention.Config())  # saves the same as FlexAttention
+    is_general = isinstance(model, GeneralModel)
+    if not is_general:
+        for layer in model.layers.values():
+            layer.attention.inner_attention = TreeAttention(TreeAttention.Config())  # saves the same as FlexAttention
     recompute_activations(model, settings.activation_checkpointing)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -212,7 +231,9 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     zeros = torch.zeros(tokens, dtype=torch.int32)
     mask = TreeMask(first=0, until=zeros, queries=tokens, branched=False, positions=zeros)
     masks: Any = (mask,)
-    if windowed:
+    if is_general:
+        masks = _row(tokens)
+    elif windowed:
         masks = {"basic_mask": (mask,), "sliding_window_mask": (mask,)}
     peaks = []
     for score in (False, True):

@@ -23,7 +23,7 @@ from forge_rl.engines.titan.loading import cause_of
 from forge_rl.engines.titan.shards import names_of
 from forge_rl.errors import CheckpointError
 from forge_rl.runtime.far_files import Folder
-from forge_rl.weights.names import VALUE_HEAD, Names
+from forge_rl.weights.names import VALUE_HEAD, Names, SameNames
 
 
 class CheckpointWriter:
@@ -75,7 +75,9 @@ class CheckpointWriter:
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model))
         return self._last
 
-    def _write(self, state: dict[str, Block], folder: Folder, source: Path, dtype: torch.dtype, names: Names) -> None:
+    def _write(
+        self, state: dict[str, Block], folder: Folder, source: Path, dtype: torch.dtype, names: Names | SameNames
+    ) -> None:
         training = folder / "training"
 
         def write_state() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forge_rl.algorithms.logprobs import Scoring, TokenScores
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.general_model import GeneralModel
 from forge_rl.engines.titan.masks import attention_mask
 from forge_rl.engines.titan.model import PolicyModel
 from forge_rl.engines.titan.parallel import Parallelism
@@ -31,7 +33,7 @@ class RowScorer:
 
     def __init__(
         self,
-        trained: PolicyModel,
+        trained: PolicyModel | GeneralModel,
         settings: TrainSettings,
         parallelism: Parallelism,
         *,
@@ -44,7 +46,7 @@ class RowScorer:
         self._window = window
         self._device = device
 
-    def score(self, model: PolicyModel, device_row: DeviceRow, scoring: Scoring) -> TokenScores:
+    def score(self, model: PolicyModel | GeneralModel, device_row: DeviceRow, scoring: Scoring) -> TokenScores:
         """Score a row's `scored_indices`, [L] with 0 elsewhere; with k "top_ids" in the row, logprobs are [L, 1 + k].
 
         A pipeline stage without the head has no scores: it passes the row on to the next one.
@@ -57,7 +59,9 @@ class RowScorer:
             targets = torch.cat([targets[:, None], row.columns["top_ids"][local_indices].long()], dim=1)
         # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
         nonempty_indices = scored_indices if len(scored_indices) else scored_indices.new_zeros(1)
-        masks = attention_mask(row, None if device_row.split is None else local_indices, window=self._window)
+        masks: Any = row
+        if not isinstance(model, GeneralModel):
+            masks = attention_mask(row, None if device_row.split is None else local_indices, window=self._window)
         self.prepare(model, device_row)
         inputs = self._parallelism.pipeline.enter(token_ids[None], len(local_indices))
         outputs = model(
@@ -82,7 +86,7 @@ class RowScorer:
         squares, values = (None if x is None else everywhere(x) for x in (outputs.squares, outputs.values))
         return TokenScores(everywhere(outputs.logprobs), everywhere(outputs.entropy), squares, values)
 
-    def prepare(self, model: PolicyModel, device_row: DeviceRow) -> None:
+    def prepare(self, model: PolicyModel | GeneralModel, device_row: DeviceRow) -> None:
         """Set what a row's forward or backward pass reads from the model's modules."""
         row, local_indices = device_row.row, device_row.local_indices
         replayed = row.routed if self._replays and model is self._trained else None
@@ -95,7 +99,9 @@ class RowScorer:
         return on_device(row, local_indices, self._device, split=split, observations=observations)
 
     @torch.no_grad()
-    def logprobs(self, model: PolicyModel, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+    def logprobs(
+        self, model: PolicyModel | GeneralModel, rows: Sequence[Row], temperature: float
+    ) -> list[torch.Tensor]:
         """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
         device, empty on a pipeline stage without the head."""
         row_scores = (self.score(model, self.on_device(row), Scoring(temperature=temperature)) for row in rows)

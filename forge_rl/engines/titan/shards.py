@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.errors import ConfigError
 from forge_rl.weights.manifest import TensorSpec
-from forge_rl.weights.names import Names
+from forge_rl.weights.names import Names, SameNames
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
@@ -34,9 +34,9 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield "tok_embeddings.weight" if copied else name.replace("_checkpoint_wrapped_module.", ""), weight
 
 
-def names_of(model: nn.Module) -> Names:
-    """Return the weight names of a model made by `build_model`."""
-    return cast(Names, model.names)
+def names_of(model: nn.Module) -> Names | SameNames:
+    """Return the weight names of a model made by `build_model` or `build_general`."""
+    return cast("Names | SameNames", model.names)
 
 
 def specs(model: nn.Module) -> tuple[TensorSpec, ...]:

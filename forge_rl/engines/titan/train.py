@@ -49,7 +49,7 @@ class TitanEngine:
     def __init__(self, folder: Path, settings: TrainSettings, *, reference: bool = False, values: bool = False) -> None:
         self.rank = dist.get_rank()
         self.updates = self.planned = 0
-        self.architecture = read_architecture(folder)
+        self.architecture = read_architecture(folder, settings.modelling)
         if self.architecture.quantized:
             raise ModelError(
                 f"{folder} holds quantised weights, which cannot be trained as they are",
@@ -375,7 +375,7 @@ class TitanEngine:
             for number in range(self.architecture.layers):
                 with contextlib.ExitStack() as hooks:
                     if number in self._stage.layers:
-                        layer = self.model.layers[str(number)]
+                        layer = self.model.get_submodule(f"layers.{number}")
                         hook = layer.register_forward_hook(lambda _, __, out: out + relative * out * (1e4 * out).cos())
                         hooks.enter_context(hook)
                     noisy = self.scorer.logprobs(self.model, rows, temperature)

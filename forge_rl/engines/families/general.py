@@ -1,0 +1,347 @@
+"""Models without a native family: read from config.json by transformers, whose own code trains them.
+
+Whatever is refused is refused here, from config.json and the model's structure, before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_rl.engines.families.family import Architecture, Family
+from forge_rl.errors import ForgeError, ModelError
+from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
+from forge_rl.models.quantized import refusal
+from forge_rl.weights.names import SameNames
+
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers whose masks `titan.general_attention` makes."""
+_RECURRENT_KINDS = ("linear_attention", "conv")
+"""Kinds of layers whose state `titan.general_state` restarts."""
+_MIXERS = ("linear_attn", "mamba", "conv", "mixer")
+"""Names of the module with the state in transformers' layers of these kinds."""
+_STEERING = "e_score_correction_bias"
+_CAN = "the trainer takes decoders of full, sliding-window, chunked and linear attention, and short convolutions"
+
+
+def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
+    """Read the dimensions of a model that transformers' own code trains.
+
+    Args:
+        path: config.json, for messages.
+        values: its content.
+
+    Raises:
+        ModelError: transformers does not know the model, or it has parts that cannot be trained on packed rows.
+    """
+    model_type = values.get("model_type")
+    _check_kind(path, values)
+    config = _load_config(path)
+    _check_layers(path, config, _class_of(config))
+    shapes = weight_shapes(path.parent)
+    heads = _whole(path, config, "num_attention_heads")
+    dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    window_layers = [
+        index for index in range(layers) if layer_types is None or layer_types[index] == "sliding_attention"
+    ]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope.get("rope_type"), str):  # none, or one for each kind of layer
+        rope = {"rope_type": "default"}
+    if isinstance(original := getattr(config, "original_max_position_embeddings", None), int):
+        rope = {"original_max_position_embeddings": original, **rope}
+    family = Family(
+        model_type=str(model_type),
+        read=_unused,
+        names=file_names(path.parent),
+        layer=_unused,
+        set_sharding=_unused,
+        general=True,
+    )
+    return Architecture(
+        family=family,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or dim // heads,
+        hidden_dim=_whole(path, config, "intermediate_size"),
+        vocab=_whole(path, config, "vocab_size"),
+        norm_eps=float(getattr(config, "rms_norm_eps", 1e-6) or 1e-6),
+        max_positions=_whole(path, config, "max_position_embeddings"),
+        rope=rope,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        window=window if window and window_layers else None,
+        window_layers=tuple(window_layers) if window else (),
+        weight_count=sum(shape.numel() for shape in shapes.values()),
+        folder=path.parent,
+    )
+
+
+def weight_shapes(folder: Path) -> Mapping[str, torch.Size]:
+    """Return the shape of each of a model's weights by name, as transformers' code has them; a tied head is left out.
+
+    Raises:
+        ModelError: the model's parts are not where the trainer expects them.
+    """
+    path = folder / "config.json"
+    return _weight_shapes(folder, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
+    path = folder / "config.json"
+    causal = causal_model(folder)
+    head = getattr(causal, "lm_head", None)
+    problem = ""
+    if not isinstance(getattr(getattr(causal, "model", None), "layers", None), nn.ModuleList):
+        problem = "has no model.layers"
+    elif causal.get_input_embeddings() is not getattr(causal.model, "embed_tokens", None):
+        problem = "has no model.embed_tokens"
+    elif not isinstance(head, nn.Linear) or head.bias is not None:
+        problem = "has no lm_head without bias"
+    elif any(name.endswith(_STEERING) for name, _ in causal.named_parameters()):
+        problem = "chooses experts by biases in float32, which only native families keep so"
+    else:
+        try:
+            recurrent_mixers(causal)
+        except LookupError as error:
+            problem = str(error.args[0])
+    if problem:
+        raise ModelError(
+            f"{path}: transformers' {type(causal).__name__} {problem}",
+            hint="use a model of another architecture",
+        )
+    tied = causal.config.tie_word_embeddings
+    return {name: weight.shape for name, weight in causal.named_parameters() if not (tied and name == HEAD)}
+
+
+def file_names(folder: Path) -> SameNames:
+    """Return how the folder's files name a model's weights, which is told by transformers' own table of conversions and
+    by the files.
+
+    Raises:
+        ModelError: the files hold something that only a conversion of values could load.
+    """
+    stored_names = set(tensor_files(folder)) if stored_bytes(folder) else set[str]()
+    return _file_names(folder, frozenset(stored_names), (folder / "config.json").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) -> SameNames:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    conversions = get_model_conversion_mapping(causal_model(folder), add_legacy=False)
+    merges = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    renames = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+
+    def in_files(name: str) -> str:
+        """Undo the renamings, if the files have the result; a stack's name is tried for the first expert."""
+        original = name
+        for rename in renames:
+            for source, target in zip(rename.source_patterns, rename.target_patterns, strict=False):
+                if name.format(0) not in stored_names:
+                    name = name.replace(target, source)
+        return name if name.format(0) in stored_names else original
+
+    renamed, stacks = dict[str, str](), dict[str, tuple[str, ...]]()
+    for name in weight_shapes(folder):
+        if not stored_names or name in stored_names:
+            continue
+        merge = next((merge for merge in merges if merge.target_patterns[0] in name), None)
+        if merge is None:
+            renamed[name] = in_files(name)
+            continue
+        dims = [(type(operation), getattr(operation, "dim", None)) for operation in merge.operations]
+        if dims not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+            raise ModelError(
+                f"{folder}: transformers computes {name!r} from what the files hold, and the trainer could not give it "
+                "back",
+                hint=f"use a model of another architecture: {_CAN}",
+            )
+        sources = (source.replace("*", "{}") for source in merge.source_patterns)
+        stacks[name] = tuple(in_files(name.replace(merge.target_patterns[0], source)) for source in sources)
+    return SameNames(renamed={name: other for name, other in renamed.items() if name != other}, stacks=stacks)
+
+
+def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
+    """Build transformers' model of a folder with its weights on the meta device and its buffers in memory.
+
+    Weights have torch's default dtype. Buffers that the files hold become weights that are not trained.
+
+    Args:
+        tied: whether embedding and head are one weight; by default as config.json says.
+        implementation: name of the attention function.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _load_config(folder / "config.json")
+    if tied is not None:
+        config.tie_word_embeddings = tied
+    try:
+        with _weights_on_meta():
+            causal = AutoModelForCausalLM.from_config(
+                config, attn_implementation=implementation, dtype=torch.get_default_dtype(), trust_remote_code=False
+            )
+    except ForgeError:
+        raise
+    except Exception as error:
+        raise _unreadable(folder / "config.json", error) from error
+    if torch.get_default_dtype() == torch.float64:
+        causal.set_experts_implementation("eager")  # torch's product of groups has no float64
+    if config.tie_word_embeddings:
+        causal.lm_head.weight = causal.get_input_embeddings().weight
+    for module in causal.modules():
+        for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
+            buffer = module._buffers.pop(name)
+            if buffer is not None:
+                module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
+    return causal
+
+
+def _check_kind(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise ModelError unless transformers itself has a causal language model of this type."""
+    from transformers import __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = values.get("model_type")
+    if "vision_config" in values or "audio_config" in values:
+        raise ModelError(
+            f"{path} has model_type {model_type!r:.80}: the model also takes images or sound, and only text models are "
+            "supported",
+            hint="use the text model of the same family, if there is one",
+        )
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        note = ", and its own code (auto_map) is never run" if values.get("auto_map") else ""
+        raise ModelError(
+            f"{path} has model_type {model_type!r:.80}, which transformers {__version__} has no causal language model "
+            f"for{note}",
+            hint="use a model that transformers has itself, or a newer transformers",
+        )
+    if values.get("quantization_config"):
+        unsupported = refusal(values["quantization_config"], model_type) or "quantised weights"
+        raise ModelError(
+            f"{path} asks for {unsupported}, which the trainer cannot read",
+            hint="use the model's bfloat16 files: usually the same name without AWQ, GPTQ, FP8 or 4bit",
+        )
+
+
+def _check_layers(path: Path, config: Any, model: Any) -> None:
+    """Raise ModelError if a model has layers that cannot be trained on packed rows."""
+    problem = ""
+    kinds = getattr(config, "layer_types", None) or ()
+    if other_kinds := sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS + _RECURRENT_KINDS}):
+        problem = f"has layers of {', '.join(other_kinds)}, which might carry a state from one episode into the next"
+    elif getattr(model, "_is_stateful", False) and not kinds:
+        problem = "has recurrent layers, whose state would run on from one episode into the next"
+    elif not _has_interface(model):
+        problem = "does without transformers' attention interface"
+    elif getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        problem = "is no decoder"
+    elif "dynamic" in _rope_types(config):
+        problem = "has RoPE of type 'dynamic', whose angles depend on the longest episode of a row"
+    if problem:
+        raise ModelError(
+            f"{path}: a {config.model_type!r} {problem}", hint=f"use a model of another architecture: {_CAN}"
+        )
+
+
+def _has_interface(model: Any) -> bool:
+    """Return whether a model calls the attention function that its config names.
+
+    transformers says so of most; of models with a state it does not, as servers need more than that.
+    """
+    return getattr(model, "_supports_attention_backend", False) or hasattr(
+        sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
+
+
+def recurrent_mixers(causal: Any) -> list[nn.Module]:
+    """Return the modules with a state of a model's layers, as transformers built it.
+
+    Raises:
+        LookupError: a layer with a state has none of the known names for it.
+    """
+    kinds = getattr(causal.config, "layer_types", None) or ()
+    mixers = []
+    for layer, kind in zip(causal.model.layers, kinds, strict=False):
+        if kind in _RECURRENT_KINDS:
+            names = [name for name in _MIXERS if isinstance(getattr(layer, name, None), nn.Module)]
+            if not names:
+                raise LookupError(f"has layers of {kind} whose state is in none of {', '.join(_MIXERS)}")
+            mixers.append(getattr(layer, names[0]))
+    return mixers
+
+
+def _rope_types(config: Any) -> set[str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return {str(part["rope_type"]) for part in parts if "rope_type" in part}
+
+
+def _load_config(path: Path) -> Any:
+    """Load a config of a type that transformers has; the model's own code is not run."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path.parent, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _class_of(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    # A config that its class does not accept has the reason in the cause.
+    cause = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+    return ModelError(
+        f"transformers cannot build the model that {path} describes: {cause:.300}",
+        hint="download or export the model again",
+    )
+
+
+def _whole(path: Path, config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ModelError(
+            f"{path}: {name} is {value!r:.80}, not a whole number above 0", hint="download or export the model again"
+        )
+    return value
+
+
+def _unused(*_: Any, **__: Any) -> Any:
+    raise AssertionError("only native families have it")
+
+
+@contextlib.contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Have the modules that this thread makes put their weights on the meta device, and their buffers in memory."""
+    original, thread = nn.Module.register_parameter, threading.get_ident()
+
+    def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and threading.get_ident() == thread:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

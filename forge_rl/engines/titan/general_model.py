@@ -1,0 +1,236 @@
+"""Policy on transformers' own modelling code, for models without a native family."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
+from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.families.general import causal_model, recurrent_mixers
+from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
+from forge_rl.engines.titan.general_state import ROW, RowContext, restart_states
+from forge_rl.engines.titan.head import FloatHead, ValueHead
+from forge_rl.engines.titan.host_memory import HostCopies
+from forge_rl.packing.rows import Row
+from forge_rl.weights.names import VALUE_HEAD, SameNames
+
+
+class GeneralModel(nn.Module):
+    """transformers' decoder with the outputs of `PolicyModel`: logits, or scores without holding a row's logits.
+
+        logits = model(token_ids[None], positions[None], row)  # [1, L, V]
+        scores = model(token_ids[None], positions[None], row, scored_indices=scored_indices, targets=targets)
+
+    Its weights have the names that transformers gives them, which are those of the folder's files. What the model's own
+    code does around its head, such as a factor on the hidden states or a bound on the logits, is done by calling that
+    code with the decoder and the head replaced by what they returned.
+
+    Args:
+        causal: transformers' model, with weights on the meta device and buffers in memory.
+        architecture: as read from the same folder.
+        values: have one output for each token in place of logits.
+    """
+
+    steers = False
+    offloads: HostCopies | None = None
+    spans_tie = copies_embedding = False
+
+    def __init__(self, causal: Any, architecture: Architecture, *, values: bool) -> None:
+        super().__init__()
+        config = ValueHead.Config if values else FloatHead.Config
+        names = architecture.family.names
+        assert isinstance(names, SameNames), "read_general gives them"
+        self.names = replace(names, head=VALUE_HEAD) if values else names
+        self.enable_weight_tying = architecture.tied and not values
+        self.model: Any = causal.model
+        restart_states(recurrent_mixers(causal), causal.config)
+        with torch.device("meta"):
+            self.lm_head: Any = config(
+                in_features=architecture.dim, out_features=1 if values else architecture.vocab
+            ).build()
+        self._tie()
+        self._around_head = _AroundHead(causal)
+        if not values and self._around_head.changes_logits(architecture.vocab):
+            self.lm_head.transform = self._around_head.logits
+        self._buffers_of_config = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self._config = causal.config
+        if torch.get_default_dtype() == torch.float64:
+            for layer in self.layers:
+                layer.forward = _in_float64(layer.forward)  # type: ignore[method-assign]
+        self.eval()  # without dropout, in which the trainer's logprobs would differ from the engine's
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's blocks."""
+        return cast(nn.ModuleList, self.model.layers)
+
+    def init_states(self) -> None:
+        """Restore what `to_empty` loses: buffers that are computed from the config, and the tie of embedding and
+        head."""
+        for name, buffer in self._buffers_of_config.items():
+            path, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(path), leaf, buffer.clone())
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.enable_weight_tying:
+            self.lm_head.weight = self.model.get_input_embeddings().weight
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention_masks: Row,
+        *,
+        scored_indices: torch.Tensor | slice | None = None,
+        targets: torch.Tensor | None = None,
+        scoring: Scoring = DEFAULT_SCORING,
+    ) -> torch.Tensor | TokenScores:
+        """Return what `PolicyModel.forward` returns.
+
+        Args:
+            tokens: [1, L] int64.
+            positions: [1, L] int64.
+            attention_masks: the row, of which each kind of layer makes its mask.
+            scored_indices: see `PolicyModel.forward`.
+            targets: [N] or [N, K] int64, see `token_scores`.
+        """
+        setattr(self._config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
+        # Without a mask, here of ones, transformers takes jumps of the positions for borders, also within a tree. It
+        # looks at the values, which the meta device of a plan does not have.
+        ones = torch.ones(tokens.shape, dtype=torch.int64, device="cpu" if tokens.is_meta else tokens.device)
+        with precision(self.lm_head.weight.dtype):
+            hidden = self.model(
+                input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False
+            ).last_hidden_state
+            if scored_indices is None:
+                outputs = self.lm_head(self._around_head.hidden(hidden))
+                return cast(torch.Tensor, outputs if outputs.ndim < 3 else self._around_head.logits(outputs))
+            return cast(
+                TokenScores, self.lm_head(self._around_head.hidden(hidden)[0, scored_indices], targets, scoring)
+            )
+
+    def shard(
+        self, mesh: DeviceMesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool, gathers: bool
+    ) -> None:
+        """Apply FSDP2 to each block, and to the rest.
+
+        Args:
+            dtype: dtype of the passes.
+            reduce_dtype: dtype in which gradients are summed.
+            gathers: False if a single rank holds all weights, and only casts them.
+        """
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": gathers}
+        if cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        for layer in self.layers:
+            fully_shard(layer, **options)
+        fully_shard(self, **(options | {"reshard_after_forward": False}))
+        disable_fsdp_gradient_division(self)
+
+
+def build_general(architecture: Architecture, *, values: bool = False) -> GeneralModel:
+    """Build a model with its weights on the meta device and its buffers in memory.
+
+    Args:
+        values: build a value model.
+    """
+    assert architecture.folder is not None, "read_general gives it"
+    register()
+    causal = causal_model(architecture.folder, tied=architecture.tied, implementation=IMPLEMENTATION)
+    return GeneralModel(causal, architecture, values=values)
+
+
+class _Returns(nn.Module):
+    """Stands for a module of a model, and returns what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output: Any = None
+        self.received: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **_: Any) -> Any:
+        self.received = args[0] if args else None
+        return self.output
+
+
+class _AroundHead:
+    """What a model's own code does between its decoder and its head, and to its logits.
+
+    Args:
+        causal: transformers' model, which loses its decoder and head.
+    """
+
+    def __init__(self, causal: Any) -> None:
+        self._causal = causal
+        self._decoder, self._head = _Returns(), _Returns()
+        causal.model, causal.lm_head = self._decoder, self._head
+
+    def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the head's input, [1, L, dim], for the decoder's output, [1, L, dim]."""
+        self._head.output = hidden[..., :1]
+        self._run(hidden)
+        received, self._head.received = self._head.received, None  # which would keep a row's activations
+        return cast(torch.Tensor, received)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [..., V], for the head's output, [..., V]."""
+        self._head.output = outputs if outputs.ndim == 3 else outputs[None]
+        logits: torch.Tensor = self._run(self._head.output[..., :1])
+        return logits if outputs.ndim == 3 else logits[0]
+
+    def changes_logits(self, vocab: int) -> bool:
+        """Return whether logits are other than the head's output."""
+        outputs = torch.linspace(-100, 100, vocab)[None, None]
+        return not torch.equal(self.logits(outputs), outputs)
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._decoder.output = MoeModelOutputWithPast(last_hidden_state=hidden)
+        tokens = torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device)
+        logits: torch.Tensor = self._causal(input_ids=tokens, use_cache=False).logits
+        self._decoder.output = self._head.output = None
+        return logits
+
+
+class _InFloat64(TorchFunctionMode):
+    """Leaves out the casts of float64 to float32 that transformers' models make in norms, softmax and routers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func in (torch.Tensor.to, torch.Tensor.type):
+                args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def precision(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a float64 model computes in float64 throughout, for comparisons free of rounding."""
+    return _InFloat64() if dtype == torch.float64 else contextlib.nullcontext()
+
+
+def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a block's forward pass, which activation checkpointing runs once more outside the model's."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _InFloat64():
+            return forward(*args, **kwargs)
+
+    return run

@@ -1,0 +1,73 @@
+"""Layers with a state (linear attention, state spaces, short convolutions) over packed rows: the state restarts in each
+episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_rl.packing.rows import Row
+
+ROW = "forge_rl_row"
+"""Attribute of a model's config that holds the `RowContext` of the forward pass that is under way."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowContext:
+    """The row of a forward pass, and what layers derive from it."""
+
+    row: Row
+
+    @cached_property
+    def paths(self) -> list[tuple[torch.Tensor, int]]:
+        """Indices of each way from a tree's root to a leaf, [n] int64, in the row's order, and how many of its last
+        tokens no earlier one has. Padding, which ends a row, is in none."""
+        return list(_paths(self.row))
+
+
+def _paths(row: Row) -> Iterator[tuple[torch.Tensor, int]]:
+    positions, trees, until = (values.tolist() for values in (row.positions, row.trees, row.until))
+    first = 0
+    for token, tree in enumerate(trees):
+        if tree < 0:
+            break
+        following = token + 1
+        goes_on = (
+            following < len(trees)
+            and trees[following] == tree
+            and until[token] > following
+            and positions[following] == positions[token] + 1
+        )
+        if not goes_on:
+            yield (row.until[:following] > token).nonzero()[:, 0], following - first
+            first = following
+
+
+def restart_states(mixers: list[nn.Module], config: Any) -> None:
+    """Have the layers' mixers see one episode at a time, from its first token on.
+
+    A shared prefix is computed again for each of its branches, in the mixer alone: its state is not handed on.
+
+    Args:
+        mixers: modules that take hidden states, [1, L, dim], and return as many.
+        config: the model's, which has the row.
+    """
+    for mixer in mixers:
+        mixer.forward = _by_path(mixer.forward, config)  # type: ignore[method-assign]
+
+
+def _by_path(forward: Callable[..., Any], config: Any) -> Callable[..., torch.Tensor]:
+    @wraps(forward)
+    def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        context: RowContext = getattr(config, ROW)
+        outputs = [forward(hidden_states[:, indices])[:, -count:] for indices, count in context.paths]
+        padding = hidden_states.shape[1] - sum(output.shape[1] for output in outputs)
+        outputs.append(torch.zeros_like(hidden_states[:, :padding]))
+        return torch.cat(outputs, dim=1)
+
+    return run

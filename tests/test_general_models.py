@@ -1,0 +1,249 @@
+"""Models without a native family: packed rows as transformers computes them, the same layouts, files and refusals."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import layouts
+from forge_rl.engines.architecture import check_weights, read_architecture
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.factory import plan_training
+from forge_rl.engines.families import FAMILIES
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ConfigError, ForgeError, ModelError
+from forge_rl.models.bundled import bundled_model, default_cache
+from tests.commands import Command, metrics, tiny_run
+from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
+from tests.plain_trainer import share_angles
+from tests.tiny import make_tiny_model
+from tests.zoo.folders import write
+from tests.zoo.general import GENERAL
+from tests.zoo.packed import compare, engine_of, rows_of
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_packed_rows_of_a_published_folder_equal_transformers_one_episode_at_a_time(name: str, tmp_path: Path):
+    folder = write(name, tmp_path / "hf")
+    modelling = "transformers" if GENERAL[name].family in FAMILIES else "auto"
+    architecture = read_architecture(folder, modelling)
+    assert architecture.family.general
+    assert not check_weights(folder, architecture)
+    engine = engine_of(folder, modelling)
+    for share_prefixes in (True, False):
+        deviation = compare(engine, folder, rows_of(share_prefixes=share_prefixes))
+        assert deviation.spread > 0.2, "the model must tell tokens apart for this to be a test"
+        assert max(deviation.forward, deviation.gradient) < 1e-9, (share_prefixes, deviation)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_transformers_code_trains_as_the_native_family_does(family: str, tmp_path: Path):
+    make_model(tmp_path, family, tie_word_embeddings=True)
+    engines = [engine_of(tmp_path, "native"), engine_of(tmp_path, "transformers")]
+    assert [engine.architecture.family.general for engine in engines] == [False, True]
+    share_angles(engines[1].model, engines[0].model)
+    measured = []
+    for engine in engines:
+        for seed in (1, 2):
+            result = train_batch(engine, packed(random_batch(seed, vocab=43), seq_len=128))
+        measured.append(result["grad_norm"].total)  # type: ignore[union-attr]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-9)
+    native, general = (hf_weights(engine.model) for engine in engines)
+    assert native.keys() == general.keys()
+    for name, values in native.items():
+        assert (values - general[name]).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize(("mode", "tolerance"), [("full", 1e-12), ("selective", 1e-12)])
+def test_recomputed_activations_give_the_same_gradients(mode: Any, tolerance: float, tmp_path: Path):
+    make_model(tmp_path, "gemma3_text", sliding_window=5, query_pre_attn_scalar=16)
+    batch = packed(random_batch(1, vocab=43), seq_len=128)
+    norms = [
+        train_batch(engine_of(tmp_path, activation_checkpointing=checkpointing), batch)["grad_norm"].total  # type: ignore[union-attr]
+        for checkpointing in ("none", mode)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=tolerance)
+
+
+def test_layouts_on_transformers_code_train_as_one_process(tmp_path: Path):
+    degrees: dict[str, dict[str, Any]] = {"FSDP": {}, "DDP": {"data_parallel_replicate_degree": 2}}
+    cases = [
+        layouts.Case(family=family, name=name, ranks=2, degrees=(("modelling", "transformers"), *settings.items()))
+        for family in ("llama", "qwen3")
+        for name, settings in degrees.items()
+    ]
+    layouts.make_models(tmp_path, ["llama", "qwen3"])
+    alone = [layouts.Case(family=case.family, name="alone", ranks=1, degrees=case.degrees[:1]) for case in cases]
+    expected = layouts.train(tmp_path, alone, 3)
+    for case, result, other in zip(cases, layouts.train(tmp_path, cases, 3), expected, strict=True):
+        deviation = layouts.compare(result, other)
+        assert max(deviation.worst, deviation.of_way) < 1e-10, (case, deviation)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "google/gemma-2-2b-it",
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        "LiquidAI/LFM2-1.2B",
+        "ibm-granite/granite-4.0-h-1b",
+        "Qwen/Qwen3.5-4B, its text model",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    ],
+)
+def test_a_plan_counts_the_weights_and_grows_with_the_row(name: str, tmp_path: Path):
+    folder = write(name, tmp_path / "hf")
+    plans = [
+        plan_training(folder, TrainSettings(dtype="float32", seq_len=tokens), ranks=1, reference=True)
+        for tokens in (64, 128)
+    ]
+    stored = [load_file(path) for path in folder.glob("*.safetensors")]
+    weights = 4 * sum(values.numel() for tensors in stored for values in tensors.values())
+    assert [(plan.weights, plan.reference) for plan in plans] == [(weights, weights)] * 2
+    assert 0 < plans[0].activations < plans[1].activations
+    assert plans[0].head > 0
+
+
+def test_stacked_experts_are_named_as_the_files_have_them(tmp_path: Path):
+    make_model(tmp_path, "mixtral", num_local_experts=3)
+    stored, engine = load_file(tmp_path / "model.safetensors"), engine_of(tmp_path)
+    assert any("block_sparse_moe.experts.2.w3" in name for name in stored)
+    published = hf_weights(engine.model)
+    assert {spec.name: spec.shape for spec in engine.specs()} == {name: tuple(stored[name].shape) for name in stored}
+    assert all(torch.equal(published[name].float(), values) for name, values in stored.items())
+
+
+def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
+    make_model(tmp_path, "olmo2")
+    engine = TitanEngine(tmp_path, TrainSettings(dtype="float64", seq_len=128), values=True)
+    rows = packed(random_batch(1, vocab=43), seq_len=128).rows
+    assert all(bool((values == 0).all()) for values in engine.values(rows))
+    assert "score.weight" in {spec.name for spec in engine.specs()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "nobody", "auto_map": {"AutoConfig": "x.Y"}}, "its own code .auto_map. is never run"),
+        ({"model_type": "mamba"}, "does without transformers' attention interface"),
+        ({"model_type": "mamba2"}, "cannot build the model .*: Inconsistent"),
+        ({"model_type": "rwkv"}, "cannot build|has recurrent layers"),
+        ({"model_type": "deepseek_v32"}, "cannot build|has layers of indexed_attention"),
+        ({"model_type": "mistral", "vision_config": {}}, "takes images or sound"),
+        ({"model_type": "mistral", "quantization_config": {"quant_method": "awq"}}, "cannot read"),
+        ({"model_type": "mistral", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"model_type": "mistral", "num_attention_heads": "four"}, "mistral|num_attention_heads"),
+        ({"model_type": "bloom"}, "bloom"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, message: str, tmp_path: Path):
+    make_model(tmp_path, "mistral")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=message) as refused:
+        read_architecture(tmp_path)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_degree": 2}, "--trainer.tensor-parallel-degree 2: a 'mistral' on transformers' code"),
+        (
+            {"context_parallel_degree": 2, "pipeline_parallel_degree": 2},
+            "--trainer.context-parallel-degree 2 --trainer",
+        ),
+        ({"enable_activation_offload": True, "activation_checkpointing": "full"}, "enable-activation-offload"),
+        ({"router_replay": True}, "--trainer.router-replay is set, and a 'mistral' on transformers' code"),
+    ],
+)
+def test_layouts_that_it_does_not_have_are_refused(settings: dict, message: str, tmp_path: Path):
+    make_model(tmp_path, "mistral")
+    with pytest.raises(ConfigError, match=message):
+        check_model(TrainSettings(**settings), 2, read_architecture(tmp_path))
+
+
+def test_native_modelling_of_another_family_is_refused(tmp_path: Path):
+    make_model(tmp_path, "mistral")
+    with pytest.raises(ModelError, match="torchtitan's modelling is for 'deepseek_v3'"):
+        read_architecture(tmp_path, "native")
+
+
+def test_rows_longer_than_the_short_angles_of_longrope_are_refused(tmp_path: Path):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "rope_theta": 1e4}
+    make_model(tmp_path, "phi3", pad_token_id=0, head_dim=6, original_max_position_embeddings=64, rope_parameters=rope)
+    architecture = read_architecture(tmp_path)
+    check_model(TrainSettings(seq_len=64), 1, architecture)
+    with pytest.raises(ConfigError, match="rows of 128 tokens: a 'phi3' turns positions past 64"):
+        check_model(TrainSettings(seq_len=128), 1, architecture)
+
+
+def test_an_attention_option_that_rows_do_not_have_is_refused_by_name():
+    from forge_rl.engines.titan.general_attention import attend
+
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ForgeError, match="Module needs attention with position_bias"):
+        attend(torch.nn.Module(), x, x, x, None, position_bias=x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["causal", "sliding", "chunked"])
+def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torchtitan.models.common.attention import FlexAttention
+    from transformers import masking_utils
+
+    from forge_rl.engines.titan import general_attention
+    from forge_rl.engines.titan.general_state import RowContext
+
+    monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", flex_attention)  # uncompiled, it runs on CPU
+    monkeypatch.setattr(general_attention, "create_attention_mask", create_block_mask)
+    row = rows_of(share_prefixes=True)[0]
+    rule = {
+        "causal": masking_utils.causal_mask_function,
+        "sliding": masking_utils.sliding_window_causal_mask_function(7),
+        "chunked": masking_utils.chunked_causal_mask_function(7, torch.zeros(1, dtype=torch.int64)),
+    }[kind]
+    config, size = SimpleNamespace(forge_rl_row=RowContext(row=row)), None if kind == "causal" else 7
+    mask = general_attention.mask_row(mask_function=rule, config=config, local_size=size)
+    assert (mask.window, mask.is_causal) == {"causal": (None, True), "sliding": (7, True)}.get(kind, (None, False))
+    q = torch.randn(1, 4, len(row), 16, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, len(row), 16, dtype=torch.float64)
+    dense = general_attention._attend_dense(q, k, v, mask, 0.3, softcap)
+    blocks = general_attention._attend_blocks(q, k, v, mask, 0.3, softcap)
+    for ours, expected in zip(blocks, dense, strict=True):
+        assert (ours - expected).abs().max() < 1e-5
+    if softcap is None and mask.is_causal:
+        trees = general_attention.attend_trees(q, k, v, mask.trees, 0.3)
+        assert (trees[0] - dense[0]).abs().max() < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("olmo2", {}),
+        ("gemma3_text", {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32, "dtype": "float32"}),
+    ],
+)
+def test_a_whole_run_of_two_steps(family: str, config: dict, tmp_path: Path, commands: list[Command]):
+    from transformers import AutoModelForCausalLM
+
+    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), family=family, **config)
+    out = tmp_path / "run"
+    run = tiny_run(commands, model, out, "--steps", "2", "--checkpoint-every", "2")
+    assert run.end(900) == 0, run.output
+    assert [line["step"] for line in metrics(out)][-1] == 2
+    assert max(line["logprob_gap/max"] for line in metrics(out) if "logprob_gap/max" in line) < 1e-2
+    saved = max((out / "checkpoints").glob("*/model"))
+    AutoModelForCausalLM.from_pretrained(saved)
+    before, after = load_file(model / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)

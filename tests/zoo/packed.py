@@ -1,0 +1,107 @@
+"""Packed rows against transformers, one episode at a time, both in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import Modelling, TrainSettings
+from forge_rl.engines.titan.masks import attention_mask
+from forge_rl.engines.titan.shards import named_weights, names_of
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.packing.rows import Row, dense_mask
+from tests.fakes import packed, random_batch
+from tests.plain_trainer import InFloat64, share_angles
+
+VOCABULARY = 250
+"""Tokens that batches draw from; the folders of the zoo have more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """Distances of packed rows from transformers."""
+
+    forward: float
+    """Of logits, absolute."""
+    gradient: float
+    """Of the gradient of a random sum of logits: of each weight relative to its largest entry, the most of all."""
+    spread: float
+    """Standard deviation of the logits, which says what the first is to be compared with."""
+
+
+def engine_of(folder: Path, modelling: Modelling = "auto", **settings: Any) -> TitanEngine:
+    """Make an engine in float64."""
+    optimizer = OptimizerConfig(lr=1e-2)
+    return TitanEngine(
+        folder, TrainSettings(dtype="float64", seq_len=128, modelling=modelling, optimizer=optimizer, **settings)
+    )
+
+
+def rows_of(*, share_prefixes: bool, seed: int = 1) -> tuple[Row, ...]:
+    """Pack several episodes of several turns to a row, with padding at its end."""
+    batch = random_batch(seed, vocab=VOCABULARY, groups=3, turns=3)
+    return packed(batch, seq_len=128, share_prefixes=share_prefixes, pad_multiple=16).rows
+
+
+def compare(engine: TitanEngine, folder: Path, rows: tuple[Row, ...]) -> Deviation:
+    """Compare logits and gradients of rows with those of transformers, which sees each episode alone."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = engine.model
+    window = engine.architecture.window
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    if hasattr(reference.config, "num_experts_per_tok"):
+        reference.set_experts_implementation("eager")  # torch's product of groups has no float64
+    if not engine.architecture.family.general:
+        share_angles(reference, model)
+    generator = torch.Generator().manual_seed(0)
+    engine.optimizer.zero_grad()
+    forward, spread = 0.0, 0.0
+    for row in rows:
+        masks = row if engine.architecture.family.general else attention_mask(row, window=window)
+        logits = model(row.token_ids[None], row.positions[None], masks)[0]
+        weights = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+        weights[row.trees < 0] = 0
+        (logits * weights).sum().backward()
+        expected = torch.zeros_like(logits)
+        with InFloat64():
+            for indices, new in _paths(row):
+                path_logits = reference(row.token_ids[indices][None]).logits[0][new]
+                expected = expected.index_put((indices[new],), path_logits)
+            (expected * weights).sum().backward()
+        is_token = row.trees >= 0
+        forward = max(forward, float((logits - expected).detach()[is_token].abs().max()))
+        spread = max(spread, float(logits.detach()[is_token].std()))
+    parameters, gradient = dict(reference.named_parameters()), 0.0
+    for name, weight in named_weights(model):
+        if not weight.requires_grad:
+            continue
+        if name not in parameters:
+            (part,) = names_of(model).parts(name, weight.shape)
+            name = part.name
+        expected_gradient, gradient_values = parameters[name].grad, weight.grad
+        assert expected_gradient is not None, name
+        assert gradient_values is not None, name
+        if expected_gradient.abs().max() > 0:
+            gradient = max(
+                gradient, float((gradient_values - expected_gradient).abs().max() / expected_gradient.abs().max())
+            )
+    engine.optimizer.zero_grad()
+    return Deviation(forward=forward, gradient=gradient, spread=spread)
+
+
+def _paths(row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the tokens of each episode in a row, and which of them no earlier one had."""
+    visible, paths, covered = dense_mask(row), list[tuple[torch.Tensor, torch.Tensor]](), set[int]()
+    for token in sorted(range(len(row)), key=lambda token: -int(visible[token].sum())):
+        if token in covered or row.trees[token] < 0:
+            continue
+        indices = visible[token].nonzero()[:, 0]
+        new = torch.tensor([place for place, index in enumerate(indices.tolist()) if index not in covered])
+        covered |= set(indices.tolist())
+        paths.append((indices, new))
+    return paths

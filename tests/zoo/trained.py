@@ -1,0 +1,66 @@
+"""Folders of the zoo after two updates, with what the trainer publishes and saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.resolve import resolve_model
+from tests.fakes import hf_weights, packed, random_batch, train_batch
+from tests.zoo.checkpoints import CHECKPOINTS
+from tests.zoo.folders import write
+from tests.zoo.general import GENERAL
+
+ALL = CHECKPOINTS | GENERAL
+
+
+def prepare(name: str, folder: Path) -> None:
+    """Write a folder, train on it twice, and save; see tests/zoo/engine.py for what is where."""
+    checkpoint = ALL[name]
+    folder.mkdir(parents=True)
+    source = resolve_model(str(write(name, folder / "hf")), folder)
+    model = dequantized(source, folder / "cache") if checkpoint.quantized else source
+    (folder / "model").symlink_to(model)
+    engine = TitanEngine(
+        model,
+        TrainSettings(
+            dtype="float32",
+            seq_len=128,
+            optimizer=OptimizerConfig(lr=1e-2),
+            modelling="transformers" if name in GENERAL else "native",
+        ),
+    )
+    for version in (1, 2):
+        train_batch(engine, packed(random_batch(version, vocab=250)))
+        weights = {key: value.contiguous() for key, value in hf_weights(engine.model).items()}
+        save_file(weights, folder / f"{version}.safetensors")
+    for part in ("training", "model"):
+        (folder / "saved" / part).mkdir(parents=True)
+    engine.save(folder / "saved", model, version=2).result()
+    check_files(name, model, folder / "saved" / "model")
+
+
+def check_files(name: str, model: Path, saved: Path) -> None:
+    """Check that a saved model is what the run started from, but for the values and dtype of its weights."""
+    before, after = (stored(folder) for folder in (model, saved))
+    copied = {"lm_head.weight"} if ALL[name].head == "copy" else set()
+    assert after.keys() == {key for key in before if not key.endswith(".inv_freq")} - copied
+    assert all(after[key].shape == before[key].shape for key in after)
+    first, last = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
+    untied = {"tie_word_embeddings": False} if ALL[name].head == "own" else {}
+    assert last == {key: value for key, value in first.items() if key != "torch_dtype"} | {"dtype": "float32"} | untied
+    for path in model.rglob("*"):
+        if path.is_file() and "safetensors" not in path.name and path.name != "config.json":
+            assert (saved / path.relative_to(model)).read_bytes() == path.read_bytes(), path
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder's files."""
+    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
