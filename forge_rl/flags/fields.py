@@ -53,6 +53,8 @@ def flags_of(kind: type, config: object = None, path: tuple[str, ...] = (), pref
         if not field.init:
             continue
         hint, marks = _hint(kind, field.name)
+        if tyro.conf.Suppress in marks:
+            continue  # other flags set it
         value = default_of(field) if config is None else getattr(config, field.name)
         inner = type(value) if dataclasses.is_dataclass(value) else hint
         field_path = (*path, field.name)

@@ -44,6 +44,7 @@ from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.endpoints import address_of, is_loopback, listen
 from forge_rl.run.evaluator import HELD_OUT
+from forge_rl.run.lora_settings import lora_lines
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.placing import PlacedServices
 from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit
@@ -251,7 +252,8 @@ async def check(
         tell=log.warn,
     )
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
-    model = await asyncio.to_thread(keep, "--model", config.model, model, weights=reference)
+    keeps_weights = reference or config.lora.rank > 0  # checkpoints then hold adapters of them
+    model = await asyncio.to_thread(keep, "--model", config.model, model, weights=keeps_weights)
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
     architecture = await asyncio.to_thread(read_architecture, model)
@@ -266,7 +268,7 @@ async def check(
     if config.generator.spares and config.starts_engines:
         needs = await asyncio.to_thread(planning, folders=folders)
         config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
-    for line in choices:
+    for line in (*lora_lines(config, values=values), *choices):
         log.event(f"chosen: {line}")
     check_state_fits(config, architecture, reference=reference, critic=critic, teachers=teachers, folders=folders)
     if architecture.quantized:

@@ -29,6 +29,7 @@ from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
+from forge_rl.engines.titan.lora import draw_dropout, init_adapters, merged_shards, without_adapters
 from forge_rl.engines.titan.masks import compile_attention, compile_once
 from forge_rl.engines.titan.measures import Measures, measured_loss
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
@@ -36,7 +37,7 @@ from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.scoring import RowScorer, reshard
-from forge_rl.engines.titan.shards import local_shards, values_of
+from forge_rl.engines.titan.shards import values_of
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.metrics import Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
@@ -70,7 +71,8 @@ class TitanEngine:
         self._parallelism = Parallelism(settings, self.architecture)
         self._pipeline, self._stage = self._parallelism.pipeline, self._parallelism.stage
         self.model, self._specs, self.parameters = self._load()
-        self._reference = self._load(frozen=True).model if reference else None
+        keeps_copy = reference and not settings.lora.rank
+        self._reference = self._load(frozen=True).model if keeps_copy else None
         self.scorer = RowScorer(
             self.model, settings, self._parallelism, window=self.architecture.window, device=self.device
         )
@@ -160,12 +162,13 @@ class TitanEngine:
         references: Sequence[torch.Tensor | None] = [None] * len(rows)
         proximals = references
         if "reference" in loss.needs:
-            if self._reference is None:
+            if self._reference is None and self.model.adapters is None:
                 raise ConfigError(
                     "the loss needs a frozen reference, and the trainer has none",
                     hint="pass start() the loss to train with",
                 )
-            references = self.scorer.logprobs(self._reference, rows, temperature)
+            with without_adapters(self.model):
+                references = self.scorer.logprobs(self._reference or self.model, rows, temperature)
         if "proximal" in loss.needs:
             proximals = self.scorer.logprobs(self.model, rows, temperature)
         pairs = iter(zip(references, proximals, strict=True))
@@ -190,6 +193,7 @@ class TitanEngine:
         divisor = loss.divisor(inputs_of.counts)
         for index, (row, comparison) in enumerate(zip(minibatch.rows, comparisons, strict=True)):
             self._set_last(index == len(minibatch.rows) - 1)
+            draw_dropout(self.model, row, self.planned)
             device_row = self.scorer.on_device(row, observations="observations" in loss.needs)
             scores = self.scorer.score(self.model, device_row, inputs_of.scoring(temperature))
             inputs = inputs_of.of(device_row.row, scores, *comparison, statistics[index])
@@ -426,7 +430,7 @@ class TitanEngine:
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
         release_memory()  # engines are about to need the memory of the step's peak
-        return local_shards(self.model, self._stage.ranks)
+        return merged_shards(self.model, self._stage.ranks)
 
     def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
         return shards_of_own_host(drafted, self.local_shards(), hosts, self.device)
@@ -447,6 +451,7 @@ class TitanEngine:
         self.onload()
         reshard(self.model)
         load_weights(self.model, self._folder, tied=self.model.enable_weight_tying)
+        init_adapters(self.model)
         self._settings = replace(self._settings, optimizer=optimizer)
         self.optimizer = make_optimizer(self.model, self._settings)
         self.updates = self.planned = 0

@@ -1,0 +1,61 @@
+"""Adapters in every layout: each trains them as one process does, and goes on from a checkpoint of another."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import layouts
+from benchmarks.ranks import run_ranks
+from forge_rl.engines.lora_config import LoRAConfig
+from tests.test_layouts import relays
+
+LORA = (("lora", LoRAConfig(rank=3, alpha=6.0)), ("lora_seed", 5))
+FAMILIES = "llama", "qwen3_moe", "gpt_oss", "deepseek_v3"
+
+
+def adapted_cases(families: tuple[str, ...], *, ranks: int) -> list[layouts.Case]:
+    """Layouts of so many ranks that adapters work in."""
+    cases = [case for case in layouts.cases(families) if case.ranks == ranks and "PP" not in case.name]
+    return [replace(case, degrees=case.degrees + LORA) for case in cases]  # type: ignore[operator]
+
+
+def alone(family: str, *, router_replay: bool) -> layouts.Case:
+    degrees = (("router_replay", True), *LORA) if router_replay else LORA
+    return layouts.Case(family=family, name="one process", ranks=1, degrees=degrees)  # type: ignore[arg-type]
+
+
+def check(folder: Path, cases: list[layouts.Case], ranks: int) -> None:
+    layouts.make_models(folder, FAMILIES)
+    singles = [alone(case.family, router_replay="router_replay" in dict(case.degrees)) for case in cases]
+    unique = list(dict.fromkeys(singles))
+    expected = dict(zip(unique, layouts.train(folder, unique, 3), strict=True))
+    deviations = {}
+    for case, single, trained in zip(cases, singles, layouts.train(folder, cases, 3), strict=True):
+        deviation = layouts.compare(trained, expected[single])
+        moved = {name for name, start in trained.start.items() if not start.equal(trained.weights[name])}
+        assert moved
+        assert all("_proj" in name for name in moved), "only adapted weights change"
+        deviations[case.family, case.name] = max(deviation.worst, deviation.of_way)
+    assert {case: worst for case, worst in deviations.items() if worst >= 1e-10} == {}
+
+
+def test_layouts_of_two_ranks_train_adapters_as_one_process(tmp_path: Path):
+    check(tmp_path, adapted_cases(FAMILIES, ranks=2), 2)
+
+
+@pytest.mark.long
+def test_layouts_of_four_ranks_train_adapters_as_one_process(tmp_path: Path):
+    check(tmp_path, adapted_cases(("llama", "qwen3_moe"), ranks=4), 4)
+
+
+@pytest.mark.long
+def test_adapters_go_on_in_another_layout(tmp_path: Path):
+    layouts.make_models(tmp_path, FAMILIES)
+    named = {case.name: case for case in adapted_cases(("qwen3_moe",), ranks=2)}
+    pairs = [(named["FSDP"], named["TP"]), (named["TP"], named["EP"])]
+    (expected,) = layouts.train(tmp_path, [alone("qwen3_moe", router_replay=False)], 3)
+    by_rank = run_ranks(relays, 2, tmp_path, pairs)
+    for index, (_, then) in enumerate(pairs):
+        weights = layouts.assemble(then, [parts[index] for parts in by_rank])
+        assert max(float((weights[name] - end).abs().max()) for name, end in expected.weights.items()) < 1e-10
