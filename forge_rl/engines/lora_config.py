@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from forge_rl.engines.protocol import TrainSettings
 
 LR_FACTOR = 10.0
-"""Learning rate of adapters over that of full training: the best ones differ by about this factor over models, ranks and
-tasks, see Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
+"""Learning rate of adapters over that of full training: the best ones differ by about this factor over models, ranks
+and tasks, see Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
 ALL_LINEAR = "all-linear"
 """Target that stands for every module that can have an adapter."""
 
@@ -66,8 +66,8 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
     """List the linear layers of a model's layers that can have adapters: Hugging Face's name, such as self_attn.q_proj,
     by torchtitan's, such as attention.qkv_linear.wq.
 
-    In models with experts only attention has them: peft takes gate_proj and the like there to be stacks of experts, also
-    where a layer is dense.
+    In models with experts only attention has them: peft takes gate_proj and the like there to be stacks of experts,
+    also where a layer is dense.
     """
     a = architecture
     has_latent_q = a.latent is not None and a.latent.q_rank > 0
@@ -104,12 +104,12 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
 
 def _cause(architecture: Architecture, target: str) -> str:
     """Say why a target has no adapter."""
-    if target == ALL_LINEAR or any(f".{name}".endswith(f".{target}") for name in linear_modules(architecture).values()):
+    if any(f".{name}".endswith(f".{target}") for name in linear_modules(architecture).values()):
         return f"it is named beside {ALL_LINEAR}"
     if target in ("lm_head", "embed_tokens", "score"):
         return "embeddings and heads have no adapters"
-    modules = {name.rpartition(".")[0]: hf_name for name, hf_name in architecture.family.names.layer.items()}
-    matches = [name for name, hf in modules.items() if f".{hf.removesuffix('.weight')}".endswith(f".{target}")]
+    names = architecture.family.names.layer.items()
+    matches = [name for name, hf_name in names if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")]
     if any(name.startswith("moe.router") for name in matches):
         return "routers have no adapters"
     if any(name.startswith(("moe", "feed_forward")) for name in matches) or "experts" in target:
@@ -130,11 +130,11 @@ def check_lora(settings: TrainSettings, architecture: Architecture) -> None:
     if settings.pipeline_parallel_degree > 1:
         raise ConfigError(
             f"--lora.rank {lora.rank} trains adapters, which pipeline stages do not have",
-            hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, tensor, context and expert parallelism work",
+            hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
         )
     if settings.frozen:
         raise ConfigError(
-            f"--trainer.frozen {settings.frozen[0]} has no effect: with --lora.rank all weights of the model are frozen",
+            f"--trainer.frozen {settings.frozen[0]} has no effect: with --lora.rank all weights are frozen",
             hint="leave out --trainer.frozen, and name the modules to adapt with --lora.targets",
         )
     if settings.expert_balance == "bias":

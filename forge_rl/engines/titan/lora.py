@@ -207,7 +207,7 @@ def merged_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
 
 
 def _merging(model: Any, ranks: range) -> dict[str, _MergedWeight]:
-    """Gather the adapters of all ranks, and return what merges each with its weight, by torchtitan's name of the weight.
+    """Gather the adapters of all ranks; return what merges each with its weight, by torchtitan's name of the weight.
 
     Every rank calls this.
 
@@ -220,7 +220,9 @@ def _merging(model: Any, ranks: range) -> dict[str, _MergedWeight]:
     parameters = [getattr(module, kind) for _, module, kind in factors]
     device = values_of(parameters[0]).device
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
-    whole = [part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)]
+    whole = [
+        part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)
+    ]
     for parameter, place in zip(parameters, whole, strict=True):
         if publishes(parameter, ranks):
             slice_of(parameter).of(place).copy_(values_of(parameter))

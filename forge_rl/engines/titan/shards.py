@@ -38,7 +38,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight by name, the same with and without activation checkpointing; a tied weight once, as the input
     embedding, also on a pipeline stage that has only the head.
 
-    Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient. Leaves out adapters.
+    Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient, and no adapters.
     """
     steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIAS))
     for name, weight in itertools.chain(model.named_parameters(), steering):
@@ -54,14 +54,12 @@ def names_of(model: nn.Module) -> Names:
 
 
 def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
-    adapted = {name.rpartition(".")[0] for name, _ in model.named_parameters() if name.endswith(ADAPTERS)}
+    adapted = {f"{name.rpartition('.')[0]}.weight" for name, _ in model.named_parameters() if name.endswith(ADAPTERS)}
     return tuple(
         TensorSpec(
             name=part.name,
             shape=part.shape,
-            changed=parameter.requires_grad
-            or name.rpartition(".")[0] in adapted
-            or (name.endswith(_BIAS) and bool(model.steers)),
+            changed=parameter.requires_grad or name in adapted or (name.endswith(_BIAS) and bool(model.steers)),
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)
