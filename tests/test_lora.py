@@ -16,7 +16,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.index import INDEX
@@ -270,3 +270,11 @@ def test_memory_of_adapters_is_planned_without_a_reference_or_moments_of_weights
     assert after.weights == 4 * (count + adapters)
     assert (after.reference, after.optimizer) == (0, 8 * adapters)
     assert after.state < before.state / 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_adapters_are_counted_before_there_are_any(family: str, tmp_path: Path):
+    make_model(tmp_path, family, **FAMILIES[family])
+    lora = LoRAConfig(rank=3)
+    factors = named_factors(engine_of(tmp_path, lora)).values()
+    assert adapter_parameters(read_architecture(tmp_path), lora) == sum(factor.numel() for factor in factors) > 0

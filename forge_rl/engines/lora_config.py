@@ -102,6 +102,24 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
     return matched
 
 
+def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
+    """Count the parameters of a model's adapters; 0 without adapters."""
+    if not lora.rank:
+        return 0
+    a, latent = architecture, architecture.latent
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    sizes = {"attention.wo": (a.heads * latent.value_dim if latent else q, a.dim)}
+    if latent is not None:
+        sizes |= {"attention.wq": (a.dim, q), "attention.wq_a": (a.dim, latent.q_rank)}
+        sizes |= {"attention.wq_b": (latent.q_rank, q)}
+        sizes |= {"attention.wkv_a": (a.dim, latent.kv_rank + latent.rope_dim)}
+        sizes |= {"attention.wkv_b": (latent.kv_rank, a.heads * (latent.nope_dim + latent.value_dim))}
+    sizes |= {f"attention.qkv_linear.{name}": (a.dim, width) for name, width in (("wq", q), ("wk", kv), ("wv", kv))}
+    sizes |= {"feed_forward.w1": (a.dim, a.hidden_dim), "feed_forward.w3": (a.dim, a.hidden_dim)}
+    sizes |= {"feed_forward.w2": (a.hidden_dim, a.dim)}
+    return a.layers * lora.rank * sum(sum(sizes[name]) for name in adapted_modules(architecture, lora))
+
+
 def _cause(architecture: Architecture, target: str) -> str:
     """Say why a target has no adapter."""
     if any(f".{name}".endswith(f".{target}") for name in linear_modules(architecture).values()):

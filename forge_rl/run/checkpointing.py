@@ -16,6 +16,7 @@ from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.kept import KeptObjects
 from forge_rl.run.live import LiveSettings, is_live_state
+from forge_rl.run.lora_settings import checkpoint_bytes
 from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.run.services import Services
 from forge_rl.system.folders import is_there, reading
@@ -231,7 +232,10 @@ class Checkpointer:
         writing = self.checkpoints.writing(
             step,
             state,
-            bytes_needed=sum(trainer.parameters * 16 for trainer in trainers),
+            bytes_needed=sum(
+                checkpoint_bytes(trainer.lora, trainer.parameters, model)
+                for trainer, model in zip(trainers, self._models, strict=False)
+            ),
             unscored=self._evaluator.step,
         )
         async with writing as folder:

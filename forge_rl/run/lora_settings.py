@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_rl.engines.lora_config import LR_FACTOR
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
 
@@ -44,6 +46,19 @@ def lora_lines(config: RunConfig, *, values: bool) -> list[str]:
     else:
         source = f"as given; {LR_FACTOR:g} times that of full training is usual"
     return [config.lora.describe(), f"--trainer.optimizer.lr {lr:g} for adapters: {source}"]
+
+
+def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
+    """Return the disk space that a checkpoint of a trainer needs: weights, moments and the exported model, or of
+    adapters these alone.
+
+    Args:
+        parameters: number of the model's parameters.
+        model: folder of the model.
+    """
+    if lora.rank:
+        parameters = adapter_parameters(read_architecture(model), lora)
+    return 16 * parameters
 
 
 def _default_lr(config: RunConfig) -> float:

@@ -44,7 +44,7 @@ from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.endpoints import address_of, is_loopback, listen
 from forge_rl.run.evaluator import HELD_OUT
-from forge_rl.run.lora_settings import lora_lines
+from forge_rl.run.lora_settings import checkpoint_bytes, lora_lines
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.placing import PlacedServices
 from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit
@@ -394,6 +394,8 @@ async def _check_use(
         await asyncio.to_thread(parser_for, tokenizer)
     if config.checkpoint_every:
         bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
+        if config.lora.rank:
+            bytes_each = checkpoint_bytes(config.lora, 0, model)
         check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
 
 
