@@ -25,6 +25,7 @@ from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.command_line import parse
+from forge_rl.metrics import reduce
 from forge_rl.models.adapters import Adapter
 from forge_rl.run.lora_settings import lora_lines
 from recipes import grpo
@@ -278,3 +279,41 @@ def test_parameters_of_adapters_are_counted_before_there_are_any(family: str, tm
     lora = LoRAConfig(rank=3)
     factors = named_factors(engine_of(tmp_path, lora)).values()
     assert adapter_parameters(read_architecture(tmp_path), lora) == sum(factor.numel() for factor in factors) > 0
+
+
+def test_a_base_in_bfloat16_stays_so_and_is_rounded_once_where_it_is_merged(tmp_path: Path):
+    engine = trained_engine(tmp_path, LoRAConfig(rank=4), dtype="bfloat16")
+    dtypes = {name.endswith(ADAPTERS): parameter.dtype for name, parameter in engine.model.named_parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    start = load_file(tmp_path / "model.safetensors")
+    factors = {name: factor.full_tensor() for name, factor in named_factors(engine).items()}
+    for shard in engine.local_shards():
+        base = start[shard.name].bfloat16()
+        module = f"base_model.model.{shard.name.removesuffix('.weight')}"
+        if f"{module}.lora_A.default.weight" in factors:
+            a, b = (factors[f"{module}.{kind}.default.weight"].detach() for kind in ADAPTERS)
+            base = (base.float() + engine.model.adapters.lora.scale * (b @ a)).bfloat16()
+        assert torch.equal(shard.values, base), shard.name
+    moved = engine.offload()
+    assert engine.onload() == moved
+
+
+def test_adapters_act_where_a_frozen_reference_scores_the_same_rows(tmp_path: Path):
+    """Updates with a penalty are those of peft's model with its adapters switched off as the reference."""
+    lora, loss = LoRAConfig(rank=3), ClippedSurrogate(kl_coef=0.3)
+    model = make_model(tmp_path, "qwen3")
+    engine = engine_of(tmp_path, lora, reference=True)
+    plain = PlainTrainer(model, engine.model, OptimizerConfig(lr=1e-2, max_grad_norm=1e9))
+    plain.model = with_peft(plain.model, engine, lora)
+    plain._trained = [parameter for parameter in plain.model.parameters() if parameter.requires_grad]
+    plain._optimizer = torch.optim.AdamW(plain._trained, betas=(0.9, 0.95), weight_decay=0.0)
+    for seed in range(3):
+        batch = random_batch(seed, vocab=43)
+        metrics = reduce(train_batch(engine, packed(batch, seq_len=64), loss, total_updates=5))
+        (expected,) = plain_steps(plain, batch, loss)
+        assert {name: metrics[name] for name in ("loss", "grad_norm")} == pytest.approx(
+            {name: expected[name] for name in ("loss", "grad_norm")}, rel=1e-9
+        )
+    trained = {name: parameter for name, parameter in plain.model.named_parameters() if parameter.requires_grad}
+    for name, factor in named_factors(engine).items():
+        torch.testing.assert_close(factor.detach(), trained[name].detach(), rtol=1e-8, atol=1e-10)

@@ -25,7 +25,7 @@ def alone(family: str, *, router_replay: bool) -> layouts.Case:
     return layouts.Case(family=family, name="one process", ranks=1, degrees=degrees)  # type: ignore[arg-type]
 
 
-def check(folder: Path, cases: list[layouts.Case], ranks: int) -> None:
+def check(folder: Path, cases: list[layouts.Case]) -> None:
     layouts.make_models(folder, FAMILIES)
     singles = [alone(case.family, router_replay="router_replay" in dict(case.degrees)) for case in cases]
     unique = list(dict.fromkeys(singles))
@@ -41,12 +41,13 @@ def check(folder: Path, cases: list[layouts.Case], ranks: int) -> None:
 
 
 def test_layouts_of_two_ranks_train_adapters_as_one_process(tmp_path: Path):
-    check(tmp_path, adapted_cases(FAMILIES, ranks=2), 2)
+    check(tmp_path, adapted_cases(("llama", "gpt_oss"), ranks=2))
 
 
 @pytest.mark.long
-def test_layouts_of_four_ranks_train_adapters_as_one_process(tmp_path: Path):
-    check(tmp_path, adapted_cases(("llama", "qwen3_moe"), ranks=4), 4)
+@pytest.mark.parametrize(("families", "ranks"), [(("qwen3_moe", "deepseek_v3"), 2), (("llama", "qwen3_moe"), 4)])
+def test_more_layouts_train_adapters_as_one_process(families: tuple[str, ...], ranks: int, tmp_path: Path):
+    check(tmp_path, adapted_cases(families, ranks=ranks))
 
 
 @pytest.mark.long
