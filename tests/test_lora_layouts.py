@@ -7,7 +7,11 @@ import pytest
 
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from tests.fakes import make_model, packed, random_batch
 from tests.test_layouts import relays
 
 LORA = (("lora", LoRAConfig(rank=3, alpha=6.0)), ("lora_seed", 5))
@@ -48,6 +52,44 @@ def test_layouts_of_two_ranks_train_adapters_as_one_process(tmp_path: Path):
 @pytest.mark.parametrize(("families", "ranks"), [(("qwen3_moe", "deepseek_v3"), 2), (("llama", "qwen3_moe"), 4)])
 def test_more_layouts_train_adapters_as_one_process(families: tuple[str, ...], ranks: int, tmp_path: Path):
     check(tmp_path, adapted_cases(families, ranks=ranks))
+
+
+def train_in_bfloat16(rank: int, folder: Path, settings: list[TrainSettings]) -> list[layouts.Shards]:
+    """Take two updates in each layout of two ranks, with a base in bfloat16; return what would be published."""
+    from forge_rl.engines.titan.train import TitanEngine
+
+    published = []
+    for layout in settings:
+        engine = TitanEngine(folder, layout)
+        shares = 2 // layout.peers
+        for seed in range(2):
+            batch = packed(random_batch(seed, vocab=43), shares=shares)
+            minibatches = [replace(part, rows=part.rows[rank % shares :: shares]) for part in batch.minibatches]
+            (update,) = engine.train_batch(
+                minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=2, version=0
+            )
+            assert update is not None
+        published.append(layouts.shards_of(engine))
+    return published
+
+
+def test_ranks_that_shard_a_base_in_bfloat16_publish_its_sums(tmp_path: Path):
+    start = make_model(tmp_path).state_dict()
+    optimizer = OptimizerConfig(lr=1e-2)
+    options: list[dict[str, object]] = [{}, {"tensor_parallel_degree": 2}, {"activation_checkpointing": "full"}]
+    lora = LoRAConfig(rank=3, targets=("q_proj", "o_proj", "down_proj"))
+    settings = [TrainSettings(dtype="bfloat16", seq_len=64, lora=lora, optimizer=optimizer, **o) for o in options]  # type: ignore[arg-type]
+    by_rank = run_ranks(train_in_bfloat16, 2, tmp_path, settings)
+    case = layouts.Case(family="llama", name="bfloat16", ranks=2)
+    versions = [layouts.assemble(case, shards) for shards in zip(*by_rank, strict=True)]
+    for name, values in start.items():
+        changes = [version[name].float() - values.bfloat16().float() for version in versions if name in version]
+        assert len(changes) == 3
+        is_adapted = name.endswith(("q_proj.weight", "o_proj.weight", "down_proj.weight"))
+        assert all(bool(change.any()) == is_adapted for change in changes), name
+        if is_adapted:
+            first, *others = changes
+            assert all(float((first - other).norm() / first.norm()) < 0.5 for other in others), name
 
 
 @pytest.mark.long

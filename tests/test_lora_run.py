@@ -23,7 +23,7 @@ def factors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model" / "adapter_model.safetensors")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_publishes_merged_weights_goes_on_and_leaves_an_adapter(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
@@ -31,12 +31,12 @@ def test_a_run_publishes_merged_weights_goes_on_and_leaves_an_adapter(
 
     out = tmp_path / "run"
     command = tiny_run(commands, tiny_model, out, *LORA, "--steps", "2")
-    assert command.end(400) == 0, command.output
+    assert command.end(600) == 0, command.output
     assert "LoRA of rank 4 on all-linear" in command.output
     assert "10 times the 3e-05 of full training" in command.output
     again = tiny_run(commands, tiny_model, out, *LORA, "--steps", "4")
-    again.wait_for("continued from")
-    assert again.end(400) == 0, again.output
+    assert again.end(600) == 0, again.output
+    assert "continued from" in again.output
     rows = [row for row in metrics(out) if row["step"]]
     assert [row["version"] for row in rows if "version" in row] == sorted(row["version"] for row in rows)
     assert max(row["logprob_gap"] for row in rows) < 0.01, "engines sample from what the trainer trains"

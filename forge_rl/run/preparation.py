@@ -268,7 +268,9 @@ async def check(
     if config.generator.spares and config.starts_engines:
         needs = await asyncio.to_thread(planning, folders=folders)
         config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
-    for line in (*lora_lines(config, values=values), *choices):
+    for line in lora_lines(config, values=values):
+        log.event(line)
+    for line in choices:
         log.event(f"chosen: {line}")
     check_state_fits(config, architecture, reference=reference, critic=critic, teachers=teachers, folders=folders)
     if architecture.quantized:

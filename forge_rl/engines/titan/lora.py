@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import spmd_types as spmd  # type: ignore[import-untyped]
 import torch
@@ -59,11 +59,10 @@ def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed:
     model.adapters = AdapterSwitch(lora, seed)
     for layer in model.layers.values():
         for name in modules:
-            with contextlib.suppress(AttributeError):  # a dense layer has no shared experts, and the other way round
-                _adapt(cast(Linear, layer.get_submodule(name)), model.adapters)
+            _adapt(layer.get_submodule(name), model.adapters)
 
 
-def _adapt(module: Linear, switch: AdapterSwitch) -> None:
+def _adapt(module: Any, switch: AdapterSwitch) -> None:
     """Turn a linear layer into one with an adapter, in place."""
     factory = {"device": module.weight.device, "dtype": module.weight.dtype}
     module.lora_A = nn.Parameter(torch.empty(switch.lora.rank, module.in_features, **factory))
