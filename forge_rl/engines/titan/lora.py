@@ -68,7 +68,8 @@ def _adapt(module: Any, switch: AdapterSwitch) -> None:
     module.lora_A = nn.Parameter(torch.empty(switch.lora.rank, module.in_features, **factory))
     module.lora_B = nn.Parameter(torch.empty(module.out_features, switch.lora.rank, **factory))
     module.adapters = switch
-    module.__class__ = _adapted_class(type(module))
+    kind: Any = type(module)
+    module.__class__ = _adapted_class(kind)
     module._param_init = dict(module._param_init or {}) | dict.fromkeys(ADAPTERS, skip_param_init)
     sharding = module._sharding_config
     placement = sharding.state_shardings.get("weight") if sharding is not None else None
@@ -88,7 +89,7 @@ def _adapt(module: Any, switch: AdapterSwitch) -> None:
 def _adapted_class(kind: type[Linear]) -> type[Linear]:
     """Derive a class of linear layers whose instances have an adapter."""
 
-    class AdaptedLinear(kind):  # type: ignore[valid-type,misc]
+    class AdaptedLinear(kind):
         adapters: AdapterSwitch
         lora_A: nn.Parameter
         lora_B: nn.Parameter
