@@ -30,16 +30,17 @@ def test_a_run_publishes_merged_weights_goes_on_and_leaves_an_adapter(
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "run"
-    command = tiny_run(commands, tiny_model, out, *LORA, "--steps", "2")
+    flags = (*LORA, "--schedule.kind", "synchronous")
+    command = tiny_run(commands, tiny_model, out, *flags, "--steps", "2")
     assert command.end(600) == 0, command.output
     assert "LoRA of rank 4 on all-linear" in command.output
     assert "10 times the 3e-05 of full training" in command.output
-    again = tiny_run(commands, tiny_model, out, *LORA, "--steps", "4")
+    again = tiny_run(commands, tiny_model, out, *flags, "--steps", "4")
     assert again.end(600) == 0, again.output
     assert "continued from" in again.output
-    rows = [row for row in metrics(out) if row["step"]]
-    assert [row["version"] for row in rows if "version" in row] == sorted(row["version"] for row in rows)
-    assert max(row["logprob_gap"] for row in rows) < 0.01, "engines sample from what the trainer trains"
+    gaps = {row["step"]: row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row}
+    assert gaps.keys() == {1, 2, 3, 4}
+    assert max(gaps.values()) < 1e-3, "engines sample from what the trainer trains"
     first, second = (out / "checkpoints" / f"step-{step:06d}" for step in (2, 4))
     moved = [float((values - factors_of(first)[name]).norm()) for name, values in factors_of(second).items()]
     assert min(moved) > 0, "resumed adapters are trained on"
@@ -58,7 +59,7 @@ def test_a_run_publishes_merged_weights_goes_on_and_leaves_an_adapter(
         torch.testing.assert_close(merged(token_ids).logits, adapted(token_ids).logits, rtol=1e-4, atol=1e-4)
     resolved = resolve_model(str(second), tmp_path / "cache")
     assert load_file(resolved / "model.safetensors").keys() == load_file(tiny_model / "model.safetensors").keys()
-    other = tiny_run(commands, tiny_model, out, "--lora.rank", "8", "--steps", "6")
+    other = tiny_run(commands, tiny_model, out, *flags, "--lora.rank", "8", "--steps", "6")
     assert other.end(120) != 0
     assert "--lora.rank was 4, is 8" in other.output
 
