@@ -10,8 +10,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from apps.merge import Config as MergeConfig
+from apps.merge import merge
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
@@ -23,10 +25,11 @@ from forge_rl.engines.titan.index import INDEX
 from forge_rl.engines.titan.lora import adapted_modules_of, without_adapters
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.errors import CheckpointError, ConfigError, ModelError
 from forge_rl.flags.command_line import parse
 from forge_rl.metrics import reduce
 from forge_rl.models.adapters import Adapter
+from forge_rl.models.resolve import resolve_model
 from forge_rl.run.lora_settings import lora_lines
 from recipes import grpo
 from tests.fakes import make_model, packed, random_batch, train_batch
@@ -317,3 +320,32 @@ def test_adapters_act_where_a_frozen_reference_scores_the_same_rows(tmp_path: Pa
     trained = {name: parameter for name, parameter in plain.model.named_parameters() if parameter.requires_grad}
     for name, factor in named_factors(engine).items():
         torch.testing.assert_close(factor.detach(), trained[name].detach(), rtol=1e-8, atol=1e-10)
+
+
+def test_an_adapter_is_a_model_to_start_from_and_its_base_must_be_the_one_it_was_trained_on(tmp_path: Path):
+    source = tmp_path / "hf"
+    engine = trained_engine(source, LoRAConfig(rank=3), dtype="float32")
+    (source / "tokenizer.json").write_text("{}")
+    step = saved(engine, source, tmp_path / "step")
+    published = {shard.name: shard.values.clone() for shard in engine.local_shards()}
+    resolved = resolve_model(str(step), tmp_path / "cache")
+    out = tmp_path / "merged"
+    assert merge(MergeConfig(adapter=step, out=out, cache=tmp_path / "cache")) == source
+    for folder in (resolved, out):
+        weights = load_file(folder / "model.safetensors")
+        assert weights.keys() >= published.keys()
+        for name, values in published.items():
+            torch.testing.assert_close(weights[name], values)
+    assert resolve_model(str(step), tmp_path / "cache") == resolved
+    with pytest.raises(ModelError, match="exists"):
+        merge(MergeConfig(adapter=step, out=out, cache=tmp_path / "cache"))
+    with pytest.raises(ModelError, match="holds no adapter"):
+        merge(MergeConfig(adapter=source, out=tmp_path / "other", cache=tmp_path / "cache"))
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: values + 1 for name, values in tensors.items()}, source / "model.safetensors")
+    with pytest.raises(ModelError, match=r"is not the model that .* adapts: model.safetensors changed"):
+        resolve_model(str(step), tmp_path / "cache")
+    config = json.loads((step / "model" / "adapter_config.json").read_text())
+    (step / "model" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ModelError, match="use_dora"):
+        Adapter.read(step / "model")
