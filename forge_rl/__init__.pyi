@@ -56,6 +56,7 @@ from forge_rl.data.examples import comparison_episodes as comparison_episodes
 from forge_rl.data.examples import conversation_episodes as conversation_episodes
 from forge_rl.data.examples import preference_episodes as preference_episodes
 from forge_rl.data.mixture import Mixture as Mixture
+from forge_rl.engines.lora_config import LoRAConfig as LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig as OptimizerConfig
 from forge_rl.envs.by_source import BySource as BySource
 from forge_rl.envs.calculator import calculator as calculator

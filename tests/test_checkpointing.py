@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.algorithms.entropy import AdaptiveEntropy
+from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation
 from forge_rl.rollout.state import ScheduleConfig
@@ -58,6 +59,7 @@ class Parts:
         self.batches = state["batches"]
 
     alive = True
+    lora = LoRAConfig()
 
     async def wait_idle(self) -> int:
         return self.updates

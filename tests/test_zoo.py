@@ -170,7 +170,6 @@ def test_only_the_files_that_are_needed_are_downloaded(tmp_path: Path, monkeypat
         ("model.safetensors", "pytorch_model.bin", "pytorch_model.bin is a pickle"),
         ("tokenizer.json", "tiktoken.model", "tiktoken.model needs Python code of the model, which is never run"),
         ("tokenizer.json", "qwen.tiktoken", "qwen.tiktoken needs Python code"),
-        ("config.json", "adapter_config.json", "this is an adapter: merge it"),
     ],
 )
 def test_a_folder_of_another_kind_is_refused_with_what_makes_it_one(

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from forge_rl.engines.devices import gpus
+from forge_rl.engines.lora_config import check_lora
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 
@@ -75,6 +76,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
             "--trainer.expert-balance is least_loaded, and each rank has all experts",
             hint="set --trainer.expert-parallel-degree, or leave --trainer.expert-balance out",
         )
+    check_lora(settings, a)
     if a.experts is not None:
         _divides("expert_parallel_degree", settings.expert_parallel_degree, {"experts in a layer": a.experts.count})
     if 0 < gpus() < ranks:

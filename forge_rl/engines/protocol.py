@@ -10,8 +10,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
+import tyro
+
+from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig, OptimizerState
 from forge_rl.flags.categories import Operational, Tunable
 from forge_rl.runtime.far_files import Folder
@@ -227,6 +230,10 @@ class TrainSettings:
     """Route each token to the experts that the engine chose for it, with gate weights from the trainer's own router.
     Without it, rounding routes some tokens differently, and their logprobs drift from the sampled ones. Has engines
     return the experts. For mixture-of-experts models. A frozen reference still makes its own choices."""
+    lora: Annotated[LoRAConfig, tyro.conf.Fixed, tyro.conf.Suppress] = field(default_factory=LoRAConfig, repr=False)
+    """Adapters to train instead of the weights; a run's `--lora` flags set it."""
+    lora_seed: Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] = field(default=0, repr=False)
+    """Seed of the adapters' first values and of dropout; a run's seed."""
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -62,6 +62,8 @@ def flags_of(
         if not field.init:
             continue
         hint, marks = _hint(kind, field.name)
+        if tyro.conf.Suppress in marks:
+            continue  # other flags set it
         value = default_of(field) if config is None else getattr(config, field.name)
         inner = type(value) if dataclasses.is_dataclass(value) else hint
         field_path = (*path, field.name)

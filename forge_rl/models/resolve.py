@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import ModelError
+from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
+from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress
 from forge_rl.models.hf_folder import OTHER_FORMATS, TEMPLATES
@@ -42,8 +44,11 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
         folder = resolve_model("Qwen/Qwen3-0.6B", default_cache())
 
+    An adapter in PEFT's format is merged with its base model, once, into the cache.
+
     Args:
-        name: bundled model, hub id, or folder of a model or of a checkpoint. Downloads are kept in the hub's own cache.
+        name: bundled model, hub id, or folder of a model, an adapter or a checkpoint. Downloads are kept in the hub's
+            own cache.
         cache, progress: as for bundled_model.
 
     Raises:
@@ -55,7 +60,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     if folder.is_dir():
         if newest := _newest_checkpoint(folder):
             raise ModelError(f"{folder} is a run, not a model", hint=f"name one of its checkpoints, such as {newest}")
-        return _checked(model_in(folder))
+        model = model_in(folder)
+        return _merged(model, cache, progress) if is_adapter(model) else _checked(model)
     if is_hub_id(name):
         return _checked(_download(name))
     if "/" in name:
@@ -95,7 +101,10 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 def model_in(folder: Path) -> Path:
     """Return the folder of a checkpoint's model; any other folder unchanged."""
-    is_checkpoint = (folder / "model" / "config.json").is_file() and not (folder / "config.json").exists()
+    names = ("config.json", ADAPTER_CONFIG)
+    is_checkpoint = any((folder / "model" / name).is_file() for name in names) and not any(
+        (folder / name).exists() for name in names
+    )
     return folder / "model" if is_checkpoint else folder
 
 
@@ -145,14 +154,44 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
+def _merged(folder: Path, cache: Path, progress: Progress | None) -> Path:
+    """Return the full model that an adapter and the base that it names amount to."""
+    files = model_files(folder)
+    _check_links(folder, files)
+    _check_owners(folder, files)
+    return merged_copy(folder, base_of(folder, "", cache, progress), cache)
+
+
+def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = None) -> Path:
+    """Return the folder of an adapter's base model.
+
+    Args:
+        name: the base model, if it is not the one that the adapter names.
+
+    Raises:
+        ModelError: it is not there, or is an adapter itself.
+    """
+    base = name or Adapter.read(folder).base
+    if not base:
+        raise ModelError(f"{folder} names no base model", hint="name it: forge-rl merge ADAPTER OUT --base FOLDER")
+    place = Path(base).expanduser()
+    if place.is_dir() and is_adapter(model_in(place)):
+        raise ModelError(f"{folder} adapts {base}, an adapter itself", hint="merge that one first: forge-rl merge")
+    try:
+        return resolve_model(base, cache, progress)
+    except ModelError as error:
+        raise ModelError(
+            f"the base model of {folder} is not usable: {error.message}",
+            hint="name another one: forge-rl merge ADAPTER OUT --base FOLDER",
+        ) from error
+
+
 def _completion(folder: Path) -> str:
     """Say how a folder becomes a complete model."""
     if pickle_names := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
         return f"{pickle_names[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
     if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
         return f"{ranks[0].name} needs Python code of the model, which is never run: convert it to tokenizer.json"
-    if (folder / "adapter_config.json").is_file():
-        return "this is an adapter: merge it into its base model, with merge_and_unload() of peft, and save that"
     return "give a folder to which save_pretrained wrote both the model and its tokenizer"
 
 

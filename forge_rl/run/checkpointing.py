@@ -15,6 +15,7 @@ from forge_rl.rollout.batches import BatchSource
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.kept import KeptObjects
 from forge_rl.run.live import is_live_state
+from forge_rl.run.lora_settings import checkpoint_bytes
 from forge_rl.run.parts import RunParts
 from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.system.folders import is_there, reading
@@ -222,7 +223,10 @@ class Checkpointer:
         writing = self.checkpoints.writing(
             step,
             state,
-            bytes_needed=sum(trainer.parameters * 16 for trainer in trainers),
+            bytes_needed=sum(
+                checkpoint_bytes(trainer.lora, trainer.parameters, model)
+                for trainer, model in zip(trainers, self._models, strict=False)
+            ),
             unscored=self._evaluator.step,
         )
         async with writing as folder:

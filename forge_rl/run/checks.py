@@ -31,6 +31,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.evaluator import HELD_OUT
+from forge_rl.run.lora_settings import checkpoint_bytes, lora_lines
 from forge_rl.run.placing import PlacedServices
 from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit
 from forge_rl.run.preparation import PreparedRun
@@ -96,7 +97,8 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
         run=prepared.folder, resumes=prepared.checkpoint is not None, force=config.force_continue, tell=log.warn
     )
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
-    model = await asyncio.to_thread(keeper.keep, "--model", config.model, model, weights=reference)
+    keeps_weights = reference or config.lora.rank > 0  # checkpoints then hold adapters of them
+    model = await asyncio.to_thread(keeper.keep, "--model", config.model, model, weights=keeps_weights)
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
     architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
@@ -118,6 +120,8 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     if config.generator.spares and config.starts_engines:
         needs = await asyncio.to_thread(plan_run, config, models)
         config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
+    for line in lora_lines(config, values=values):
+        log.event(line)
     for line in choices:
         log.event(f"chosen: {line}")
     check_state_fits(config, models)
@@ -238,6 +242,8 @@ async def _check_use(
         await asyncio.to_thread(parser_for, tokenizer)
     if config.checkpoint_every:
         bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
+        if config.lora.rank:
+            bytes_each = checkpoint_bytes(config.lora, 0, model)
         check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
 
 

@@ -17,6 +17,7 @@ from forge_rl.engines.architecture import Architecture, check_weights, read_arch
 from forge_rl.engines.context import check_context, sequence_bytes
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
+from forge_rl.engines.lora_config import adapter_parameters
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
@@ -172,7 +173,7 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
     if on_gpu:
         moved_bytes = rank_memory.state
         if trainer.enable_cpu_offload:
-            for name in ("weights, float32", "gradients", "optimizer state", "frozen reference"):
+            for name in (_weights_of(trainer), "gradients", "optimizer state", "frozen reference"):
                 host[name] = parts.pop(name)
         elif (colocated(config) or config.generator.guests) and not trainer.stays_on_device:
             host["state that comes here while engines decode"] = moved_bytes
@@ -209,7 +210,7 @@ def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
     """Name the parts of a rank's memory."""
     dtype = str(resolve_dtype(trainer.dtype)).removeprefix("torch.")
     return {
-        "weights, float32": rank_memory.weights,
+        _weights_of(trainer): rank_memory.weights,
         "gradients": rank_memory.gradients,
         "optimizer state": rank_memory.optimizer,
         "frozen reference": rank_memory.reference,
@@ -223,6 +224,14 @@ def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
     }
 
 
+def _weights_of(trainer: TrainerConfig) -> str:
+    """Name the weights of a rank."""
+    if not trainer.lora.rank:
+        return "weights, float32"
+    dtype = str(resolve_dtype(trainer.dtype)).removeprefix("torch.")
+    return f"weights, {dtype}, and LoRA adapters of rank {trainer.lora.rank}"
+
+
 def check_state_fits(config: RunConfig, models: RunModels) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone cannot fit; a cheap check.
 
@@ -233,7 +242,10 @@ def check_state_fits(config: RunConfig, models: RunModels) -> None:
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
     split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
     moments = moments_bytes(config.trainer.optimizer_state)
-    state = int((8 + moments + models.reference * resolve_dtype(config.trainer.dtype).itemsize) * count) // split
+    itemsize = resolve_dtype(config.trainer.dtype).itemsize
+    state = int((8 + moments + models.reference * itemsize) * count) // split
+    if config.lora.rank:
+        state = int(itemsize * count + (8 + moments) * adapter_parameters(architecture, config.lora)) // split
     is_offloaded = on_gpu and config.trainer.enable_cpu_offload
     critic_needs = []
     if critic is not None:

@@ -10,6 +10,7 @@ import tyro
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.curriculum import Curriculum
+from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.flags.categories import OfCommand, Operational, Tunable
 from forge_rl.flags.fields import changed_flags
@@ -19,6 +20,7 @@ from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.endpoints import address_of, check_reachable
+from forge_rl.run.lora_settings import with_lora
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
@@ -116,6 +118,7 @@ class RunConfig:
     phase_deadline_s: Operational[float] = 3600.0
     """Timeout of one phase; the run then stops and names the cause of the wait."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightStoreConfig = field(default_factory=WeightStoreConfig)
     reward: RewardService.Config = field(default_factory=RewardService.Config)
@@ -145,6 +148,7 @@ class RunConfig:
             )
         read_template_args(self.template_args)
         devices = read_placement(self.placement).devices
+        object.__setattr__(self, "trainer", with_lora(self))
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         if self.prometheus:

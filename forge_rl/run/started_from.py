@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
+from forge_rl.models.adapters import is_adapter
 from forge_rl.models.digests import model_digests
 from forge_rl.models.resolve import model_in
 from forge_rl.run.json_files import read_object, write_json
@@ -54,6 +55,8 @@ def where_moved(flag: str, record: ModelRecord) -> str:
     if not folder.is_dir():
         return ""
     folder = model_in(folder).resolve()
+    if is_adapter(folder):  # the record is of what it was merged into, with which keep_model compares
+        return ""
     if not (changed := _changed(record, folder)):
         return ""
     before = f"led to {record.folder}" if str(folder) != record.folder else "had other files"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
+from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest
 from forge_rl.errors import ForgeError, ReplicaError
@@ -149,6 +150,11 @@ class Trainer:
     def config(self) -> TrainerConfig:
         """Settings; `lr` and `reset` replace the optimizer's."""
         return self._ranks.config
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """Settings of the adapters that it trains; rank 0 if it trains weights."""
+        return self.config.lora
 
     @property
     def alive(self) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
 from forge_rl.engines.titan.host_memory import HostCopies, HostCopy
-from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
+from forge_rl.engines.titan.shards import named_parameters, slice_of, values_of
 from forge_rl.engines.titan.small_adamw import Moment, SmallAdamW
 from forge_rl.errors import CheckpointError
 from forge_rl.weights.slices import TensorSlice
@@ -110,13 +110,15 @@ class LoadPlanner(DefaultLoadPlanner):
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]) -> dict[str, Block]:
     """Return this rank's blocks of all state by name; creates the moments, which AdamW does only at the first step.
 
+    Of a model with adapters the state is theirs alone: its weights are those of the folder that it began with.
+
     Raises:
         CheckpointError: the optimizer trains other tensors than the model's weights, as after an interrupted step.
     """
     _check_trained(model, optimizer)
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
     steps = torch.tensor(0.0)
-    for name, parameter in named_weights(model):
+    for name, parameter in named_parameters(model):
         tensors: dict[str, torch.Tensor | Moment] = {f"model.{name}": parameter}
         if parameter.requires_grad:
             tensors |= {f"{key}.{name}": moment for key, moment in _moments(optimizer, parameter).items()}
@@ -146,8 +148,9 @@ def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     dtypes = {weight.dtype for weight in optimizer_weights.values()}
     mismatches = [
         name
-        for name, weight in model.named_parameters()
-        if weight.dtype not in dtypes or (weight.requires_grad and optimizer_weights.pop(id(weight), None) is None)
+        for name, weight in named_parameters(model)
+        if isinstance(weight, nn.Parameter)
+        and (weight.dtype not in dtypes or (weight.requires_grad and optimizer_weights.pop(id(weight), None) is None))
     ]
     if mismatches or optimizer_weights:
         raise CheckpointError(

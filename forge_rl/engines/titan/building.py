@@ -16,6 +16,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.loading import load_weights
+from forge_rl.engines.titan.lora import init_adapters
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism
 from forge_rl.engines.titan.shards import freeze, specs
@@ -55,12 +56,14 @@ def load_model(
     else:
         with torch.device("meta" if is_sharded else device), set_default_dtype(state_dtype):
             model = build_model(architecture, settings, values=values)
-    if frozen:
+    if frozen or model.adapters is not None:
         for parameter in model.parameters():
-            parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
-    else:
+            if frozen or not parameter.requires_grad:
+                parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
+    if not frozen:
         model.steers = settings.expert_balance == "bias"
-        freeze(model, settings.frozen)
+        if model.adapters is None:
+            freeze(model, settings.frozen)
     published, parameters = specs(model), sum(parameter.numel() for parameter in model.parameters())
     if is_sharded:
         parallelism.apply(model, dtype=dtype)
@@ -71,6 +74,7 @@ def load_model(
     with torch.no_grad():
         model.init_states()
     load_weights(model, folder, tied=model.enable_weight_tying)
+    init_adapters(model)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -45,6 +45,8 @@ class GeneralModel(nn.Module):
 
     steers = False
     offloads: HostCopies | None = None
+    adapters: None = None
+    """It has no adapters: `check_model` refuses them."""
     spans_tie = copies_embedding = False
 
     def __init__(self, causal: Any, architecture: Architecture, *, values: bool) -> None:

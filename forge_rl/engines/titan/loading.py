@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TensorReader
-from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
+from forge_rl.engines.titan.shards import ADAPTERS, named_weights, names_of, slice_of, values_of
 from forge_rl.engines.titan.small_adamw import ROOT, Moment
 from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.models.hf_folder import EMBEDDING, HEAD, open_weights, tensor_files
@@ -88,6 +88,7 @@ def load_training_state(
     try:
         reader = TensorReader(folder)
         saved_keys = set(reader.read_metadata().state_dict_metadata)
+        _check_adapters(saved_keys, set(state), folder)
         _check_moments(saved_keys, set(state), folder)
         _check_frozen(saved_keys, set(state), folder)
         dcp.load(state, storage_reader=reader, planner=LoadPlanner())
@@ -104,6 +105,21 @@ def load_training_state(
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].copy_(state["steps"].values)
     return {name: int(cast(torch.Tensor, state[name].values)) for name in counts}
+
+
+def _check_adapters(saved_keys: set[str], stage_keys: set[str], folder: Folder) -> None:
+    """Raise CheckpointError unless a training state and this run have adapters on the same modules, or none."""
+    saved, current = ({key for key in keys if key.endswith(ADAPTERS)} for keys in (saved_keys, stage_keys))
+    if saved == current:
+        return
+    if saved and current:
+        described = f"has adapters on other modules than --lora.targets: {min(saved ^ current).split('.', 1)[1]!r}"
+    else:
+        described = f"is of a run that trained {'adapters' if saved else 'weights'}, and this one does not"
+    raise CheckpointError(
+        f"the training state in {folder} {described}",
+        hint="set the --lora flags as in that run, or choose another --out",
+    )
 
 
 def _check_moments(saved_keys: set[str], stage_keys: set[str], folder: Folder) -> None:

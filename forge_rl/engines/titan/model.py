@@ -28,6 +28,7 @@ from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies, offload_inputs
+from forge_rl.engines.titan.lora import AdapterSwitch, add_adapters
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
@@ -55,6 +56,8 @@ class PolicyModel(Decoder):
     """Whether training moves the biases in the choice of experts, which are buffers."""
     offloads: HostCopies | None = None
     """Copies of layers' inputs in host memory, if they are kept there."""
+    adapters: AdapterSwitch | None = None
+    """What its adapters share; None if all weights are trained."""
     spans_tie = False
     """Whether the first and the last pipeline stage each hold the weight that embedding and head share."""
 
@@ -133,6 +136,8 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
     for number, layer in model.layers.items():
         for router in routers(layer):
             router.layer = int(number)
+    if settings.lora.rank:
+        add_adapters(model, architecture, settings.lora, settings.lora_seed)
     return model
 
 

@@ -82,7 +82,7 @@ def plan_training(
     state_itemsize = torch.promote_types(dtype, torch.float32).itemsize
     tokens = tokens or settings.seq_len
     traces = {} if traces is None else traces
-    key = (dtype, settings.activation_checkpointing, settings.frozen, tokens, values)
+    key = (dtype, settings.activation_checkpointing, settings.frozen, settings.lora, tokens, values)
     if key not in traces:
         traces[key] = _trace(architecture, settings, values, tokens)
     trace = traces[key]
@@ -106,16 +106,18 @@ def plan_training(
         kv_elements = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
         row += 2 * kv_elements * dtype.itemsize // tp
     is_recomputed = settings.activation_checkpointing != "none" and hidden_bytes < MAPPED_BYTES
+    # Frozen weights beside adapters are in the dtype of the passes.
+    trained = trace.trained if settings.lora.rank else trace.count
     heap_bytes = (
         state_itemsize * trace.small // (tp if whole_gradients else num_shards) // 2
         + is_recomputed * kept_layers * hidden_bytes
     )
     return TrainMemory(
-        weights=state_itemsize * trace.count // num_shards,
+        weights=(state_itemsize * trained + dtype.itemsize * (trace.count - trained)) // num_shards,
         gradients=state_itemsize * trace.trained // (tp if whole_gradients else num_shards),
         optimizer=_moments(trace, settings, state_itemsize) // num_shards,
         moments=2 * state_itemsize * trace.trained // num_shards,
-        reference=dtype.itemsize * trace.count // num_shards if reference else 0,
+        reference=dtype.itemsize * trace.count // num_shards if reference and not settings.lora.rank else 0,
         gathered=_gathered(trace, dtype, num_shards, settings.expert_parallel_degree) // tp,
         activations=row,
         head=trace.head // tp,
@@ -169,7 +171,8 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     else:
         with torch.device("meta"):
             model = build_model(architecture, settings, values=values)
-    freeze(model, settings.frozen)
+    if model.adapters is None:
+        freeze(model, settings.frozen)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     layers: list[Any] = list(model.get_submodule("layers").children())
     inside = {id(p) for layer in layers for p in layer.parameters()}

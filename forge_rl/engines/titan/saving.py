@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.platform import device_threads
+from forge_rl.engines.titan.adapter_export import AdapterExport
 from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export
 from forge_rl.engines.titan.index import TensorWriter
@@ -55,7 +56,8 @@ class CheckpointWriter:
         """Copy the state, and start writing `folder/training` and `folder/model`, which exist and are empty.
 
         Waits for an earlier save first. Any number of ranks, in any layout, can read the result. Frozen weights are
-        written without optimizer state.
+        written without optimizer state. Of a model with adapters only these are written, `folder/model` in PEFT's
+        format.
 
         Args:
             counts: counts to save with the state, by name.
@@ -72,11 +74,19 @@ class CheckpointWriter:
         state = copied(training_state(model, optimizer, counts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model))
+        names, switch = names_of(model), getattr(model, "adapters", None)
+        adapters = None if switch is None else AdapterExport(lora=switch.lora, names=names)
+        self._last = self._thread.submit(self._write, state, folder, source, dtype, names, adapters)
         return self._last
 
     def _write(
-        self, state: dict[str, Block], folder: Folder, source: Path, dtype: torch.dtype, names: Names | SameNames
+        self,
+        state: dict[str, Block],
+        folder: Folder,
+        source: Path,
+        dtype: torch.dtype,
+        names: Names | SameNames,
+        adapters: AdapterExport | None,
     ) -> None:
         training = folder / "training"
 
@@ -85,6 +95,10 @@ class CheckpointWriter:
             state.clear()
 
         def export() -> None:
+            if adapters is not None:
+                if dist.get_rank() == 0:
+                    adapters.write(training, source, folder / "model")
+                return
             exporter = Export(training, source, dtype, names.parts, valued=names.head == VALUE_HEAD)
             exporter.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
 

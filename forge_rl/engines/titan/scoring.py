@@ -55,7 +55,7 @@ class RowScorer:
         token_ids, positions, targets = (
             values[local_indices] for values in (row.token_ids, row.positions, row.targets)
         )
-        if "top_ids" in row.columns and model is self._trained:
+        if "top_ids" in row.columns and self._is_policy(model):
             targets = torch.cat([targets[:, None], row.columns["top_ids"][local_indices].long()], dim=1)
         # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
         nonempty_indices = scored_indices if len(scored_indices) else scored_indices.new_zeros(1)
@@ -89,9 +89,13 @@ class RowScorer:
     def prepare(self, model: PolicyModel | GeneralModel, device_row: DeviceRow) -> None:
         """Set what a row's forward or backward pass reads from the model's modules."""
         row, local_indices = device_row.row, device_row.local_indices
-        replayed = row.routed if self._replays and model is self._trained else None
+        replayed = row.routed if self._replays and self._is_policy(model) else None
         set_routing(model, row.trees[local_indices] >= 0, None if replayed is None else replayed[local_indices])
         self._parallelism.begin(device_row)
+
+    def _is_policy(self, model: PolicyModel) -> bool:
+        """Return True of the trained model, unless it acts as the reference, without its adapters."""
+        return model is self._trained and (model.adapters is None or model.adapters.on)
 
     def on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
         """Copy a row to the device, with this rank's part of it under context parallelism."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -20,16 +20,30 @@ from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 _BIAS = ".expert_bias_E"
+ADAPTERS = "lora_A", "lora_B"
+"""Names of a linear layer's adapter, see `lora.py`: [rank, inputs] and [outputs, rank]."""
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a checkpoint holds by name: all weights, or of a model with adapters these alone."""
+    if getattr(model, "adapters", None) is None:
+        yield from named_weights(model)
+        return
+    for name, parameter in model.named_parameters():
+        if name.endswith(ADAPTERS):
+            yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight by name, the same with and without activation checkpointing; a tied weight once, as the input
     embedding, also on a pipeline stage that has only the head.
 
-    Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient.
+    Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient, and no adapters.
     """
     steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIAS))
     for name, weight in itertools.chain(model.named_parameters(), steering):
+        if name.endswith(ADAPTERS):
+            continue
         copied = name == "lm_head.weight" and _copies_embedding(model)
         yield "tok_embeddings.weight" if copied else name.replace("_checkpoint_wrapped_module.", ""), weight
 
@@ -40,11 +54,12 @@ def names_of(model: nn.Module) -> Names | SameNames:
 
 
 def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
+    adapted = {f"{name.rpartition('.')[0]}.weight" for name, _ in model.named_parameters() if name.endswith(ADAPTERS)}
     return tuple(
         TensorSpec(
             name=part.name,
             shape=part.shape,
-            changed=parameter.requires_grad or (name.endswith(_BIAS) and bool(model.steers)),
+            changed=parameter.requires_grad or name in adapted or (name.endswith(_BIAS) and bool(model.steers)),
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)
@@ -52,18 +67,21 @@ def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
     )
 
 
-def local_shards(model: nn.Module, ranks: range) -> Iterator[LocalShard]:
+def local_shards(
+    model: nn.Module, ranks: range, merge: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, weight: weight
+) -> Iterator[LocalShard]:
     """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis.
 
     Args:
         ranks: ranks that hold the model, or its pipeline stage.
+        merge: returns the published values of a weight's slice, by torchtitan's name and the weight.
     """
     for name, parameter in named_weights(model):
         if name == "tok_embeddings.weight" and _copies_embedding(model):
             continue
         tensor_slice = slice_of(parameter)
-        if tensor_slice.numel and _publishes(parameter, ranks):
-            values = values_of(parameter)
+        if tensor_slice.numel and publishes(parameter, ranks):
+            values = values_of(merge(name, parameter))
             for part in names_of(model).parts(name, parameter.shape, tensor_slice):
                 yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
 
@@ -154,7 +172,7 @@ def block(
     return TensorSlice(start=tuple(start), size=tuple(size))
 
 
-def _publishes(parameter: torch.Tensor, ranks: range) -> bool:
+def publishes(parameter: torch.Tensor, ranks: range) -> bool:
     """Return True if this rank publishes its slice.
 
     If the weight's mesh is part of a larger one (FSDP's, for a weight that tensor parallelism does not split), the

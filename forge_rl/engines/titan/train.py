@@ -26,6 +26,7 @@ from forge_rl.engines.titan.exchange import shards_of_own_host
 from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
+from forge_rl.engines.titan.lora import draw_dropout, init_adapters, merged_shards, without_adapters
 from forge_rl.engines.titan.masks import compile_attention, compile_once
 from forge_rl.engines.titan.measures import Measures, measure_tokens, measured_loss
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
@@ -33,7 +34,7 @@ from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.scoring import RowScorer, reshard
-from forge_rl.engines.titan.shards import local_shards, values_of
+from forge_rl.engines.titan.shards import values_of
 from forge_rl.engines.titan.update import RowResults, Update, minibatch_statistics
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.metrics import Max, Mean, Sum, Value
@@ -65,7 +66,8 @@ class TitanEngine:
         self._parallelism = Parallelism(settings, self.architecture)
         self._pipeline, self._stage = self._parallelism.pipeline, self._parallelism.stage
         self.model, self._specs, self.parameters = self._load()
-        self._reference = self._load(frozen=True).model if reference else None
+        keeps_copy = reference and not settings.lora.rank
+        self._reference = self._load(frozen=True).model if keeps_copy else None
         self.scorer = RowScorer(
             self.model, settings, self._parallelism, window=self.architecture.window, device=self.device
         )
@@ -197,12 +199,13 @@ class TitanEngine:
         rows = [row for minibatch in minibatches for row in minibatch.rows]
         references, proximals = list[torch.Tensor](), list[torch.Tensor]()
         if "reference" in loss.needs:
-            if self._reference is None:
+            if self._reference is None and self.model.adapters is None:
                 raise ConfigError(
                     "the loss needs a frozen reference, and the trainer has none",
                     hint="pass start() the loss to train with",
                 )
-            references = self.scorer.logprobs(self._reference, rows, temperature)
+            with without_adapters(self.model):
+                references = self.scorer.logprobs(self._reference or self.model, rows, temperature)
         if "proximal" in loss.needs:
             proximals = self.scorer.logprobs(self.model, rows, temperature)
         ends = accumulate(len(minibatch.rows) for minibatch in minibatches)
@@ -222,6 +225,7 @@ class TitanEngine:
     ) -> tuple[DeviceRow, LossInputs]:
         """Run the forward pass of a row; returns it and the loss's inputs."""
         row = update.minibatch.rows[index]
+        draw_dropout(self.model, row, self.planned)
         device_row = self.scorer.on_device(row, observations="observations" in update.loss.needs)
         scores = self.scorer.score(self.model, device_row, update.scoring)
         return device_row, update.inputs(index, device_row.row, scores, statistics)
@@ -402,7 +406,7 @@ class TitanEngine:
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
         release_memory()  # engines are about to need the memory of the step's peak
-        return local_shards(self.model, self._stage.ranks)
+        return merged_shards(self.model, self._stage.ranks)
 
     def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
         return shards_of_own_host(drafted, self.local_shards(), hosts, self.device)
@@ -420,6 +424,7 @@ class TitanEngine:
         self.onload()
         reshard(self.model)
         load_weights(self.model, self._folder, tied=self.model.enable_weight_tying)
+        init_adapters(self.model)
         self._settings = replace(self._settings, optimizer=optimizer)
         self.optimizer = make_optimizer(self.model, self._settings)
         self.updates = self.planned = 0

@@ -1,0 +1,173 @@
+"""Settings of LoRA, and the modules of a model that can have adapters; no torchtitan is needed to read them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import ConfigError, check_flags
+
+if TYPE_CHECKING:
+    from forge_rl.engines.families.family import Architecture
+    from forge_rl.engines.protocol import TrainSettings
+
+LR_FACTOR = 10.0
+"""Learning rate of adapters over that of full training: the best ones differ by about this factor over models, ranks
+and tasks, see Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
+ALL_LINEAR = "all-linear"
+"""Target that stands for every module that can have an adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA: trains low-rank adapters of some matrices instead of all weights.
+
+    A matrix W, [outputs, inputs], acts as W + scale B A, with A [rank, inputs] and B [outputs, rank], which starts at 0
+    (Hu et al., arXiv:2106.09685).
+
+    LoRAConfig(rank=16, targets=("q_proj", "v_proj"))
+    """
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights. Adapters learn with a higher learning rate than weights: without
+    --trainer.optimizer.lr it is ten times the recipe's."""
+    alpha: float = 32.0
+    """Numerator of the scale: B A is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Modules with adapters, by their names in the model's folder, such as q_proj v_proj; all-linear is every linear
+    layer but the output head, and of models with experts those of attention."""
+    rslora: bool = False
+    """Divide by the root of the rank instead: the scale is alpha / sqrt(rank), as in rank-stabilised LoRA."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is set to 0 in updates, but not where logprobs are only computed."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--lora.", minimum={"rank": 0, "dropout": 0}, above={"alpha": 0}, below={"dropout": 1})
+        if not self.targets:
+            raise ConfigError("--lora.targets names no module", hint=f"leave it out, or set {ALL_LINEAR}")
+
+    def describe(self) -> str:
+        """Say in a line what is trained, for the start of a run."""
+        root = "sqrt(rank)" if self.rslora else "rank"
+        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        return (
+            f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}{dropout}: the "
+            "weights of the model stay as they are"
+        )
+
+
+def linear_modules(architecture: Architecture) -> dict[str, str]:
+    """List the linear layers of a model's layers that can have adapters: Hugging Face's name, such as self_attn.q_proj,
+    by torchtitan's, such as attention.qkv_linear.wq.
+
+    In models with experts only attention has them: peft takes gate_proj and the like there to be stacks of experts,
+    also where a layer is dense.
+    """
+    a = architecture
+    has_latent_q = a.latent is not None and a.latent.q_rank > 0
+    absent = {"attention.wq"} if has_latent_q else {"attention.wq_a", "attention.wq_b"}
+    kinds = ("attention.",) if a.experts is not None else ("attention.", "feed_forward.")
+    modules = {
+        name.removesuffix(".weight"): hf_name.removesuffix(".weight")
+        for name, hf_name in a.family.names.layer.items()
+        if name.startswith(kinds) and name.endswith(".weight") and "norm" not in name
+    }
+    return {name: hf_name for name, hf_name in modules.items() if name not in absent}
+
+
+def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, str]:
+    """Return the `linear_modules` that the targets name.
+
+    Raises:
+        ConfigError: a target names none, or something that cannot have an adapter.
+    """
+    modules = linear_modules(architecture)
+    if ALL_LINEAR in lora.targets:
+        unused = [target for target in lora.targets if target != ALL_LINEAR]
+        matched = modules
+    else:
+        matched = {name: hf for name, hf in modules.items() if any(f".{hf}".endswith(f".{t}") for t in lora.targets)}
+        unused = [t for t in lora.targets if not any(f".{hf}".endswith(f".{t}") for hf in matched.values())]
+    if unused:
+        raise ConfigError(
+            f"--lora.targets {unused[0]}: {_cause(architecture, unused[0])}",
+            hint=f"choose from {ALL_LINEAR} {' '.join(dict.fromkeys(hf.split('.')[-1] for hf in modules.values()))}",
+        )
+    return matched
+
+
+def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
+    """Count the parameters of a model's adapters; 0 without adapters."""
+    if not lora.rank:
+        return 0
+    a, latent = architecture, architecture.latent
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    sizes = {"attention.wo": (a.heads * latent.value_dim if latent else q, a.dim)}
+    if latent is not None:
+        sizes |= {"attention.wq": (a.dim, q), "attention.wq_a": (a.dim, latent.q_rank)}
+        sizes |= {"attention.wq_b": (latent.q_rank, q)}
+        sizes |= {"attention.wkv_a": (a.dim, latent.kv_rank + latent.rope_dim)}
+        sizes |= {"attention.wkv_b": (latent.kv_rank, a.heads * (latent.nope_dim + latent.value_dim))}
+    sizes |= {f"attention.qkv_linear.{name}": (a.dim, width) for name, width in (("wq", q), ("wk", kv), ("wv", kv))}
+    sizes |= {"feed_forward.w1": (a.dim, a.hidden_dim), "feed_forward.w3": (a.dim, a.hidden_dim)}
+    sizes |= {"feed_forward.w2": (a.hidden_dim, a.dim)}
+    return a.layers * lora.rank * sum(sum(sizes[name]) for name in adapted_modules(architecture, lora))
+
+
+def _cause(architecture: Architecture, target: str) -> str:
+    """Say why a target has no adapter."""
+    if any(f".{name}".endswith(f".{target}") for name in linear_modules(architecture).values()):
+        return f"it is named beside {ALL_LINEAR}"
+    if target in ("lm_head", "embed_tokens", "score"):
+        return "embeddings and heads have no adapters"
+    names = architecture.family.names.layer.items()
+    matches = [name for name, hf_name in names if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")]
+    if any(name.startswith("moe.router") for name in matches):
+        return "routers have no adapters"
+    if any(name.startswith(("moe", "feed_forward")) for name in matches) or "experts" in target:
+        return "of a model with experts only attention has adapters"
+    return f"a {architecture.family.model_type} model has no such linear layer"
+
+
+def check_lora(settings: TrainSettings, architecture: Architecture) -> None:
+    """Refuse adapters that the model or the layout cannot have, before anything starts.
+
+    Raises:
+        ConfigError: names the flags, and what works.
+    """
+    lora = settings.lora
+    if not lora.rank:
+        return
+    if architecture.family.general:
+        raise ConfigError(
+            f"--lora.rank {lora.rank} trains adapters, which a {architecture.family.model_type!r} on transformers' code "
+            "does not have",
+            hint="leave it out to train all weights; llama, qwen2, qwen3, qwen3_moe, gpt_oss and deepseek_v3 have them",
+        )
+    adapted_modules(architecture, lora)
+    if settings.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            f"--lora.rank {lora.rank} trains adapters, which pipeline stages do not have",
+            hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
+        )
+    if settings.frozen:
+        raise ConfigError(
+            f"--trainer.frozen {settings.frozen[0]} has no effect: with --lora.rank all weights are frozen",
+            hint="leave out --trainer.frozen, and name the modules to adapt with --lora.targets",
+        )
+    if settings.expert_balance == "bias":
+        raise ConfigError(
+            "--trainer.expert-balance bias moves biases of the model, which stays as it is with --lora.rank",
+            hint="leave out --trainer.expert-balance",
+        )
+    if lora.dropout and settings.peers > 1:
+        raise ConfigError(
+            f"--lora.dropout {lora.dropout:g} needs whole rows on each rank",
+            hint="leave it out, or leave out --trainer.tensor-parallel-degree and --trainer.context-parallel-degree",
+        )

@@ -1,0 +1,250 @@
+"""LoRA on torchtitan: linear layers with adapters in any layout, and the weights that they amount to.
+
+torchtitan's own component (`torchtitan.components.lora`) rewrites configs before the model is built. There k and v are
+one config, so that neither can be a target alone; adapters start from draws that depend on the layout, cannot be
+switched off, which the frozen reference needs, and have no dropout. So adapters are added to the built model instead,
+with its rule for tensor parallelism: A is split as the inputs of the matrix are, B as its outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torchtitan.models.common import Linear
+from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.protocols.sharding import ShardingConfig
+
+from forge_rl.algorithms.logprobs import widened
+from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.lora_config import LoRAConfig, adapted_modules
+from forge_rl.engines.titan.shards import ADAPTERS, local_shards, publishes, slice_of, values_of
+from forge_rl.packing.rows import Row
+from forge_rl.system.seeds import derive_seed
+from forge_rl.weights.transports.protocol import LocalShard
+
+_A, _B = ADAPTERS
+
+
+@dataclass
+class AdapterSwitch:
+    """What all adapters of a model share: whether they act, and the draw of their dropout."""
+
+    lora: LoRAConfig
+    seed: int
+    on: bool = True
+    """False while the model acts as the one that training started from."""
+    row: tuple[int, ...] = ()
+    """Place of the row in the run, for dropout."""
+
+
+def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed: int) -> None:
+    """Freeze a built model, and add adapters to the modules that the settings name, before it is parallelised.
+
+    Raises:
+        ConfigError: a target is no module that can have an adapter.
+    """
+    modules = adapted_modules(architecture, lora)
+    model.requires_grad_(False)
+    model.adapters = AdapterSwitch(lora, seed)
+    for layer in model.layers.values():
+        for name in modules:
+            _adapt(layer.get_submodule(name), model.adapters)
+
+
+def _adapt(module: Any, switch: AdapterSwitch) -> None:
+    """Turn a linear layer into one with an adapter, in place."""
+    factory = {"device": module.weight.device, "dtype": module.weight.dtype}
+    module.lora_A = nn.Parameter(torch.empty(switch.lora.rank, module.in_features, **factory))
+    module.lora_B = nn.Parameter(torch.empty(module.out_features, switch.lora.rank, **factory))
+    module.adapters = switch
+    kind: Any = type(module)
+    module.__class__ = _adapted_class(kind)
+    module._param_init = dict(module._param_init or {}) | dict.fromkeys(ADAPTERS, skip_param_init)
+    sharding = module._sharding_config
+    placement = sharding.state_shardings.get("weight") if sharding is not None else None
+    if sharding is None or placement is None:
+        return
+    whole = dense_param_placement(tp=spmd.R)
+    places = {_A: whole, _B: whole}
+    for dim, name in ((0, _B), (1, _A)):
+        if placement == dense_param_placement(tp=spmd.S(dim)):
+            places[name] = placement
+    states = {**sharding.state_shardings, **places}
+    fields = {name: getattr(sharding, name) for name in ShardingConfig.__dataclass_fields__}
+    module._sharding_config = ShardingConfig(**(fields | {"state_shardings": states}))
+
+
+@functools.cache
+def _adapted_class(kind: type[Linear]) -> type[Linear]:
+    """Derive a class of linear layers whose instances have an adapter."""
+
+    class AdaptedLinear(kind):
+        adapters: AdapterSwitch
+        lora_A: nn.Parameter
+        lora_B: nn.Parameter
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            """Project [..., inputs] to [..., outputs]."""
+            out: torch.Tensor = super().forward(input)
+            if not self.adapters.on:
+                return out
+            return out + self.adapters.lora.scale * _adapter_product(self, input)
+
+    AdaptedLinear.__name__ = AdaptedLinear.__qualname__ = f"Adapted{kind.__name__}"
+    return AdaptedLinear
+
+
+def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Multiply [..., inputs] by A and B: [..., outputs], distributed as the layer's own product.
+
+    Tensor-parallel ranks compute on their parts. One that holds all of A or B has the gradient of its part of the other
+    only, which the backward pass sums.
+    """
+    a, b = module.lora_A, module.lora_B
+    inputs = _dropped(module, inputs)
+    if not isinstance(a, DTensor):
+        return nn.functional.linear(nn.functional.linear(inputs, a), b)
+    mesh, (a_place,), (b_place,) = a.device_mesh, a.placements, b.placements
+    is_whole = a_place.is_replicate() and b_place.is_replicate()
+    placements: list[Placement] = []
+    x, grads = inputs, [Replicate()] if is_whole else [Partial()]
+    if isinstance(inputs, DTensor):
+        wanted: list[Placement] = list(inputs.placements)
+        if not is_whole:
+            wanted = [Shard(inputs.ndim - 1) if isinstance(a_place, Shard) else Replicate()]
+        elif not inputs.placements[0].is_replicate():
+            grads = [Partial()]  # of this rank's tokens
+        x_grads = [Partial()] if isinstance(b_place, Shard) else wanted
+        x = inputs.redistribute(placements=wanted).to_local(grad_placements=x_grads)
+        placements = wanted if is_whole else [Partial() if isinstance(a_place, Shard) else Shard(inputs.ndim - 1)]
+    factors = [
+        factor.to_local(grad_placements=list(factor.placements) if factor.placements[0].is_shard() else grads)
+        for factor in (a, b)
+    ]
+    out = nn.functional.linear(nn.functional.linear(x, factors[0]), factors[1])
+    return DTensor.from_local(out, mesh, placements, run_check=False) if placements else out
+
+
+def _dropped(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Set a share of the inputs to 0, the same when the forward pass is recomputed; all stay where no gradient is
+    asked for."""
+    switch: AdapterSwitch = module.adapters
+    share = switch.lora.dropout
+    if not share or not torch.is_grad_enabled():
+        return inputs
+    if inputs.is_meta:
+        return inputs * inputs.bool() / (1 - share)
+    generator = torch.Generator(inputs.device)
+    generator.manual_seed(derive_seed(switch.seed, "dropout", switch.row, module.adapter_name))
+    mask = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
+    return inputs * mask.to(inputs.dtype) / (1 - share)
+
+
+def adapted_modules_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules with adapters by torchtitan's name of their weight."""
+    for name, module in model.named_modules():
+        if hasattr(module, _A):
+            yield name.replace("_checkpoint_wrapped_module.", "") + ".weight", module
+
+
+def init_adapters(model: Any) -> None:
+    """Give adapters their first values, the same in any layout: A is uniform within 1 / sqrt(inputs), B is 0, so that
+    the model is the one that training started from. These are also the first values in `peft`."""
+    if model.adapters is None:
+        return
+    with torch.no_grad():
+        for weight_name, module in adapted_modules_of(model):
+            module.adapter_name = model.names.to_hf(weight_name)
+            seed = derive_seed(model.adapters.seed, "adapter", module.adapter_name)
+            bound = 1 / math.sqrt(module.in_features)
+            first = torch.empty(module.lora_A.shape)
+            first.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+            values_of(module.lora_A).copy_(slice_of(module.lora_A).of(first))
+            values_of(module.lora_B).zero_()
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Let a model with adapters act as the one that training started from while the body runs."""
+    if model.adapters is None:
+        yield
+        return
+    model.adapters.on = False
+    try:
+        yield
+    finally:
+        model.adapters.on = True
+
+
+def draw_dropout(model: Any, row: Row, planned: int) -> None:
+    """Set the draw of dropout for a row's forward and backward pass.
+
+    Args:
+        planned: number of minibatches before.
+    """
+    if model.adapters is not None and model.adapters.lora.dropout:
+        model.adapters.row = (planned, *row.token_ids.tolist())
+
+
+def merged_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
+    """Yield the shards that this rank publishes, with the adapters merged into them; see `shards.local_shards`.
+
+    Every rank calls this.
+    """
+    merging = _merging(model, ranks)
+    return local_shards(model, ranks, lambda name, weight: merging[name].of(weight) if name in merging else weight)
+
+
+def _merging(model: Any, ranks: range) -> dict[str, _MergedWeight]:
+    """Gather the adapters of all ranks; return what merges each with its weight, by torchtitan's name of the weight.
+
+    Every rank calls this.
+
+    Args:
+        ranks: ranks that hold the model.
+    """
+    if model.adapters is None:
+        return {}
+    factors = [(name, module, kind) for name, module in adapted_modules_of(model) for kind in ADAPTERS]
+    parameters = [getattr(module, kind) for _, module, kind in factors]
+    device = values_of(parameters[0]).device
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
+    whole = [
+        part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)
+    ]
+    for parameter, place in zip(parameters, whole, strict=True):
+        if publishes(parameter, ranks):
+            slice_of(parameter).of(place).copy_(values_of(parameter))
+    if dist.get_world_size() > 1:
+        dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
+    by_weight = zip(whole[::2], whole[1::2], factors[::2], strict=True)
+    return {name: _MergedWeight(a, b, model.adapters.lora.scale) for a, b, (name, _, _) in by_weight}
+
+
+@dataclass(frozen=True)
+class _MergedWeight:
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of W + scale B A, computed in float32 or wider and rounded once, to W's dtype."""
+        (row, column), (rows, columns) = slice_of(weight).start, slice_of(weight).size
+        a, b, values = self.a.narrow(1, column, columns), self.b.narrow(0, row, rows), values_of(weight)
+        return merged(values, a, b, self.scale).to(values.dtype)
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return W + scale B A in float32 or wider, [outputs, inputs]."""
+    return widened(weight) + scale * (widened(b) @ widened(a))

@@ -1,0 +1,258 @@
+"""Adapters in PEFT's format: written, read, and merged with their base model into a full folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_rl.errors import ModelError
+from forge_rl.models.hf_folder import complete_folder, open_weights, tensor_files
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+"""Files of an adapter: PEFT's settings, PEFT's factors, and digests of the base model's files, which are ours."""
+_PREFIX = "base_model.model."
+_AGAIN = "write the adapter again"
+_UNSUPPORTED = {
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "layer_replication": None,
+    "target_parameters": None,
+    "alora_invocation_tokens": None,
+    "trainable_token_indices": None,
+}
+"""Settings of PEFT that change what an adapter means, with the values that leave it a plain product."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter in PEFT's format."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def write_adapter(
+    folder: Path,
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    *,
+    base: Path,
+    alpha: float,
+    rslora: bool,
+    dropout: float,
+) -> None:
+    """Write an adapter into an existing folder, with the tokenizer of its base model.
+
+    Args:
+        factors: A, [rank, inputs], and B, [outputs, rank], by the name of the weight that they change.
+        base: Hugging Face folder of the model that was adapted.
+    """
+    from safetensors.torch import save_file
+
+    from forge_rl.models.digests import model_digests
+
+    tensors = {}
+    for name, pair in factors.items():
+        for kind, factor in zip(("lora_A", "lora_B"), pair, strict=True):
+            tensors[f"{_PREFIX}{name.removesuffix('.weight')}.{kind}.weight"] = factor.contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    modules = {name.removesuffix(".weight").partition("layers.")[2].partition(".")[2] for name in factors}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": next(iter(factors.values()))[0].shape[0],
+        "lora_alpha": alpha,
+        "use_rslora": rslora,
+        "lora_dropout": dropout,
+        "target_modules": sorted(module.rpartition(".")[2] for module in modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / BASE).write_text(json.dumps({"folder": str(base), "files": model_digests(base)}, indent=2) + "\n")
+    for path in base.iterdir():
+        is_config = path.name == "config.json" or path.name.endswith(".index.json")
+        if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
+            shutil.copy(path, folder / path.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter in PEFT's format.
+
+    Adapter.read(folder).merge(base, target)
+    """
+
+    folder: Path
+    base: str
+    """Folder or name of the model that it adapts."""
+    digests: Mapping[str, str]
+    """Digests of that model's files; none if another program wrote the adapter."""
+    scale: float
+    """Factor on B A."""
+    rank: int
+
+    @staticmethod
+    def read(folder: Path) -> Adapter:
+        """Read an adapter's settings.
+
+        Raises:
+            ModelError: a file is missing or malformed, or the adapter is more than products of two matrices.
+        """
+        config = _read_object(folder / CONFIG)
+        if config.get("peft_type") != "LORA":
+            raise ModelError(f"{folder} holds a {config.get('peft_type')!r:.40} adapter", hint="give a LoRA adapter")
+        for name, plain in _UNSUPPORTED.items():
+            if config.get(name, plain) not in (plain, None, False, []):
+                raise ModelError(
+                    f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is no plain LoRA",
+                    hint="merge it with merge_and_unload() of peft, and save that",
+                )
+        if config.get("rank_pattern") or config.get("alpha_pattern"):
+            raise ModelError(
+                f"{folder / CONFIG} has another rank or alpha for some modules",
+                hint="merge it with merge_and_unload() of peft, and save that",
+            )
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ModelError(f"{folder / CONFIG} has r {rank!r:.40} and lora_alpha {alpha!r:.40}", hint=_AGAIN)
+        digests: dict[str, str] = {}
+        if (folder / BASE).is_file():
+            files = _read_object(folder / BASE).get("files")
+            digests = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
+        return Adapter(
+            folder=folder,
+            base=str(config.get("base_model_name_or_path") or ""),
+            digests=digests,
+            scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+            rank=rank,
+        )
+
+    def check_base(self, base: Path) -> None:
+        """Check that a folder holds the model that was adapted, if its digests are known.
+
+        Raises:
+            ModelError: names the files that differ.
+        """
+        from forge_rl.models.digests import model_digests
+
+        digests = model_digests(base)
+        weights = {name: digest for name, digest in self.digests.items() if name.endswith(".safetensors")}
+        if changed := sorted(name for name, digest in weights.items() if digests.get(name) != digest):
+            raise ModelError(
+                f"{base} is not the model that {self.folder} adapts: {', '.join(changed[:3])} changed",
+                hint="put that model back, or name it with --base",
+            )
+
+    def merge(self, base: Path, target: Path) -> None:
+        """Write the base model with W + scale B A in place of each adapted weight W: computed in float32, and rounded
+        once to W's dtype.
+
+        Args:
+            base: Hugging Face folder of the model that was adapted.
+            target: folder to write, which exists and is empty.
+
+        Raises:
+            ModelError: the adapter has factors of other weights or shapes than the model's.
+            OSError: the folder cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        factors = self._factors()
+        files = tensor_files(base)
+        if unknown := sorted(factors.keys() - files.keys()):
+            raise ModelError(
+                f"{self.folder} adapts {len(unknown)} weights that {base} lacks, such as {unknown[0]!r}",
+                hint="name the model that it was trained on with --base",
+            )
+        total_bytes = 0
+        dtype = ""
+        for path in sorted(set(files.values())):
+            tensors = {}
+            with open_weights(path) as file:
+                for name in file.keys():  # noqa: SIM118  safetensors' file is no mapping
+                    tensor = file.get_tensor(name)
+                    tensors[name] = self._merged(name, tensor, factors[name]) if name in factors else tensor
+                    total_bytes += tensor.nbytes
+                    dtype = dtype or str(tensor.dtype).removeprefix("torch.")
+            save_file(tensors, target / path.name, metadata={"format": "pt"})
+        weight_map = {name: path.name for name, path in files.items()}
+        complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
+
+    def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Read A and B by the name of the weight that they change."""
+        halves: dict[str, dict[str, torch.Tensor]] = {}
+        with open_weights(self.folder / WEIGHTS) as file:
+            for key in file.keys():  # noqa: SIM118
+                module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+                if kind not in ("lora_A", "lora_B") or not key.startswith(_PREFIX):
+                    raise ModelError(
+                        f"{self.folder / WEIGHTS} holds {key!r:.120}, which is no factor of a LoRA adapter",
+                        hint="merge it with merge_and_unload() of peft, and save that",
+                    )
+                halves.setdefault(f"{module}.weight", {})[kind] = file.get_tensor(key)
+        for name, pair in halves.items():
+            if len(pair) != 2:
+                raise ModelError(f"{self.folder / WEIGHTS} has only one factor of {name!r:.120}", hint=_AGAIN)
+        return {name: (pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
+
+    def _merged(self, name: str, weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        a, b = factors
+        if (b.shape[0], a.shape[-1]) != tuple(weight.shape) or a.shape[0] != b.shape[-1] or a.shape[0] != self.rank:
+            raise ModelError(
+                f"{name!r:.120} has shape {tuple(weight.shape)}, and its factors {tuple(b.shape)} and {tuple(a.shape)}",
+                hint="name the model that the adapter was trained on with --base",
+            )
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return (weight.to(wide) + self.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+
+
+def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
+    """Return the full model that an adapter and its base amount to; the first call writes it into the cache.
+
+    Raises:
+        ModelError: the adapter does not fit the base, or the cache is not writable.
+    """
+    from forge_rl.models.cache import build_once
+    from forge_rl.models.digests import file_digest, model_digests
+    from forge_rl.system.folders import check_own
+
+    adapter = Adapter.read(folder)
+    adapter.check_base(base)
+    parts = [model_digests(base), *(file_digest(folder / name) for name in (CONFIG, WEIGHTS))]
+    target = cache / f"merged-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]}"
+
+    def write(work: Path) -> None:
+        work.mkdir()
+        adapter.merge(base, work)
+
+    try:
+        build_once(target, write, ModelError)
+        check_own(target, ModelError)
+    except OSError as error:
+        raise ModelError(
+            f"cannot merge {folder} into {target}: {error.strerror or error}",
+            hint="free space there, or choose another folder with --cache",
+        ) from error
+    return target
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("it does not hold a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
+    return value

@@ -1,0 +1,69 @@
+"""What `--lora` changes in a run's settings: the trainer's adapters, and their learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapter_parameters
+from forge_rl.errors import ConfigError
+from forge_rl.flags.fields import flags_of
+
+if TYPE_CHECKING:
+    from forge_rl.run.run_config import RunConfig
+    from forge_rl.services.trainer_config import TrainerConfig
+
+
+def with_lora(config: RunConfig) -> TrainerConfig:
+    """Return the trainer's settings with the run's adapters, and their learning rate if the user left it open.
+
+    The recipe's own default counts as left open.
+    """
+    trainer = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
+    if config.lora.rank and trainer.optimizer.lr == _default_lr(config):
+        trainer = replace(trainer, optimizer=replace(trainer.optimizer, lr=LR_FACTOR * trainer.optimizer.lr))
+    return trainer
+
+
+def lora_lines(config: RunConfig, *, values: bool) -> list[str]:
+    """Describe the adapters and their learning rate for the start of a run; no lines without adapters.
+
+    Raises:
+        ConfigError: the model is a value model, whose head has no adapter.
+    """
+    if not config.lora.rank:
+        return []
+    if values:
+        raise ConfigError(
+            f"--lora.rank {config.lora.rank} trains adapters, and a value model's head has none",
+            hint="leave it out: policies have adapters, a reward model or critic is trained whole",
+        )
+    lr, default = config.trainer.optimizer.lr, _default_lr(config)
+    if lr == LR_FACTOR * default:
+        source = f"{LR_FACTOR:g} times the {default:g} of full training"
+    else:
+        source = f"as given; {LR_FACTOR:g} times that of full training is usual"
+    return [config.lora.describe(), f"--trainer.optimizer.lr {lr:g} for adapters: {source}"]
+
+
+def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
+    """Return the disk space that a checkpoint of a trainer needs: weights, moments and the exported model, or of
+    adapters these alone.
+
+    Args:
+        parameters: number of the model's parameters.
+        model: folder of the model.
+    """
+    if lora.rank:
+        parameters = adapter_parameters(read_architecture(model), lora)
+    return 16 * parameters
+
+
+def _default_lr(config: RunConfig) -> float:
+    """Return the learning rate of the recipe without adapters."""
+    values = (flag.value for flag in flags_of(type(config)) if flag.dotted == "trainer.optimizer.lr")
+    lr = next(values)
+    assert isinstance(lr, float)
+    return lr

@@ -1,0 +1,351 @@
+"""LoRA against peft: the same first values, gradients and merged weights; what is published, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from apps.merge import Config as MergeConfig
+from apps.merge import merge
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.factory import plan_training
+from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.index import INDEX
+from forge_rl.engines.titan.lora import adapted_modules_of, without_adapters
+from forge_rl.engines.titan.shards import ADAPTERS
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import CheckpointError, ConfigError, ModelError
+from forge_rl.flags.command_line import parse
+from forge_rl.metrics import reduce
+from forge_rl.models.adapters import Adapter
+from forge_rl.models.resolve import resolve_model
+from forge_rl.run.lora_settings import lora_lines
+from recipes import grpo
+from tests.fakes import make_model, packed, random_batch, train_batch
+from tests.plain_trainer import PlainTrainer
+from tests.test_titan_train import plain_steps
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LOSS = ClippedSurrogate()
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen2": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+}
+
+
+def engine_of(folder: Path, lora: LoRAConfig, *, reference: bool = False, **settings: Any) -> TitanEngine:
+    options = {"dtype": "float64", "seq_len": 64, "optimizer": OptimizerConfig(lr=1e-2, max_grad_norm=1e9), **settings}
+    return TitanEngine(folder, TrainSettings(lora=lora, **options), reference=reference)
+
+
+def named_factors(engine: TitanEngine) -> dict[str, torch.nn.Parameter]:
+    """An engine's adapters by peft's names."""
+    return {
+        f"base_model.model.{engine.model.names.to_hf(name).removesuffix('.weight')}.{kind}.default.weight": parameter
+        for name, module in adapted_modules_of(engine.model)
+        for kind in ADAPTERS
+        for parameter in [getattr(module, kind)]
+    }
+
+
+def with_peft(model: torch.nn.Module, engine: TitanEngine, lora: LoRAConfig) -> Any:
+    """Give transformers' model peft's adapters on the modules that the engine has them on, with the engine's values."""
+    factors = named_factors(engine)
+    modules = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in factors}
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        target_modules=sorted(modules),
+        task_type="CAUSAL_LM",
+    )
+    adapted = peft.get_peft_model(model, config)
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert trained.keys() == factors.keys()
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(factors[name])
+    return adapted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_gradients_are_those_of_peft(family: str, rslora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if rslora and family != "qwen3":
+        return
+    lora = LoRAConfig(rank=3, alpha=5.0, rslora=rslora)
+    model = make_model(tmp_path, family, **FAMILIES[family])
+    engine = engine_of(tmp_path, lora)
+    with torch.no_grad():
+        for parameter in named_factors(engine).values():
+            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    gradients: dict[str, torch.Tensor] = {}
+    clip = engine._parallelism.clip
+
+    def recorded(*arguments: Any) -> torch.Tensor:
+        gradients.update({name: p.grad.clone() for name, p in named_factors(engine).items()})
+        assert [n for n, p in engine.model.named_parameters() if p.grad is not None and "lora_" not in n] == []
+        return clip(*arguments)
+
+    monkeypatch.setattr(engine._parallelism, "clip", recorded)
+    batch = random_batch(0, vocab=43)
+    plain = PlainTrainer(model, engine.model, OptimizerConfig(lr=1e-2))
+    plain.model = with_peft(plain.model, engine, lora)
+    plain._trained = [p for p in plain.model.parameters() if p.requires_grad]
+    plain._optimizer = torch.optim.SGD(plain._trained, lr=0.0)
+    plain._config = OptimizerConfig(lr=1e-2, max_grad_norm=1e9)
+    train_batch(engine, packed(batch, seq_len=64), LOSS, total_updates=5)
+    plain_steps(plain, batch)
+    expected = {name: p.grad for name, p in plain.model.named_parameters() if p.requires_grad}
+    assert gradients.keys() == expected.keys()
+    assert max(float(expected[name].abs().max()) for name in expected) > 1e-3
+    assert max(float((gradients[name] - expected[name]).abs().max()) for name in expected) < 1e-9
+
+
+def trained_engine(folder: Path, lora: LoRAConfig, family: str = "llama", **settings: Any) -> TitanEngine:
+    """An engine whose adapters have taken two updates."""
+    make_model(folder, family, **FAMILIES[family])
+    engine = engine_of(folder, lora, **settings)
+    for seed in range(2):
+        train_batch(engine, packed(random_batch(seed, vocab=43)), LOSS, total_updates=5)
+    return engine
+
+
+def saved(engine: TitanEngine, source: Path, folder: Path) -> Path:
+    for part in ("training", "model"):
+        (folder / part).mkdir(parents=True)
+    engine.save(folder, source, version=2).result()
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_peft_reads_what_is_saved_and_merges_what_is_published(family: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "hf"
+    engine = trained_engine(source, LoRAConfig(rank=3, alpha=5.0), family, dtype="float32")
+    folder = saved(engine, source, tmp_path / "step")
+    assert not list((folder / "training").glob("*.safetensors"))
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    base = AutoModelForCausalLM.from_pretrained(source, **options)
+    adapted = peft.PeftModel.from_pretrained(base, folder / "model").eval()
+    (tmp_path / "merged").mkdir()
+    Adapter.read(folder / "model").merge(source, tmp_path / "merged")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **options)
+    token_ids = torch.arange(12)[None] % 43
+    with torch.no_grad():
+        logits = adapted(token_ids).logits
+        merged = adapted.merge_and_unload().eval()
+        torch.testing.assert_close(ours(token_ids).logits, merged(token_ids).logits)
+        torch.testing.assert_close(logits, merged(token_ids).logits, rtol=1e-4, atol=1e-4)
+    files, start = (load_file(place / "model.safetensors") for place in (tmp_path / "merged", source))
+    published = {shard.name: shard.values for shard in engine.local_shards()}
+    changed = {name for name, values in start.items() if not values.equal(files[name])}
+    assert changed == {spec.name for spec in engine.specs() if spec.changed}
+    for name, values in files.items():
+        torch.testing.assert_close(published[name], values)
+
+
+def test_adapters_switched_off_are_the_model_that_training_started_from(tmp_path: Path):
+    laid = packed(random_batch(0, vocab=43))
+    make_model(tmp_path)
+    start = engine_of(tmp_path, LoRAConfig()).logprobs(laid.rows, temperature=1.0)
+    loss = ClippedSurrogate(kl_coef=0.3)
+    engine, whole = (engine_of(tmp_path, LoRAConfig(rank=4 * on), reference=True) for on in (1, 0))
+    assert engine._reference is None
+    assert whole._reference is not None
+    train_batch(engine, laid, loss, total_updates=5)
+    with without_adapters(engine.model):
+        off = engine.scorer.logprobs(engine.model, laid.rows, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(off, start, strict=True))
+    ((compared, *_), *_) = engine._compared(laid.minibatches, loss, 1.0)
+    assert torch.equal(compared[0], start[0])
+    assert not torch.equal(engine.logprobs(laid.rows, temperature=1.0)[0], start[0])
+
+
+def test_a_checkpoint_holds_adapters_alone_and_goes_on_from_them(tmp_path: Path):
+    lora = LoRAConfig(rank=4, dropout=0.3)
+    engine = trained_engine(tmp_path / "hf", lora)
+    folder = saved(engine, tmp_path / "hf", tmp_path / "step")
+    held = json.loads((folder / "training" / INDEX).read_text())
+    assert {key.rpartition(".")[2] for key in held} == {"lora_A", "lora_B", "updates", "planned", "version", "steps"}
+    other = engine_of(tmp_path / "hf", lora)
+    assert other.load_training_state(folder / "training") == 2
+    laid = packed(random_batch(2, vocab=43))
+    for each in (engine, other):
+        train_batch(each, laid, LOSS, total_updates=5)
+    ends = [{shard.name: shard.values.clone() for shard in each.local_shards()} for each in (engine, other)]
+    assert all(torch.equal(values, ends[1][name]) for name, values in ends[0].items())
+    other.reset(OptimizerConfig(lr=1e-2))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(shard.values, weights[shard.name].double()) for shard in other.local_shards())
+    with pytest.raises(CheckpointError, match="trained adapters, and this one does not"):
+        engine_of(tmp_path / "hf", LoRAConfig()).load_training_state(folder / "training")
+    with pytest.raises(CheckpointError, match="on other modules"):
+        engine_of(tmp_path / "hf", LoRAConfig(rank=4, targets=("q_proj",))).load_training_state(folder / "training")
+
+
+def test_dropout_is_of_updates_alone_and_the_same_where_activations_are_recomputed(tmp_path: Path):
+    laid = packed(random_batch(0, vocab=43))
+    make_model(tmp_path)
+    ends = []
+    for dropout, recomputed in ((0.0, "none"), (0.5, "none"), (0.5, "full")):
+        engine = engine_of(tmp_path, LoRAConfig(rank=4, dropout=dropout), activation_checkpointing=recomputed)
+        for _ in range(2):
+            train_batch(engine, laid, LOSS, total_updates=5)
+        ends.append(torch.cat(engine.logprobs(laid.rows, temperature=1.0)))
+        assert torch.equal(ends[-1], torch.cat(engine.logprobs(laid.rows, temperature=1.0)))
+    assert not torch.equal(ends[0], ends[1])
+    torch.testing.assert_close(ends[1], ends[2], rtol=1e-10, atol=1e-12)
+
+
+def test_first_values_are_of_the_seed_and_peft_starts_as_far(tmp_path: Path):
+    make_model(tmp_path)
+    firsts = [
+        torch.cat([values.flatten() for name, values in named_factors(engine).items() if "lora_A" in name])
+        for seed in (0, 0, 1)
+        for engine in [engine_of(tmp_path, LoRAConfig(rank=4, targets=("k_proj",)), lora_seed=seed)]
+    ]
+    assert torch.equal(firsts[0], firsts[1])
+    assert not torch.equal(firsts[0], firsts[2])
+    bound = 24**-0.5
+    assert 0.9 * bound < float(firsts[0].detach().abs().max()) <= bound
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama", {"lora": LoRAConfig(rank=4, targets=("lm_head",))}, "embeddings and heads have no adapters"),
+        ("llama", {"lora": LoRAConfig(rank=4, targets=("query",))}, "no such linear layer"),
+        ("llama", {"lora": LoRAConfig(rank=4, targets=("all-linear", "q_proj"))}, "named beside"),
+        ("qwen3_moe", {"lora": LoRAConfig(rank=4, targets=("q_proj", "gate_proj"))}, "only attention has adapters"),
+        ("gpt_oss", {"lora": LoRAConfig(rank=4, targets=("router",))}, "routers have no adapters"),
+        ("llama", {"lora": LoRAConfig(rank=4), "pipeline_parallel_degree": 2}, "pipeline stages do not have"),
+        ("llama", {"lora": LoRAConfig(rank=4), "frozen": ("model.norm.*",)}, "has no effect"),
+        ("llama", {"lora": LoRAConfig(rank=4, dropout=0.1), "tensor_parallel_degree": 2}, "whole rows"),
+    ],
+)
+def test_what_has_no_adapter_is_refused_by_name(family: str, settings: dict, message: str, tmp_path: Path):
+    make_model(tmp_path, family)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_model(TrainSettings(**settings), 2, read_architecture(tmp_path))
+    assert "--" in str(error.value)
+
+
+def test_the_learning_rate_of_adapters_is_ten_times_that_of_weights_unless_named():
+    assert grpo.Config(lora=LoRAConfig(rank=4)).trainer.optimizer.lr == pytest.approx(3e-4)
+    config = parse(grpo.Config, "grpo", ["--lora.rank", "16", "--lora.targets", "q_proj", "v_proj"])
+    assert (config.trainer.lora.rank, config.trainer.lora.targets) == (16, ("q_proj", "v_proj"))
+    assert replace(config, seed=3).trainer.lora_seed == 3
+    assert replace(config, seed=3).trainer.optimizer.lr == pytest.approx(3e-4)
+    assert "10 times the 3e-05 of full training" in lora_lines(config, values=False)[1]
+    named = parse(grpo.Config, "grpo", ["--lora.rank", "16", "--trainer.optimizer.lr", "1e-4"])
+    assert named.trainer.optimizer.lr == 1e-4
+    assert "as given" in lora_lines(named, values=False)[1]
+    assert grpo.Config().trainer.optimizer.lr == 3e-5
+    with pytest.raises(ConfigError, match="value model"):
+        lora_lines(config, values=True)
+
+
+def test_memory_of_adapters_is_planned_without_a_reference_or_moments_of_weights(tmp_path: Path):
+    make_tiny = make_model(tmp_path, hidden_size=64, intermediate_size=256)
+    count = sum(parameter.numel() for parameter in make_tiny.parameters())
+    whole = TrainSettings(dtype="float32", seq_len=64)
+    adapted = replace(whole, lora=LoRAConfig(rank=2))
+    before, after = (plan_training(tmp_path, settings, ranks=1, reference=True) for settings in (whole, adapted))
+    adapters = after.gradients // 4
+    assert 0 < adapters < count / 5
+    assert after.weights == 4 * (count + adapters)
+    assert (after.reference, after.optimizer) == (0, 8 * adapters)
+    assert after.state < before.state / 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_adapters_are_counted_before_there_are_any(family: str, tmp_path: Path):
+    make_model(tmp_path, family, **FAMILIES[family])
+    lora = LoRAConfig(rank=3)
+    factors = named_factors(engine_of(tmp_path, lora)).values()
+    assert adapter_parameters(read_architecture(tmp_path), lora) == sum(factor.numel() for factor in factors) > 0
+
+
+def test_a_base_in_bfloat16_stays_so_and_is_rounded_once_where_it_is_merged(tmp_path: Path):
+    engine = trained_engine(tmp_path, LoRAConfig(rank=4), dtype="bfloat16")
+    dtypes = {name.endswith(ADAPTERS): parameter.dtype for name, parameter in engine.model.named_parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    start = load_file(tmp_path / "model.safetensors")
+    factors = {name: factor.full_tensor() for name, factor in named_factors(engine).items()}
+    for shard in engine.local_shards():
+        base = start[shard.name].bfloat16()
+        module = f"base_model.model.{shard.name.removesuffix('.weight')}"
+        if f"{module}.lora_A.default.weight" in factors:
+            a, b = (factors[f"{module}.{kind}.default.weight"].detach() for kind in ADAPTERS)
+            base = (base.float() + engine.model.adapters.lora.scale * (b @ a)).bfloat16()
+        assert torch.equal(shard.values, base), shard.name
+    moved = engine.offload()
+    assert engine.onload() == moved
+
+
+def test_adapters_act_where_a_frozen_reference_scores_the_same_rows(tmp_path: Path):
+    """Updates with a penalty are those of peft's model with its adapters switched off as the reference."""
+    lora, loss = LoRAConfig(rank=3), ClippedSurrogate(kl_coef=0.3)
+    model = make_model(tmp_path, "qwen3")
+    engine = engine_of(tmp_path, lora, reference=True)
+    plain = PlainTrainer(model, engine.model, OptimizerConfig(lr=1e-2, max_grad_norm=1e9))
+    plain.model = with_peft(plain.model, engine, lora)
+    plain._trained = [parameter for parameter in plain.model.parameters() if parameter.requires_grad]
+    plain._optimizer = torch.optim.AdamW(plain._trained, betas=(0.9, 0.95), weight_decay=0.0)
+    for seed in range(3):
+        batch = random_batch(seed, vocab=43)
+        metrics = reduce(train_batch(engine, packed(batch, seq_len=64), loss, total_updates=5))
+        (expected,) = plain_steps(plain, batch, loss)
+        assert {name: metrics[name] for name in ("loss", "grad_norm")} == pytest.approx(
+            {name: expected[name] for name in ("loss", "grad_norm")}, rel=1e-9
+        )
+    trained = {name: parameter for name, parameter in plain.model.named_parameters() if parameter.requires_grad}
+    for name, factor in named_factors(engine).items():
+        torch.testing.assert_close(factor.detach(), trained[name].detach(), rtol=1e-8, atol=1e-10)
+
+
+def test_an_adapter_is_a_model_to_start_from_and_its_base_must_be_the_one_it_was_trained_on(tmp_path: Path):
+    source = tmp_path / "hf"
+    engine = trained_engine(source, LoRAConfig(rank=3), dtype="float32")
+    (source / "tokenizer.json").write_text("{}")
+    step = saved(engine, source, tmp_path / "step")
+    published = {shard.name: shard.values.clone() for shard in engine.local_shards()}
+    resolved = resolve_model(str(step), tmp_path / "cache")
+    out = tmp_path / "merged"
+    assert merge(MergeConfig(adapter=step, out=out, cache=tmp_path / "cache")) == source
+    for folder in (resolved, out):
+        weights = load_file(folder / "model.safetensors")
+        assert weights.keys() >= published.keys()
+        for name, values in published.items():
+            torch.testing.assert_close(weights[name], values)
+    assert resolve_model(str(step), tmp_path / "cache") == resolved
+    with pytest.raises(ModelError, match="exists"):
+        merge(MergeConfig(adapter=step, out=out, cache=tmp_path / "cache"))
+    with pytest.raises(ModelError, match="holds no adapter"):
+        merge(MergeConfig(adapter=source, out=tmp_path / "other", cache=tmp_path / "cache"))
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: values + 1 for name, values in tensors.items()}, source / "model.safetensors")
+    with pytest.raises(ModelError, match=r"is not the model that .* adapts: model.safetensors changed"):
+        resolve_model(str(step), tmp_path / "cache")
+    config = json.loads((step / "model" / "adapter_config.json").read_text())
+    (step / "model" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(ModelError, match="use_dora"):
+        Adapter.read(step / "model")

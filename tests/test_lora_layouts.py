@@ -1,0 +1,104 @@
+"""Adapters in every layout: each trains them as one process does, and goes on from a checkpoint of another."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import layouts
+from benchmarks.ranks import run_ranks
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from tests.fakes import make_model, packed, random_batch
+from tests.test_layouts import relays
+
+LORA = (("lora", LoRAConfig(rank=3, alpha=6.0)), ("lora_seed", 5))
+FAMILIES = "llama", "qwen3_moe", "gpt_oss", "deepseek_v3"
+
+
+def adapted_cases(families: tuple[str, ...], *, ranks: int) -> list[layouts.Case]:
+    """Layouts of so many ranks that adapters work in."""
+    cases = [case for case in layouts.cases(families) if case.ranks == ranks and "PP" not in case.name]
+    return [replace(case, degrees=case.degrees + LORA) for case in cases]  # type: ignore[operator]
+
+
+def alone(family: str, *, router_replay: bool) -> layouts.Case:
+    degrees = (("router_replay", True), *LORA) if router_replay else LORA
+    return layouts.Case(family=family, name="one process", ranks=1, degrees=degrees)  # type: ignore[arg-type]
+
+
+def check(folder: Path, cases: list[layouts.Case]) -> None:
+    layouts.make_models(folder, FAMILIES)
+    singles = [alone(case.family, router_replay="router_replay" in dict(case.degrees)) for case in cases]
+    unique = list(dict.fromkeys(singles))
+    expected = dict(zip(unique, layouts.train(folder, unique, 3), strict=True))
+    deviations = {}
+    for case, single, trained in zip(cases, singles, layouts.train(folder, cases, 3), strict=True):
+        deviation = layouts.compare(trained, expected[single])
+        moved = {name for name, start in trained.start.items() if not start.equal(trained.weights[name])}
+        assert moved
+        assert all("_proj" in name for name in moved), "only adapted weights change"
+        deviations[case.family, case.name] = max(deviation.worst, deviation.of_way)
+    assert {case: worst for case, worst in deviations.items() if worst >= 1e-10} == {}
+
+
+def test_layouts_of_two_ranks_train_adapters_as_one_process(tmp_path: Path):
+    check(tmp_path, adapted_cases(("llama", "gpt_oss"), ranks=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("families", "ranks"), [(("qwen3_moe", "deepseek_v3"), 2), (("llama", "qwen3_moe"), 4)])
+def test_more_layouts_train_adapters_as_one_process(families: tuple[str, ...], ranks: int, tmp_path: Path):
+    check(tmp_path, adapted_cases(families, ranks=ranks))
+
+
+def train_in_bfloat16(rank: int, folder: Path, settings: list[TrainSettings]) -> list[layouts.Shards]:
+    """Take two updates in each layout of two ranks, with a base in bfloat16; return what would be published."""
+    from forge_rl.engines.titan.train import TitanEngine
+
+    published = []
+    for layout in settings:
+        engine = TitanEngine(folder, layout)
+        shares = 2 // layout.peers
+        for seed in range(2):
+            batch = packed(random_batch(seed, vocab=43), shares=shares)
+            minibatches = [replace(part, rows=part.rows[rank % shares :: shares]) for part in batch.minibatches]
+            (update,) = engine.train_batch(
+                minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=2, version=0
+            )
+            assert update is not None
+        published.append(layouts.shards_of(engine))
+    return published
+
+
+def test_ranks_that_shard_a_base_in_bfloat16_publish_its_sums(tmp_path: Path):
+    start = make_model(tmp_path).state_dict()
+    optimizer = OptimizerConfig(lr=1e-2)
+    options: list[dict[str, object]] = [{}, {"tensor_parallel_degree": 2}, {"activation_checkpointing": "full"}]
+    lora = LoRAConfig(rank=3, targets=("q_proj", "o_proj", "down_proj"))
+    settings = [TrainSettings(dtype="bfloat16", seq_len=64, lora=lora, optimizer=optimizer, **o) for o in options]  # type: ignore[arg-type]
+    by_rank = run_ranks(train_in_bfloat16, 2, tmp_path, settings)
+    case = layouts.Case(family="llama", name="bfloat16", ranks=2)
+    versions = [layouts.assemble(case, shards) for shards in zip(*by_rank, strict=True)]
+    for name, values in start.items():
+        changes = [version[name].float() - values.bfloat16().float() for version in versions if name in version]
+        assert len(changes) == 3
+        is_adapted = name.endswith(("q_proj.weight", "o_proj.weight", "down_proj.weight"))
+        assert all(bool(change.any()) == is_adapted for change in changes), name
+        if is_adapted:
+            first, *others = changes
+            assert all(float((first - other).norm() / first.norm()) < 0.5 for other in others), name
+
+
+@pytest.mark.long
+def test_adapters_go_on_in_another_layout(tmp_path: Path):
+    layouts.make_models(tmp_path, FAMILIES)
+    named = {case.name: case for case in adapted_cases(("qwen3_moe",), ranks=2)}
+    pairs = [(named["FSDP"], named["TP"]), (named["TP"], named["EP"])]
+    (expected,) = layouts.train(tmp_path, [alone("qwen3_moe", router_replay=False)], 3)
+    by_rank = run_ranks(relays, 2, tmp_path, pairs)
+    for index, (_, then) in enumerate(pairs):
+        weights = layouts.assemble(then, [parts[index] for parts in by_rank])
+        assert max(float((weights[name] - end).abs().max()) for name, end in expected.weights.items()) < 1e-10

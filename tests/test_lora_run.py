@@ -1,0 +1,90 @@
+"""Whole runs with adapters: every version is attested, and what is saved goes on, merges, and is read by peft."""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forge_rl.models.resolve import resolve_model
+from tests.commands import Command, metrics, tiny_run
+
+pytestmark = pytest.mark.long
+LORA = ("--lora.rank", "4", "--evaluation.every", "0", "--checkpoint-every", "2")
+ROWS = [
+    {"prompt": f"What is {n} + 3?", "chosen": str(n + 3), "rejected": "none", "question": f"{n} + 3?", "answer": str(n)}
+    for n in range(1, 33)
+]
+
+
+def factors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model" / "adapter_model.safetensors")
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_publishes_merged_weights_goes_on_and_leaves_an_adapter(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "run"
+    flags = (*LORA, "--schedule.kind", "synchronous")
+    command = tiny_run(commands, tiny_model, out, *flags, "--steps", "2")
+    assert command.end(600) == 0, command.output
+    assert "LoRA of rank 4 on all-linear" in command.output
+    assert "10 times the 3e-05 of full training" in command.output
+    again = tiny_run(commands, tiny_model, out, *flags, "--steps", "4")
+    assert again.end(600) == 0, again.output
+    assert "continued from" in again.output
+    gaps = {row["step"]: row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row}
+    assert gaps.keys() == {1, 2, 3, 4}
+    assert max(gaps.values()) < 1e-3, "engines sample from what the trainer trains"
+    first, second = (out / "checkpoints" / f"step-{step:06d}" for step in (2, 4))
+    moved = [float((values - factors_of(first)[name]).norm()) for name, values in factors_of(second).items()]
+    assert min(moved) > 0, "resumed adapters are trained on"
+    assert (
+        sum(path.stat().st_size for path in second.rglob("*.distcp"))
+        < tiny_model.joinpath("model.safetensors").stat().st_size / 10
+    )
+    merging = Command("apps.merge", str(second), str(tmp_path / "merged"))
+    commands.append(merging)
+    assert merging.end(120) == 0, merging.output
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, second / "model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    token_ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(token_ids).logits, adapted(token_ids).logits, rtol=1e-4, atol=1e-4)
+    resolved = resolve_model(str(second), tmp_path / "cache")
+    assert load_file(resolved / "model.safetensors").keys() == load_file(tiny_model / "model.safetensors").keys()
+    other = tiny_run(commands, tiny_model, out, *flags, "--lora.rank", "8", "--steps", "6")
+    assert other.end(120) != 0
+    assert "--lora.rank was 4, is 8" in other.output
+
+
+@pytest.mark.parametrize("recipe", ["recipes.sft", "recipes.dpo"])
+@pytest.mark.timeout(600)
+def test_examples_train_adapters(recipe: str, commands: list[Command], tiny_model: Path, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    out = tmp_path / "run"
+    arguments = ("--tasks", str(tmp_path / "rows.jsonl"), *LORA, "--trainer.ranks", "2", "--steps", "6")
+    arguments += ("--lora.targets", "q_proj", "down_proj")
+    command = tiny_run(commands, tiny_model, out, *arguments, recipe=recipe)
+    assert command.end(300) == 0, command.output
+    losses = [row["loss"] for row in metrics(out) if "loss" in row]
+    assert losses[-1] < losses[0]
+    names = {name.split(".")[-3] for name in factors_of(out / "checkpoints" / "step-000006")}
+    assert names == {"q_proj", "down_proj"}
+
+
+@pytest.mark.timeout(300)
+def test_the_plan_counts_adapters(commands: list[Command], tiny_model: Path, tmp_path: Path):
+    plans = []
+    for flags in ((), ("--lora.rank", "4")):
+        command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, "--loss", "clipped:kl_coef=0.1", "--plan")
+        command.end(200)
+        plans.append(command.output)
+    assert "LoRA" in plans[1]
+    assert "LoRA" not in plans[0]
