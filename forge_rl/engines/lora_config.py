@@ -146,8 +146,8 @@ def check_lora(settings: TrainSettings, architecture: Architecture) -> None:
         return
     if architecture.family.general:
         raise ConfigError(
-            f"--lora.rank {lora.rank} trains adapters, which a {architecture.family.model_type!r} on transformers' code "
-            "does not have",
+            f"--lora.rank {lora.rank} trains adapters, which a {architecture.family.model_type!r} on transformers' "
+            "code does not have",
             hint="leave it out to train all weights; llama, qwen2, qwen3, qwen3_moe, gpt_oss and deepseek_v3 have them",
         )
     adapted_modules(architecture, lora)

@@ -93,7 +93,7 @@ class RowScorer:
         set_routing(model, row.trees[local_indices] >= 0, None if replayed is None else replayed[local_indices])
         self._parallelism.begin(device_row)
 
-    def _is_policy(self, model: PolicyModel) -> bool:
+    def _is_policy(self, model: PolicyModel | GeneralModel) -> bool:
         """Return True of the trained model, unless it acts as the reference, without its adapters."""
         return model is self._trained and (model.adapters is None or model.adapters.on)
 
