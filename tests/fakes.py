@@ -189,7 +189,8 @@ def make_model(folder: Path, family: str = "llama", **config: object) -> torch.n
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
-    return model.eval()
+    evaluated: torch.nn.Module = model.eval()
+    return evaluated
 
 
 def add_predicting_layer(folder: Path) -> dict[str, torch.Tensor]:
@@ -222,10 +223,11 @@ def empty_row() -> Row:
     """Rows of a rank where there are fewer trees than ranks: one token of padding."""
     fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1, "until": 1}
     whole = packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0].tensors()
-    return Row(**{name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()})
+    columns: Any = {name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()}
+    return Row(**columns)
 
 
-def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def hf_weights(model: Any) -> dict[str, torch.Tensor]:
     """Whole weights of a titan model by Hugging Face's names."""
     from torch.distributed.tensor import DTensor
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.weights.names import SameNames
 
 if TYPE_CHECKING:
     from forge_rl.engines.families.family import Architecture
@@ -69,13 +70,15 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
     In models with experts only attention has them: peft takes gate_proj and the like there to be stacks of experts,
     also where a layer is dense.
     """
-    a = architecture
+    a, names = architecture, architecture.family.names
+    if isinstance(names, SameNames):  # of a model on transformers' code
+        return {}
     has_latent_q = a.latent is not None and a.latent.q_rank > 0
     absent = {"attention.wq"} if has_latent_q else {"attention.wq_a", "attention.wq_b"}
     kinds = ("attention.",) if a.experts is not None else ("attention.", "feed_forward.")
     modules = {
         name.removesuffix(".weight"): hf_name.removesuffix(".weight")
-        for name, hf_name in a.family.names.layer.items()
+        for name, hf_name in names.layer.items()
         if name.startswith(kinds) and name.endswith(".weight") and "norm" not in name
     }
     return {name: hf_name for name, hf_name in modules.items() if name not in absent}
@@ -126,8 +129,11 @@ def _cause(architecture: Architecture, target: str) -> str:
         return f"it is named beside {ALL_LINEAR}"
     if target in ("lm_head", "embed_tokens", "score"):
         return "embeddings and heads have no adapters"
-    names = architecture.family.names.layer.items()
-    matches = [name for name, hf_name in names if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")]
+    names = architecture.family.names
+    layer_names = {} if isinstance(names, SameNames) else names.layer
+    matches = [
+        name for name, hf_name in layer_names.items() if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")
+    ]
     if any(name.startswith("moe.router") for name in matches):
         return "routers have no adapters"
     if any(name.startswith(("moe", "feed_forward")) for name in matches) or "experts" in target:

@@ -182,7 +182,7 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, int]:
 def _train_sentencepiece(path: Path) -> dict[str, int]:
     import sentencepiece
 
-    settings = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2}
+    settings: dict[str, Any] = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2}
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["user assistant 2+3?"]), model_writer=file, vocab_size=280, **settings

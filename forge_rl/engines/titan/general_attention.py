@@ -82,7 +82,7 @@ class RowMask:
 
     def _holds(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         row = self.row
-        is_visible = attends(row.until, q, k)
+        is_visible: torch.Tensor = attends(row.until, q, k)
         if self.is_causal:
             return (
                 is_visible if self.window is None else is_visible & (row.positions[q] - row.positions[k] < self.window)
@@ -188,6 +188,7 @@ def _attend_blocks(
     """Attend with FlexAttention; returns the result and the scores' logsumexp."""
 
     def bounded(score: torch.Tensor, b: Any, h: Any, q_index: Any, k_index: Any) -> torch.Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
     out, aux = FlexAttention._compiled_flex_attn(

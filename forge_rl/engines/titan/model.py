@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import spmd_types as spmd  # type: ignore[import-untyped]
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import Embedding
@@ -33,6 +32,9 @@ from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
 from forge_rl.weights.names import VALUE_HEAD, Names, SameNames
+
+if TYPE_CHECKING:
+    from forge_rl.engines.titan.general_model import GeneralModel
 
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
@@ -142,7 +144,7 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
 
 
 def recompute_activations(
-    model: nn.Module, mode: Literal["none", "selective", "full"], *, offload: bool = False
+    model: PolicyModel | GeneralModel, mode: Literal["none", "selective", "full"], *, offload: bool = False
 ) -> None:
     """Apply torchtitan's activation checkpointing; it saves no RNG state, as the models draw no random numbers.
 

@@ -75,7 +75,10 @@ class CheckpointWriter:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         names, switch = names_of(model), getattr(model, "adapters", None)
-        adapters = None if switch is None else AdapterExport(lora=switch.lora, names=names)
+        adapters = None
+        if switch is not None:
+            assert isinstance(names, Names), "check_lora refuses adapters of models on transformers' code"
+            adapters = AdapterExport(lora=switch.lora, names=names)
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names, adapters)
         return self._last
 

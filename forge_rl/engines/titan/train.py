@@ -320,7 +320,9 @@ class TitanEngine:
             yield
         except BaseException:
             self._pipeline.forget()
-            for model in filter(None, (self.model, self._reference)):
+            for model in (self.model, self._reference):
+                if model is None:
+                    continue
                 if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
                     model.reset_iter_state()
                 forget_whole_gradients(model)
