@@ -340,7 +340,7 @@ def _weights_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_parameter  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ class GeneralModel(nn.Module):
         self._config = causal.config
         if torch.get_default_dtype() == torch.float64:
             for layer in self.layers:
-                layer.forward = _in_float64(layer.forward)  # type: ignore[method-assign]
+                layer.forward = _in_float64(layer.forward)
         self.eval()  # without dropout, in which the trainer's logprobs would differ from the engine's
 
     @property

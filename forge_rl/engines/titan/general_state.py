@@ -58,7 +58,7 @@ def restart_states(mixers: list[nn.Module], config: Any) -> None:
         config: the model's, which has the row.
     """
     for mixer in mixers:
-        mixer.forward = _by_path(mixer.forward, config)  # type: ignore[method-assign]
+        mixer.forward = _by_path(mixer.forward, config)
 
 
 def _by_path(forward: Callable[..., Any], config: Any) -> Callable[..., torch.Tensor]:

@@ -198,10 +198,10 @@ def _row(tokens: int) -> Row:
     """Return a row of one episode, of which a general model makes its masks."""
     index = torch.arange(tokens)
     zeros, ends = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), tokens, dtype=torch.int32)
-    numbers = dict.fromkeys(
+    numbers: dict[str, Any] = dict.fromkeys(
         ("behaviour", "advantages", "versions", "episodes", "segments", "turns", "lengths", "targets"), zeros
     )
-    flags = dict.fromkeys(("mask", "observed"), zeros.bool())
+    flags: dict[str, Any] = dict.fromkeys(("mask", "observed"), zeros.bool())
     return Row(token_ids=index, positions=index, trees=zeros, until=ends, **numbers, **flags)
 
 

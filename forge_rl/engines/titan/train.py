@@ -334,7 +334,8 @@ class TitanEngine:
     def _forget_step(self) -> None:
         """Clean up after a failed step: drop gradients, and restore the optimizer's weights to the model."""
         self._pipeline.forget()
-        for model in filter(None, (self.model, self._reference)):
+        models: list[torch.nn.Module] = [self.model, *([self._reference] if self._reference is not None else [])]
+        for model in models:
             if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
                 model.reset_iter_state()
             forget_whole_gradients(model)
