@@ -87,7 +87,8 @@ class RowMask:
             return (
                 is_visible if self.window is None else is_visible & (row.positions[q] - row.positions[k] < self.window)
             )
-        is_visible = is_visible & self.rule(0, 0, row.positions[q], row.positions[k])
+        rule_holds: torch.Tensor = self.rule(0, 0, row.positions[q], row.positions[k])
+        is_visible = is_visible & rule_holds
         return is_visible | ((q == k) & (row.trees[q] < 0))  # padding sees itself, so that no softmax is empty
 
 
@@ -187,9 +188,10 @@ def _attend_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with FlexAttention; returns the result and the scores' logsumexp."""
 
+    bound = softcap or 1.0
+
     def bounded(score: torch.Tensor, b: Any, h: Any, q_index: Any, k_index: Any) -> torch.Tensor:
-        assert softcap is not None
-        return softcap * torch.tanh(score / softcap)
+        return bound * torch.tanh(score / bound)
 
     out, aux = FlexAttention._compiled_flex_attn(
         q,

@@ -156,7 +156,7 @@ def recompute_activations(
         policy.Config(preserve_rng_state=False).build(dump_folder="").apply(model)
     if offload:
         assert mode == "full", f"{mode} checkpointing keeps more than inputs, outside of what is offloaded"
-        model.offloads = offload_inputs(model.get_submodule("layers").children())
+        cast(Any, model).offloads = offload_inputs(model.get_submodule("layers").children())
 
 
 def gqa_layer(
