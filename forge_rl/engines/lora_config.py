@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from forge_rl.errors import ConfigError, check_flags
-from forge_rl.weights.names import SameNames
 
 if TYPE_CHECKING:
     from forge_rl.engines.families.family import Architecture
     from forge_rl.engines.protocol import TrainSettings
+    from forge_rl.weights.names import Names
 
 LR_FACTOR = 10.0
 """Learning rate of adapters over that of full training: the best ones differ by about this factor over models, ranks
@@ -70,15 +71,13 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
     In models with experts only attention has them: peft takes gate_proj and the like there to be stacks of experts,
     also where a layer is dense.
     """
-    a, names = architecture, architecture.family.names
-    if isinstance(names, SameNames):  # of a model on transformers' code
-        return {}
+    a, names = architecture, _layer_names(architecture)
     has_latent_q = a.latent is not None and a.latent.q_rank > 0
     absent = {"attention.wq"} if has_latent_q else {"attention.wq_a", "attention.wq_b"}
     kinds = ("attention.",) if a.experts is not None else ("attention.", "feed_forward.")
     modules = {
         name.removesuffix(".weight"): hf_name.removesuffix(".weight")
-        for name, hf_name in names.layer.items()
+        for name, hf_name in names.items()
         if name.startswith(kinds) and name.endswith(".weight") and "norm" not in name
     }
     return {name: hf_name for name, hf_name in modules.items() if name not in absent}
@@ -123,14 +122,19 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     return a.layers * lora.rank * sum(sum(sizes[name]) for name in adapted_modules(architecture, lora))
 
 
+def _layer_names(architecture: Architecture) -> Mapping[str, str]:
+    """Return Hugging Face's name by torchtitan's of each weight of a layer; of a model on transformers' code, none."""
+    names = architecture.family.names
+    return {} if architecture.family.general else cast("Names", names).layer
+
+
 def _cause(architecture: Architecture, target: str) -> str:
     """Say why a target has no adapter."""
     if any(f".{name}".endswith(f".{target}") for name in linear_modules(architecture).values()):
         return f"it is named beside {ALL_LINEAR}"
     if target in ("lm_head", "embed_tokens", "score"):
         return "embeddings and heads have no adapters"
-    names = architecture.family.names
-    layer_names = {} if isinstance(names, SameNames) else names.layer
+    layer_names = _layer_names(architecture)
     matches = [
         name for name, hf_name in layer_names.items() if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")
     ]
