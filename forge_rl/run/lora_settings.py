@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapter_parameters
@@ -12,11 +12,26 @@ from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
 
 if TYPE_CHECKING:
-    from forge_rl.run.run_config import RunConfig
     from forge_rl.services.trainer_config import TrainerConfig
 
 
-def with_lora(config: RunConfig) -> TrainerConfig:
+class AdaptedRun(Protocol):
+    """A run's settings that `--lora` concerns."""
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """Settings of the trainer."""
+
+    @property
+    def lora(self) -> LoRAConfig:
+        """Settings of the adapters."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+
+
+def with_lora(config: AdaptedRun) -> TrainerConfig:
     """Return the trainer's settings with the run's adapters, and their learning rate if the user left it open.
 
     The recipe's own default counts as left open.
@@ -27,7 +42,7 @@ def with_lora(config: RunConfig) -> TrainerConfig:
     return trainer
 
 
-def lora_lines(config: RunConfig, *, values: bool) -> list[str]:
+def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
     """Describe the adapters and their learning rate for the start of a run; no lines without adapters.
 
     Raises:
@@ -61,7 +76,7 @@ def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
     return 16 * parameters
 
 
-def _default_lr(config: RunConfig) -> float:
+def _default_lr(config: AdaptedRun) -> float:
     """Return the learning rate of the recipe without adapters."""
     values = (flag.value for flag in flags_of(type(config)) if flag.dotted == "trainer.optimizer.lr")
     lr = next(values)

@@ -75,8 +75,8 @@ def _adapt(module: Any, switch: AdapterSwitch) -> None:
     placement = sharding.state_shardings.get("weight") if sharding is not None else None
     if sharding is None or placement is None:
         return
-    whole = dense_param_placement(tp=spmd.R)
-    places = {_A: whole, _B: whole}
+    replicated = dense_param_placement(tp=spmd.R)
+    places = {_A: replicated, _B: replicated}
     for dim, name in ((0, _B), (1, _A)):
         if placement == dense_param_placement(tp=spmd.S(dim)):
             places[name] = placement
@@ -120,14 +120,16 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     placements: list[Placement] = []
     x, grads = inputs, [Replicate()] if is_whole else [Partial()]
     if isinstance(inputs, DTensor):
-        wanted: list[Placement] = list(inputs.placements)
+        input_placements: list[Placement] = list(inputs.placements)
         if not is_whole:
-            wanted = [Shard(inputs.ndim - 1) if isinstance(a_place, Shard) else Replicate()]
+            input_placements = [Shard(inputs.ndim - 1) if isinstance(a_place, Shard) else Replicate()]
         elif not inputs.placements[0].is_replicate():
             grads = [Partial()]  # of this rank's tokens
-        x_grads = [Partial()] if isinstance(b_place, Shard) else wanted
-        x = inputs.redistribute(placements=wanted).to_local(grad_placements=x_grads)
-        placements = wanted if is_whole else [Partial() if isinstance(a_place, Shard) else Shard(inputs.ndim - 1)]
+        x_grads = [Partial()] if isinstance(b_place, Shard) else input_placements
+        x = inputs.redistribute(placements=input_placements).to_local(grad_placements=x_grads)
+        placements = (
+            input_placements if is_whole else [Partial() if isinstance(a_place, Shard) else Shard(inputs.ndim - 1)]
+        )
     factors = [
         factor.to_local(grad_placements=list(factor.placements) if factor.placements[0].is_shard() else grads)
         for factor in (a, b)
@@ -220,15 +222,15 @@ def _merging(model: Any, ranks: range) -> dict[str, _MergedWeight]:
     parameters = [getattr(module, kind) for _, module, kind in factors]
     device = values_of(parameters[0]).device
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
-    whole = [
+    whole_factors = [
         part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)
     ]
-    for parameter, place in zip(parameters, whole, strict=True):
+    for parameter, place in zip(parameters, whole_factors, strict=True):
         if publishes(parameter, ranks):
             slice_of(parameter).of(place).copy_(values_of(parameter))
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
-    by_weight = zip(whole[::2], whole[1::2], factors[::2], strict=True)
+    by_weight = zip(whole_factors[::2], whole_factors[1::2], factors[::2], strict=True)
     return {name: _MergedWeight(a, b, model.adapters.lora.scale) for a, b, (name, _, _) in by_weight}
 
 
