@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from forge_rl.engines.devices import gpus
-from forge_rl.engines.lora_config import check_lora
+from forge_rl.engines.lora_config import adapted_modules
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 
@@ -76,7 +76,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
             "--trainer.expert-balance is least_loaded, and each rank has all experts",
             hint="set --trainer.expert-parallel-degree, or leave --trainer.expert-balance out",
         )
-    check_lora(settings, a)
+    _check_lora(settings, a)
     if a.experts is not None:
         _divides("expert_parallel_degree", settings.expert_parallel_degree, {"experts in a layer": a.experts.count})
     if 0 < gpus() < ranks:
@@ -107,6 +107,40 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
             f"rows of {settings.longest_row} tokens: a {name!r} turns positions past {short} by other angles, which "
             "then hold for all episodes of a row",
             hint=f"set --trainer.seq-len to {short} or less",
+        )
+
+
+def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
+    """Raise ConfigError for adapters that the model or the layout cannot have."""
+    lora = settings.lora
+    if not lora.rank:
+        return
+    if architecture.family.general:
+        raise ConfigError(
+            f"--lora.rank {lora.rank} trains adapters, which a {architecture.family.model_type!r} on transformers' "
+            "code does not have",
+            hint="leave it out to train all weights; llama, qwen2, qwen3, qwen3_moe, gpt_oss and deepseek_v3 have them",
+        )
+    adapted_modules(architecture, lora)
+    if settings.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            f"--lora.rank {lora.rank} trains adapters, which pipeline stages do not have",
+            hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
+        )
+    if settings.frozen:
+        raise ConfigError(
+            f"--trainer.frozen {settings.frozen[0]} has no effect: with --lora.rank all weights are frozen",
+            hint="leave out --trainer.frozen, and name the modules to adapt with --lora.targets",
+        )
+    if settings.expert_balance == "bias":
+        raise ConfigError(
+            "--trainer.expert-balance bias moves biases of the model, which stays as it is with --lora.rank",
+            hint="leave out --trainer.expert-balance",
+        )
+    if lora.dropout and settings.peers > 1:
+        raise ConfigError(
+            f"--lora.dropout {lora.dropout:g} needs whole rows on each rank",
+            hint="leave it out, or leave out --trainer.tensor-parallel-degree and --trainer.context-parallel-degree",
         )
 
 

@@ -11,7 +11,6 @@ from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
     from forge_rl.engines.families.family import Architecture
-    from forge_rl.engines.protocol import TrainSettings
     from forge_rl.weights.names import Names
 
 LR_FACTOR = 10.0
@@ -143,41 +142,3 @@ def _cause(architecture: Architecture, target: str) -> str:
     if any(name.startswith(("moe", "feed_forward")) for name in matches) or "experts" in target:
         return "of a model with experts only attention has adapters"
     return f"a {architecture.family.model_type} model has no such linear layer"
-
-
-def check_lora(settings: TrainSettings, architecture: Architecture) -> None:
-    """Refuse adapters that the model or the layout cannot have, before anything starts.
-
-    Raises:
-        ConfigError: names the flags, and what works.
-    """
-    lora = settings.lora
-    if not lora.rank:
-        return
-    if architecture.family.general:
-        raise ConfigError(
-            f"--lora.rank {lora.rank} trains adapters, which a {architecture.family.model_type!r} on transformers' "
-            "code does not have",
-            hint="leave it out to train all weights; llama, qwen2, qwen3, qwen3_moe, gpt_oss and deepseek_v3 have them",
-        )
-    adapted_modules(architecture, lora)
-    if settings.pipeline_parallel_degree > 1:
-        raise ConfigError(
-            f"--lora.rank {lora.rank} trains adapters, which pipeline stages do not have",
-            hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
-        )
-    if settings.frozen:
-        raise ConfigError(
-            f"--trainer.frozen {settings.frozen[0]} has no effect: with --lora.rank all weights are frozen",
-            hint="leave out --trainer.frozen, and name the modules to adapt with --lora.targets",
-        )
-    if settings.expert_balance == "bias":
-        raise ConfigError(
-            "--trainer.expert-balance bias moves biases of the model, which stays as it is with --lora.rank",
-            hint="leave out --trainer.expert-balance",
-        )
-    if lora.dropout and settings.peers > 1:
-        raise ConfigError(
-            f"--lora.dropout {lora.dropout:g} needs whole rows on each rank",
-            hint="leave it out, or leave out --trainer.tensor-parallel-degree and --trainer.context-parallel-degree",
-        )

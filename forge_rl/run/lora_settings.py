@@ -15,18 +15,23 @@ if TYPE_CHECKING:
     from forge_rl.services.trainer_config import TrainerConfig
 
 
-class LoRARun(Protocol):
-    """The settings of a run that adapters concern, as in `RunConfig`."""
+class AdaptedRun(Protocol):
+    """A run's settings that `--lora` concerns."""
 
     @property
-    def trainer(self) -> TrainerConfig: ...
+    def trainer(self) -> TrainerConfig:
+        """Settings of the trainer."""
+
     @property
-    def lora(self) -> LoRAConfig: ...
+    def lora(self) -> LoRAConfig:
+        """Settings of the adapters."""
+
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """Seed of the run."""
 
 
-def with_lora(config: LoRARun) -> TrainerConfig:
+def with_lora(config: AdaptedRun) -> TrainerConfig:
     """Return the trainer's settings with the run's adapters, and their learning rate if the user left it open.
 
     The recipe's own default counts as left open.
@@ -37,7 +42,7 @@ def with_lora(config: LoRARun) -> TrainerConfig:
     return trainer
 
 
-def lora_lines(config: LoRARun, *, values: bool) -> list[str]:
+def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
     """Describe the adapters and their learning rate for the start of a run; no lines without adapters.
 
     Raises:
@@ -71,7 +76,7 @@ def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
     return 16 * parameters
 
 
-def _default_lr(config: LoRARun) -> float:
+def _default_lr(config: AdaptedRun) -> float:
     """Return the learning rate of the recipe without adapters."""
     values = (flag.value for flag in flags_of(type(config)) if flag.dotted == "trainer.optimizer.lr")
     lr = next(values)

@@ -109,13 +109,15 @@ def load_training_state(
 
 def _check_adapters(saved_keys: set[str], stage_keys: set[str], folder: Folder) -> None:
     """Raise CheckpointError unless a training state and this run have adapters on the same modules, or none."""
-    saved, current = ({key for key in keys if key.endswith(ADAPTERS)} for keys in (saved_keys, stage_keys))
-    if saved == current:
+    saved_adapters, adapters = ({key for key in keys if key.endswith(ADAPTERS)} for keys in (saved_keys, stage_keys))
+    if saved_adapters == adapters:
         return
-    if saved and current:
-        described = f"has adapters on other modules than --lora.targets: {min(saved ^ current).split('.', 1)[1]!r}"
+    if saved_adapters and adapters:
+        described = (
+            f"has adapters on other modules than --lora.targets: {min(saved_adapters ^ adapters).split('.', 1)[1]!r}"
+        )
     else:
-        described = f"is of a run that trained {'adapters' if saved else 'weights'}, and this one does not"
+        described = f"is of a run that trained {'adapters' if saved_adapters else 'weights'}, and this one does not"
     raise CheckpointError(
         f"the training state in {folder} {described}",
         hint="set the --lora flags as in that run, or choose another --out",

@@ -222,15 +222,15 @@ def _merging(model: Any, ranks: range) -> dict[str, _MergedWeight]:
     parameters = [getattr(module, kind) for _, module, kind in factors]
     device = values_of(parameters[0]).device
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
-    factor_values = [
+    whole_factors = [
         part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)
     ]
-    for parameter, place in zip(parameters, factor_values, strict=True):
+    for parameter, place in zip(parameters, whole_factors, strict=True):
         if publishes(parameter, ranks):
             slice_of(parameter).of(place).copy_(values_of(parameter))
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
-    by_weight = zip(factor_values[::2], factor_values[1::2], factors[::2], strict=True)
+    by_weight = zip(whole_factors[::2], whole_factors[1::2], factors[::2], strict=True)
     return {name: _MergedWeight(a, b, model.adapters.lora.scale) for a, b, (name, _, _) in by_weight}
 
 
