@@ -14,7 +14,7 @@ import xxhash
 
 from forge_rl.errors import ModelError
 from forge_rl.models.bundled import default_cache
-from forge_rl.models.resolve import model_files
+from forge_rl.models.hf_folder import model_files
 from forge_rl.system.folders import make_private
 
 _PIECE_BYTES = 8 << 20

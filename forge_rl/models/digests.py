@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from forge_rl.models.resolve import model_files
+from forge_rl.models.hf_folder import model_files
 
 _READ_WHOLE = 16 << 20
 """Bytes up to which a file is read whole."""

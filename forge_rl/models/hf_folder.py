@@ -19,6 +19,8 @@ _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Named chat templates other than the default one."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", TEMPLATES)
+"""Files of a model that are used, and fetched from the hub: weights (safetensors only), configs, tokenizer and chat templates."""
 OTHER_FORMATS = "consolidated*"
 """Files with the same weights by the names of Llama's or Mistral's authors."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -141,3 +143,8 @@ def complete_folder(
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that are used, in the order of their names."""
+    return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if not path.match(OTHER_FORMATS)})

@@ -16,11 +16,9 @@ from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress
-from forge_rl.models.hf_folder import OTHER_FORMATS, TEMPLATES
+from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS, model_files
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", TEMPLATES)
-"""Files fetched from the hub: weights (safetensors only), configs, tokenizer and chat templates."""
 _OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
 """Files that are not: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
 _INDEX = "model.safetensors.index.json"
@@ -106,11 +104,6 @@ def model_in(folder: Path) -> Path:
         (folder / name).exists() for name in names
     )
     return folder / "model" if is_checkpoint else folder
-
-
-def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that are used, in the order of their names."""
-    return sorted({path for pattern in _FILES for path in folder.glob(pattern) if not path.match(OTHER_FORMATS)})
 
 
 def _newest_checkpoint(run: Path) -> Path | None:
@@ -261,7 +254,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_FILES), ignore_patterns=list(_OTHERS)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(MODEL_FILES), ignore_patterns=list(_OTHERS)))
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         match error:
             case errors.GatedRepoError():
