@@ -26,9 +26,9 @@ from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.gateway.http import HttpServer
 from forge_rl.gateway.keys import KeyRing
+from forge_rl.look.page.document import closing, encoded, opening, policy
+from forge_rl.look.page.run_data import RunData
 from forge_rl.run.launch import launch
-from forge_rl.run.page.document import closing, encoded, opening, policy
-from forge_rl.run.page.run_data import RunData
 
 from .report import comparison_of
 

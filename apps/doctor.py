@@ -20,10 +20,10 @@ from rich.text import Text
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.models.bundled import default_cache
-from forge_rl.run.host_checks import Finding
 from forge_rl.run.launch import launch
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.protocol import Job
+from forge_rl.run.plan.host_checks import Finding
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import Job
 from forge_rl.system.terminal import clipped, visible
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -62,8 +62,8 @@ async def main(config: Config) -> None:
     Raises:
         ForgeError: a check failed, or the job gives no hosts.
     """
+    from forge_rl.jobs.doctor import examine
     from forge_rl.models.resolve import resolve_model
-    from forge_rl.run.doctor import examine
 
     job = build_job(config.job)
     if not isinstance(job, Job):

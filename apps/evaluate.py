@@ -36,7 +36,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from forge_rl.algorithms.evaluation import Comparison, compare_paired
-from forge_rl.data.benchmarks import benchmark, benchmark_source
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
@@ -47,26 +46,11 @@ from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
-from forge_rl.gateway.tools import ToolParser
-from forge_rl.models.bundled import default_cache
-from forge_rl.models.resolve import find_model
-from forge_rl.rewards.by_source import RewardBySource
-from forge_rl.rewards.composition import WeightedSum
-from forge_rl.rewards.reward_flag import RewardTexts, build_reward
-from forge_rl.rollout.agent_command import AgentCommand
-from forge_rl.rollout.agents import Agent, serving_agents
-from forge_rl.rollout.dispatcher import Dispatcher
-from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure, score_set
-from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
-from forge_rl.rollout.placement import DeviceHandover
-from forge_rl.rollout.reward_outage import EpisodeScoring
-from forge_rl.rollout.scheduler import Scheduler
-from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.attach import attach
-from forge_rl.run.evaluated import keep_episodes, keep_scores
-from forge_rl.run.launch import launch
-from forge_rl.run.lm_eval import (
+from forge_rl.gateway.agent_command import AgentCommand
+from forge_rl.gateway.agents import Agent, serving_agents
+from forge_rl.harness.benchmarks import benchmark, benchmark_source
+from forge_rl.harness.evaluated import keep_episodes, keep_scores
+from forge_rl.harness.lm_eval import (
     MOST_CONTEXT,
     Endpoint,
     LmEvalConfig,
@@ -75,9 +59,24 @@ from forge_rl.run.lm_eval import (
     run_lm_eval,
     scores_of,
 )
-from forge_rl.run.results_file import Results, Sets, short_digest
-from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
-from forge_rl.run.score_tables import plain_table, print_benchmarks, print_scores, short_names
+from forge_rl.harness.results_file import Results, Sets, short_digest
+from forge_rl.harness.score_tables import plain_table, print_benchmarks, print_scores, short_names
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import find_model
+from forge_rl.rewards.by_source import RewardBySource
+from forge_rl.rewards.composition import WeightedSum
+from forge_rl.rewards.reward_flag import RewardTexts, build_reward
+from forge_rl.rollout.dispatcher import Dispatcher
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure, score_set
+from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.reward_outage import EpisodeScoring
+from forge_rl.rollout.scheduler import Scheduler
+from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.launch import launch
+from forge_rl.run.live.attach import attach
+from forge_rl.run.records.run_dir import as_json, code_digests, versions, write_json
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.environment import Environment
@@ -89,6 +88,7 @@ from forge_rl.system.terminal import visible
 from forge_rl.tokens.stops import describe_added_stop
 from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tool_parsers import ToolParser
 from forge_rl.types import Episode, Outcome, Sampling, Task
 
 from . import gateway

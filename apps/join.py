@@ -21,9 +21,9 @@ from pathlib import Path
 import tyro
 
 from forge_rl.errors import ConfigError, ForgeError, InfrastructureError
-from forge_rl.run.attach import AttachedRun, attach
+from forge_rl.jobs.launched import LaunchedHost, launch_host
 from forge_rl.run.launch import launch
-from forge_rl.runtime.jobs.launched import LaunchedHost, launch_host
+from forge_rl.run.live.attach import AttachedRun, attach
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import handed_on
 
@@ -61,7 +61,7 @@ async def main(config: Config) -> None:
     controller = str((await asyncio.to_thread(run.ask, "hosts"))["controller"])
     default = f"{socket.gethostname()}-{os.getpid()}"
     name = config.name or re.sub(r"[^A-Za-z0-9.-]", "-", default)
-    command = [sys.executable, "-m", "forge_rl.runtime.jobs.host", controller or "local"]
+    command = [sys.executable, "-m", "forge_rl.jobs.host", controller or "local"]
     command += ["--interface", config.interface] * bool(config.interface) + ["--public"] * config.public
     host = await launch_host(name, command, handed_on())
     following = asyncio.create_task(host.follow(_ignore, _ignore, may_be_public=config.public, is_here=not controller))

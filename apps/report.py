@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import tyro
 
 from forge_rl.errors import ForgeError, check_flags
+from forge_rl.look.page.report_file import write_page
+from forge_rl.look.page.run_data import RunData
 from forge_rl.run.launch import launch
-from forge_rl.run.page.report_file import write_page
-from forge_rl.run.page.run_data import RunData
 from forge_rl.system.terminal import visible
 
 from .compare import compared

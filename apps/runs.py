@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_rl.errors import ConfigError
+from forge_rl.look.past_runs import PastRun, list_runs
 from forge_rl.metrics.display.format import number
 from forge_rl.run.launch import launch
-from forge_rl.run.past_runs import PastRun, list_runs
 from forge_rl.system.terminal import clipped
 
 _STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}

@@ -21,12 +21,12 @@ from pathlib import Path
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl import Task
 from forge_rl.engines.platform import resolve_dtype
-from forge_rl.engines.probe import this_device
-from forge_rl.engines.roofline import CPU_EFFICIENCY
+from forge_rl.forecast.probe import this_device
+from forge_rl.forecast.roofline import CPU_EFFICIENCY
+from forge_rl.forecast.search import Forecast, Machines, measured_forecast, read_policy
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.forecast import Forecast, Machines, measured_forecast, read_policy
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.target import LOCAL, TargetConfig
 from forge_rl.services.generator_config import GeneratorConfig

@@ -25,10 +25,10 @@ from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Re
 from benchmarks.weight_actors import Shapes, WriterActor
 from benchmarks.weights import qwen3_shapes
 from forge_rl.errors import check_flags
+from forge_rl.jobs.process import local_hosts
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.jobs.process import local_hosts
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, TensorSpec

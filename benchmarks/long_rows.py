@@ -29,7 +29,7 @@ from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_bench
 from forge_rl.engines.factory import plan_training, train_environment
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import check_flags
-from forge_rl.run.plan import PROCESS_BYTES
+from forge_rl.run.plan.memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

@@ -46,8 +46,8 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.evaluator import HELD_OUT, Evaluator, RolloutEvaluations
-from forge_rl.run.recording import evaluated_episodes, trained_episodes
+from forge_rl.run.evaluation.evaluator import HELD_OUT, Evaluator, RolloutEvaluations
+from forge_rl.run.records.recording import evaluated_episodes, trained_episodes
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.types import Task
 

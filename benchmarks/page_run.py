@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import LEAST_REPEATS, Report
+from forge_rl.look.page.report_file import write_page
+from forge_rl.look.page.run_data import RunData
 from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
 from forge_rl.metrics.recorder import FOLDER
 from forge_rl.metrics.vocabulary import write_vocabulary
-from forge_rl.run.page.report_file import write_page
-from forge_rl.run.page.run_data import RunData
 from forge_rl.types import Episode, Score, Task, Turn
 from tools.browser import Browser, find_chromium
 

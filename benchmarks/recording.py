@@ -31,7 +31,7 @@ from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.packing.unpacking import rounded_scores
-from forge_rl.run.recording import trained_episodes
+from forge_rl.run.records.recording import trained_episodes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import responsive_loop

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from benchmarks.sigterm import exit_on_sigterm
 from forge_rl.errors import ForgeError
-from forge_rl.run.run_dir import as_json, versions
+from forge_rl.run.records.run_dir import as_json, versions
 from forge_rl.system.streams import outlive_readers
 
 LEAST_REPEATS = 5

@@ -26,14 +26,14 @@ from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
 from forge_rl.algorithms.advantages import group_advantages
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.jobs.process import local_hosts
 from forge_rl.packing.rows import pack
 from forge_rl.rewards.verifiers import ReasoningGymReward
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.start import start
+from forge_rl.run.start.starting import start
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.jobs.process import local_hosts
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import BUCKET_BYTES, TensorSpec

@@ -62,11 +62,9 @@ from forge_rl.envs.by_source import BySource as BySource
 from forge_rl.envs.calculator import calculator as calculator
 from forge_rl.envs.env_flag import build_environment as build_environment
 from forge_rl.envs.env_flag import sources_of as sources_of
-from forge_rl.envs.game import GuessNumber as GuessNumber
 from forge_rl.envs.protocol import Observation as Observation
 from forge_rl.envs.protocol import Step as Step
 from forge_rl.envs.pure import tool as tool
-from forge_rl.envs.python import PythonEnv as PythonEnv
 from forge_rl.envs.single_turn import SingleTurn as SingleTurn
 from forge_rl.envs.tools import ToolEnv as ToolEnv
 from forge_rl.errors import ForgeError as ForgeError
@@ -74,27 +72,27 @@ from forge_rl.errors import TaskError as TaskError
 from forge_rl.flags.categories import OfCommand as OfCommand
 from forge_rl.flags.categories import Operational as Operational
 from forge_rl.flags.categories import Tunable as Tunable
+from forge_rl.gateway.agent_command import AgentCommand as AgentCommand
 from forge_rl.gateway.gateway_config import GatewayConfig as GatewayConfig
 from forge_rl.gateway.sessions import Session as Session
 from forge_rl.packing.rows import pack as pack
 from forge_rl.rewards.reward_flag import RewardTexts as RewardTexts
 from forge_rl.rewards.reward_flag import build_reward as build_reward
 from forge_rl.rewards.verifiers import ReasoningGymReward as ReasoningGymReward
-from forge_rl.rollout.agent_command import AgentCommand as AgentCommand
 from forge_rl.rollout.evaluation import EvalConfig as EvalConfig
 from forge_rl.rollout.examples import ExampleFn as ExampleFn
 from forge_rl.rollout.state import ScheduleConfig as ScheduleConfig
-from forge_rl.run.attach import attach as attach
 from forge_rl.run.example_config import ExampleConfig as ExampleConfig
 from forge_rl.run.launch import launch as launch
+from forge_rl.run.live.attach import attach as attach
 from forge_rl.run.run import Run as Run
 from forge_rl.run.run_config import RunConfig as RunConfig
-from forge_rl.run.setup import AgentPlayer as AgentPlayer
-from forge_rl.run.setup import Rollouts as Rollouts
-from forge_rl.run.start import Starting as Starting
-from forge_rl.run.start import start as start
-from forge_rl.run.start import start_examples as start_examples
-from forge_rl.run.start import start_rollouts as start_rollouts
+from forge_rl.run.start.setup import AgentPlayer as AgentPlayer
+from forge_rl.run.start.setup import Rollouts as Rollouts
+from forge_rl.run.start.starting import Starting as Starting
+from forge_rl.run.start.starting import start as start
+from forge_rl.run.start.starting import start_examples as start_examples
+from forge_rl.run.start.starting import start_rollouts as start_rollouts
 from forge_rl.run.task_config import TaskConfig as TaskConfig
 from forge_rl.sandbox.shared import run_code as run_code
 from forge_rl.services.generator_config import GeneratorConfig as GeneratorConfig
@@ -109,6 +107,8 @@ from forge_rl.types import Sampling as Sampling
 from forge_rl.types import Score as Score
 from forge_rl.types import Task as Task
 from forge_rl.types import Turn as Turn
+from forge_rl.worlds.game import GuessNumber as GuessNumber
+from forge_rl.worlds.python import PythonEnv as PythonEnv
 
 __version__: str
 __all__: list[str]

@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 from tests.processes import command_line, lives, log_of
 
 if TYPE_CHECKING:
-    from forge_rl.run.attach import AttachedRun
+    from forge_rl.run.live.attach import AttachedRun
 
 ROOT = Path(__file__).parent.parent
 SHM = Path("/dev/shm")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from monarch.actor import concurrent_endpoint, current_rank
 
+from forge_rl.jobs.process import local_hosts
 from forge_rl.runtime.cluster import Cluster, _scratch
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.jobs.process import local_hosts
 from forge_rl.runtime.service import Service, ServiceActor
 
 if TYPE_CHECKING:

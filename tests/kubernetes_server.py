@@ -1,6 +1,6 @@
 """A stand-in for a Kubernetes API server: pods are processes of this machine, each with an address of 127.0.0.0/8.
 
-It knows the few requests of `forge_rl.runtime.jobs.pods` and of Monarch's KubernetesJob. It schedules onto one node
+It knows the few requests of `forge_rl.jobs.pods` and of Monarch's KubernetesJob. It schedules onto one node
 with room for so many pods; checks fields by the models of the official client, as a real server does by its schema;
 and enforces no network policy, no limits, no security context, and no volumes but /dev/shm (as root).
 """
@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from kubernetes import client
 
-from forge_rl.runtime.jobs.manifests import quantity_bytes
+from forge_rl.jobs.manifests import quantity_bytes
 
 _ROOT = Path(__file__).parent.parent
 _CONTAINER = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}

@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_rl import launch
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.checkpointing import Checkpointer
+from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.services.generator import Generator
 from recipes import grpo
 from tests.fake_engine import FakeEngine

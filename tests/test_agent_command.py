@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway import Session
-from forge_rl.rollout import agent_command
-from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentStartError
+from forge_rl.gateway import Session, agent_command
+from forge_rl.gateway.agent_command import AgentCommand, AgentError, AgentStartError
 from forge_rl.runtime.commands import CommandLimits
 from forge_rl.types import Outcome, Task
 from recipes.agent_command import EXAMPLE

@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 
 from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError, ServiceError
 from forge_rl.gateway import GatewayConfig, Session
-from forge_rl.rollout import agents as agents_module
-from forge_rl.rollout.agents import Agent, AgentEpisodeRunner, serving_agents
+from forge_rl.gateway import agents as agents_module
+from forge_rl.gateway.agents import Agent, AgentEpisodeRunner, serving_agents
 from forge_rl.services.completion import Observer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 from recipes.agent_openai import solve

@@ -23,8 +23,8 @@ from forge_rl.metrics import Display, EventSink, Histogram, PhaseClock, RunInfo,
 from forge_rl.metrics.alerts import Alerts, AlertSink
 from forge_rl.metrics.prometheus import PrometheusSink
 from forge_rl.run.endpoints import address_of, is_loopback, listen
+from forge_rl.run.records.run_dir import as_flat_json
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.run_dir import as_flat_json
 from forge_rl.runtime.isolation import Isolation
 
 CUT = {"episodes/truncated": 0.9}

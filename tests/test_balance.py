@@ -10,7 +10,8 @@ from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalanc
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.protocol import LoadBalancer
 from forge_rl.engines.titan.balance import attention_work, split_row
-from forge_rl.packing.rows import Row, dense_mask
+from forge_rl.packing.rows import Row
+from tests.dense_masks import dense_mask
 from tests.fakes import empty_row, make_model, packed, random_batch
 
 BALANCERS: tuple[LoadBalancer, ...] = ("none", "headtail", "ptrr")

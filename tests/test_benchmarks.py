@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from forge_rl.data.benchmarks import BENCHMARKS, benchmark_source
 from forge_rl.data.sources import hub
 from forge_rl.errors import ConfigError, ForgeError, TaskError
+from forge_rl.harness.benchmarks import BENCHMARKS, benchmark_source
 from forge_rl.rewards.by_source import RewardBySource
 from forge_rl.rewards.choice import chosen_letter
 from forge_rl.rewards.composition import WeightedSum

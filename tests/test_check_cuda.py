@@ -76,7 +76,7 @@ def test_all_families_are_checked_and_all_modules_but_programs_imported() -> Non
     assert len({(case.family, case.name) for case in cases}) == len(cases)
     assert {"TP", "CP", "FSDP", "EP", "FSDP x EP x TP"} <= {case.name for case in cases if case.family == "gpt_oss"}
     modules = list(imports.modules())
-    assert {"forge_rl", "forge_rl.rollout.agents", "recipes.grpo", "apps.gateway"} <= set(modules)
+    assert {"forge_rl", "forge_rl.gateway.agents", "recipes.grpo", "apps.gateway"} <= set(modules)
     assert not {name for name in modules if name.startswith("recipes.agents.") or ".peers." in name}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from forge_rl.errors import CheckpointError
-from forge_rl.run.checkpoints import FORMAT, Checkpoints
+from forge_rl.run.checkpoints.files import FORMAT, Checkpoints
 
 
 def write(

@@ -12,9 +12,9 @@ import fsspec
 import pytest
 
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.run.checkpoint_mirror import CheckpointMirror, MirrorTask
-from forge_rl.run.checkpoints import Checkpoints
-from forge_rl.run.preparation import prepare
+from forge_rl.run.checkpoints.files import Checkpoints
+from forge_rl.run.checkpoints.mirror import CheckpointMirror, MirrorTask
+from forge_rl.run.start.preparation import prepare
 from tests.conftest import edited
 from tests.s3 import S3
 from tests.tiny import Config

@@ -16,12 +16,12 @@ from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.checkpoints import Checkpoint, Checkpoints
-from forge_rl.run.ending import Ending
-from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
-from forge_rl.run.parts import RunParts
+from forge_rl.run.checkpoints.checkpointing import Checkpointer
+from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
+from forge_rl.run.checkpoints.parts import RunParts
+from forge_rl.run.evaluation.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.service_set import RolloutServices, Services
+from forge_rl.run.start.ending import Ending
 from forge_rl.system.listeners import Listeners
 from forge_rl.types import Task
 

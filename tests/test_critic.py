@@ -15,11 +15,11 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.packing.unpacking import values_of_episodes
-from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.defaults import check_critic
-from forge_rl.run.ending import Ending
-from forge_rl.run.plan import check_state_fits, plan_run
+from forge_rl.run.checkpoints.checkpointing import Checkpointer
+from forge_rl.run.plan.defaults import check_critic
+from forge_rl.run.plan.memory import check_state_fits, plan_run
 from forge_rl.run.run_models import RunModels
+from forge_rl.run.start.ending import Ending
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.types import Batch
 from recipes.ppo import Config

@@ -17,8 +17,8 @@ from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.defaults import choose, colocated, with_defaults
 from forge_rl.run.example_config import ExampleConfig
+from forge_rl.run.plan.defaults import choose, colocated, with_defaults
 from forge_rl.services import generator_config, trainer_config
 from forge_rl.services.generator import Generator
 from forge_rl.services.trainer import Trainer

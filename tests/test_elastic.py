@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.errors import ConfigError, ReplicaError
-from forge_rl.run.knobs import Knob
-from forge_rl.run.live import is_live_state, replicas_knob
+from forge_rl.run.live.knobs import Knob
+from forge_rl.run.live.settings import is_live_state, replicas_knob
 from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.jobs.joining import attach_host
+from forge_rl.runtime.joining import attach_host
 from forge_rl.runtime.replica import ReplicaState
 from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service

@@ -11,14 +11,14 @@ from forge_rl.data.data_config import DataConfig
 from forge_rl.envs import env_flag as config
 from forge_rl.envs.by_source import BySource
 from forge_rl.envs.env_flag import build_environment, sources_of
-from forge_rl.envs.game import GuessNumber
 from forge_rl.envs.protocol import EnvFactory, Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.run.run_dir import code_digests
+from forge_rl.run.records.run_dir import code_digests
 from forge_rl.services.environment import Environment
 from forge_rl.types import Task
+from forge_rl.worlds.game import GuessNumber
 from recipes.grpo import Config
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "q"},))

@@ -18,15 +18,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import forge_rl.envs.verifiers
+import forge_rl.worlds.verifiers
 from forge_rl.envs.env_flag import build_environment
-from forge_rl.envs.interpreter import interpreter
-from forge_rl.envs.verifiers import PACKAGE, VerifiersEnv, VerifiersSettings
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.gateway import GatewayConfig, Session
-from forge_rl.rollout.agents import serving_agents
+from forge_rl.gateway.agents import serving_agents
 from forge_rl.sandbox.inside.seccomp import session_filter
+from forge_rl.system.interpreters import interpreter
 from forge_rl.types import Episode, Outcome, Score, Task
+from forge_rl.worlds.verifiers import PACKAGE, VerifiersEnv, VerifiersSettings
 from tests.commands import Command, metrics, tiny_run
 from tests.fake_backend import FakeBackend, tokenizer
 from tests.test_agent_openai import PolicyClient, ask
@@ -121,7 +121,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_played_aga
                 while not await again():  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
 
-    monkeypatch.setattr("forge_rl.envs.verifiers._PING_S", 0.2)
+    monkeypatch.setattr("forge_rl.worlds.verifiers._PING_S", 0.2)
     asyncio.run(check())
 
 
@@ -221,7 +221,7 @@ def test_programs_of_a_harness_are_confined_and_reach_the_policy(
     played = asyncio.run(episodes(environment, tmp_path, ["aaxx"], 2))
     assert [(each.outcome, each.reward) for each in played] == [(Outcome.COMPLETED, 1.0)] * 2
     (tmp_path / "secret").write_text("top secret")
-    scripts = Path(forge_rl.envs.verifiers.__file__).parent / "peers"
+    scripts = Path(forge_rl.worlds.verifiers.__file__).parent / "peers"
     probe, given = Path(__file__).parent / "peers" / "confined_probe.py", session_filter(has_network=True).hex()
     command = [verifiers_python, str(probe), str(scripts), given, str(tmp_path / "secret")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -29,12 +29,12 @@ from apps.evaluate import (
 from forge_rl.algorithms.evaluation import compare_paired
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.harness.results_file import Results, _key
+from forge_rl.harness.score_tables import short_names
+from forge_rl.look.past_runs import read_run
 from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.rollout.evaluation import EvalTasks
-from forge_rl.run.past_runs import read_run
-from forge_rl.run.results_file import Results, _key
-from forge_rl.run.score_tables import short_names
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.fake_engine import FOLDER, FakeEngine

@@ -13,7 +13,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.evaluator import EvaluationResult, Evaluator, RolloutEvaluations
+from forge_rl.run.evaluation.evaluator import EvaluationResult, Evaluator, RolloutEvaluations
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task, Turn
 

@@ -24,13 +24,13 @@ from forge_rl.packing.rows import PackedBatch
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
-from forge_rl.run import services as services_module
-from forge_rl.run.control import Control
+from forge_rl.run.evaluation.example_evaluation import ExampleEvaluations
 from forge_rl.run.example_config import ExampleConfig
-from forge_rl.run.example_evaluation import ExampleEvaluations
+from forge_rl.run.live.control import Control
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.setup import AgentPlayer, Rollouts
-from forge_rl.run.start import start, start_examples, start_rollouts
+from forge_rl.run.start import services as services_module
+from forge_rl.run.start.setup import AgentPlayer, Rollouts
+from forge_rl.run.start.starting import start, start_examples, start_rollouts
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import CriticConfig

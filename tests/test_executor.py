@@ -19,8 +19,8 @@ from forge_rl.packing.rows import Layout, pack
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
+from forge_rl.run.records.step_metrics import StepMetrics
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.run.json_files import write_json
+from forge_rl.run.records.json_files import write_json
 from forge_rl.system.folders import write_whole
 from tests.commands import ROOT
 
 TORN = {
-    "forge_rl/run/checkpoints.py": 2,  # in a folder that counts once it is renamed
-    "forge_rl/run/hosts.py": 1,  # a probe of a file system
+    "forge_rl/run/checkpoints/files.py": 2,  # in a folder that counts once it is renamed
+    "forge_rl/run/start/hosts.py": 1,  # a probe of a file system
     "forge_rl/metrics/step_lines.py": 1,  # a journal that states its length
     "forge_rl/runtime/progress.py": 1,  # shared memory of this run
     "forge_rl/runtime/in_hand.py": 1,
-    "forge_rl/rollout/agent_command.py": 1,  # read by a process that starts later
+    "forge_rl/gateway/agent_command.py": 1,  # read by a process that starts later
 }
 """Files written in place, which need not be whole."""
 
@@ -47,7 +47,18 @@ def test_a_small_file_is_whole_at_any_time(tmp_path: Path, monkeypatch: pytest.M
 def test_files_of_runs_are_written_whole() -> None:
     places = [
         path
-        for package in ("gateway", "metrics", "rollout", "run", "runtime", "services")
+        for package in (
+            "forecast",
+            "gateway",
+            "harness",
+            "jobs",
+            "look",
+            "metrics",
+            "rollout",
+            "run",
+            "runtime",
+            "services",
+        )
         for path in (ROOT / "forge_rl" / package).rglob("*.py")
     ]
     found = {

@@ -14,11 +14,11 @@ from forge_rl.engines.costs import attention_flops, forward_flops, head_weights,
 from forge_rl.engines.device_types import DEVICE_TYPES, parse_machine
 from forge_rl.engines.devices import assumed_gpus, device_type, gpus
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
-from forge_rl.engines.roofline import GPU_EFFICIENCY, Spread, Workload, rollout_times, train_times
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.flags.command_line import parse
-from forge_rl.run.forecast import Machines, read_policy, search
-from forge_rl.run.show_forecast import flags, placed, show_forecast
+from forge_rl.forecast.roofline import GPU_EFFICIENCY, Spread, Workload, rollout_times, train_times
+from forge_rl.forecast.search import Machines, read_policy, search
+from forge_rl.forecast.show import flags, placed, show_forecast
 from forge_rl.run.target import on_target
 from recipes.grpo import Config
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from forge_rl.run.gap import explain
+from forge_rl.run.records.gap import explain
 from forge_rl.types import Batch
 from tests.fakes import packed, random_batch
 

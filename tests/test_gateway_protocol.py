@@ -14,8 +14,8 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from forge_rl.gateway import backend as policy_backend
-from forge_rl.run.policy_gateway import PolicyGateway
+from forge_rl.run.live.policy_gateway import PolicyGateway
+from forge_rl.services import policy_backend as policy_backend
 from forge_rl.services.completion import GATHER_S
 from tests.fake_backend import FakeBackend, agent_of, client_of, ids_of, letters_of, logprob_of, tokenizer
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.tools import LateError, ToolParser, _forgiving, call_within
+from forge_rl.tokens.tool_parsers import LateError, ToolParser, _forgiving, call_within
 from forge_rl.types import Turn
 from tests.fake_backend import (
     FakeBackend,
@@ -122,7 +122,7 @@ def test_text_at_which_a_parsers_pattern_never_ends_is_text(monkeypatch: pytest.
             except Exception:  # as some of them do
                 return None, "", ["a call"]
 
-    monkeypatch.setattr("forge_rl.gateway.tools._MOST_S", 0.02)
+    monkeypatch.setattr("forge_rl.tokens.tool_parsers._MOST_S", 0.02)
     hostile, warned = "a" * 64 + "b", list[str]()
     parser = _forgiving(Slow, warned.append)()
     before = signal.getsignal(signal.SIGVTALRM)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from forge_rl.envs.env_flag import build_environment
-from forge_rl.envs.gymnasium import GymnasiumEnv
 from forge_rl.errors import ConfigError
 from forge_rl.types import Task
+from forge_rl.worlds.gymnasium import GymnasiumEnv
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from forge_rl.envs.env_flag import build_environment, sources_of
-from forge_rl.envs.harbor import read_tasks
-from forge_rl.envs.harbor_trial import parsed_reward
 from forge_rl.envs.protocol import Step, reset_env, step_env
 from forge_rl.errors import ConfigError, TaskError
+from forge_rl.worlds.harbor import read_tasks
+from forge_rl.worlds.harbor_trial import parsed_reward
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
 IMAGE = 'schema_version = "1.4"\n[task]\nname = "acme/sort"\n[environment]\ndocker_image = "ubuntu:24.04"\n'

@@ -11,13 +11,13 @@ import pytest
 
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError
+from forge_rl.jobs.doctor import examine
 from forge_rl.models.bundled import bundled_model, default_cache
-from forge_rl.run import hosts as hosts_module
-from forge_rl.run.doctor import examine
-from forge_rl.run.host_checks import Finding, failed_hosts, judge_disk, judge_facts, judge_gap, judge_speeds
+from forge_rl.run.plan.host_checks import Finding, failed_hosts, judge_disk, judge_facts, judge_gap, judge_speeds
+from forge_rl.run.start import hosts as hosts_module
 from forge_rl.runtime.host_facts import Clock, HostFacts, write_rate
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.protocol import Job
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import Job
 from tests.tiny import make_tiny_model
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from forge_rl.errors import ForgeError
-from forge_rl.run.attach import attach
+from forge_rl.run.live.attach import attach
 from forge_rl.weights.volume import reclaim
 from tests.commands import (
     TASKS,

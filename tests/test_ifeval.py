@@ -7,7 +7,7 @@ import time
 import pytest
 
 from forge_rl.errors import TaskError
-from forge_rl.rewards.ifeval import CHECKS, IFEval, count_sentences, follows
+from forge_rl.harness.ifeval import CHECKS, IFEval, count_sentences, follows
 from forge_rl.types import Task
 
 ENGLISH = "the cat and the dog are in the house and it is not for you"

@@ -13,7 +13,7 @@ from forge_rl.algorithms.loss_flag import build_loss
 from forge_rl.gateway import Session
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.evaluation import EvalConfig
-from forge_rl.run.run_dir import is_finished
+from forge_rl.run.records.run_dir import is_finished
 from forge_rl.services.generator import Generator
 from recipes.agent_openai import Config, solve, step
 from tests.commands import metrics

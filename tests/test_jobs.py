@@ -12,11 +12,11 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.flags.texts import parse, written
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.joining import last_line
-from forge_rl.runtime.jobs.local import LocalJob
-from forge_rl.runtime.jobs.process import ProcessHosts
-from forge_rl.runtime.jobs.protocol import Job, JobListener, ReplacingJob
+from forge_rl.jobs.local import LocalJob
+from forge_rl.jobs.process import ProcessHosts
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import Job, JobListener, ReplacingJob
+from forge_rl.runtime.joining import last_line
 from tests.fake_actors import hosts_of
 
 

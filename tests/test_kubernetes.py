@@ -16,14 +16,14 @@ import pytest
 pytest.importorskip("kubernetes")
 
 from forge_rl.errors import ConfigError, InfrastructureError
-from forge_rl.run.attach import attach
+from forge_rl.jobs.kubernetes import KubernetesHosts
+from forge_rl.jobs.manifests import merge, quantity_bytes
+from forge_rl.jobs.pods import PodState, judge
+from forge_rl.run.live.attach import attach
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.kubernetes import KubernetesHosts
-from forge_rl.runtime.jobs.manifests import merge, quantity_bytes
-from forge_rl.runtime.jobs.pods import PodState, judge
-from forge_rl.runtime.jobs.protocol import JobListener
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import JobListener
 from forge_rl.runtime.service import Service
 from tests.commands import Command, metrics, tiny_run, wait_for_engines, wait_for_step
 from tests.fake_actors import FakeActor, new_service_name, pid_of
@@ -275,7 +275,7 @@ def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kube
     cluster.broken_images = ("broken",)
     code = (
         "import asyncio, pathlib\n"
-        "from forge_rl.runtime.jobs.kubernetes import *\n"
+        "from forge_rl.jobs.kubernetes import *\n"
         f"job = KubernetesHosts(image='broken', kubeconfig=pathlib.Path({str(kubeconfig)!r}), route='direct')\n"
         "async def main():\n"
         "    async with job.open(JobListener(say=lambda text: print(text, flush=True))): pass\n"

@@ -16,6 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+WINGS = ("sandbox", "gateway", "worlds", "jobs", "look", "harness", "forecast")
+"""Packages with a front door each, loaded only by name. All but the sandbox, which is below, are right of the core."""
+
 STAGES = (
     ("forge_rl.system.terminal",),
     ("forge_rl.token_arrays", "forge_rl.errors"),
@@ -36,45 +39,30 @@ STAGES = (
     ("forge_rl.runtime", "forge_rl.weights"),
     ("forge_rl.engines",),
     ("forge_rl.services",),
-    ("forge_rl.gateway",),
     ("forge_rl.rollout",),
+    (
+        *("forge_rl.run.target", "forge_rl.run.placement_flag", "forge_rl.run.endpoints", "forge_rl.run.first_line"),
+        *("forge_rl.run.service_set", "forge_rl.run.run_models", "forge_rl.run.lora_settings"),
+    ),
+    ("forge_rl.run.run_config",),
+    ("forge_rl.run.example_config", "forge_rl.run.task_config"),
+    ("forge_rl.run.records", "forge_rl.run.plan"),
+    ("forge_rl.run.live", "forge_rl.run.evaluation"),
+    ("forge_rl.run.checkpoints",),
+    ("forge_rl.run.run",),
+    ("forge_rl.run.live.control",),  # which serves a whole run to others
+    ("forge_rl.run.start",),
+    ("forge_rl.run.launch",),
     ("forge_rl.run",),
+    tuple(f"forge_rl.{wing}" for wing in WINGS if wing != "sandbox"),
     ("forge_rl", "forge_rl.cli"),
     ("forge_rl.__main__",),
     ("recipes", "apps", "benchmarks"),
 )
 """Left to right. A package may import from stages to its left and from itself, not from its neighbours."""
 
-WINGS = {
-    "sandbox": ("forge_rl.sandbox",),
-    "gateway": (
-        *("forge_rl.gateway", "forge_rl.rollout.agents", "forge_rl.rollout.agent_command"),
-        "forge_rl.rollout.agent_child",
-    ),
-    "worlds": (
-        *("forge_rl.envs.textarena", "forge_rl.envs.repository", "forge_rl.envs.mcp", "forge_rl.envs.python"),
-        *("forge_rl.envs.code_world", "forge_rl.envs.shell", "forge_rl.envs.openenv", "forge_rl.envs.harbor"),
-        *("forge_rl.envs.harbor_trial", "forge_rl.envs.verifiers", "forge_rl.envs.gymnasium", "forge_rl.envs.game"),
-        *("forge_rl.envs.user", "forge_rl.envs.peers", "forge_rl.rewards.unit_tests", "forge_rl.rewards.programs"),
-        "forge_rl.rewards.inside",
-    ),
-    "jobs": ("forge_rl.runtime.jobs", "forge_rl.run.doctor"),
-    "look": ("forge_rl.run.page", "forge_rl.run.past_runs"),
-    "harness": (
-        *("forge_rl.data.benchmarks", "forge_rl.run.lm_eval", "forge_rl.rewards.ifeval"),
-        *("forge_rl.rewards.function_calls", "forge_rl.run.score_tables", "forge_rl.run.evaluated"),
-        "forge_rl.run.results_file",
-    ),
-    "forecast": ("forge_rl.run.forecast", "forge_rl.run.show_forecast", "forge_rl.engines.roofline"),
-    "": (
-        *("forge_rl.gateway.tools", "forge_rl.gateway.parser_choice", "forge_rl.gateway.backend"),
-        *("forge_rl.runtime.jobs.protocol", "forge_rl.runtime.jobs.flag", "forge_rl.runtime.jobs.joining"),
-    ),
-}
-"""Packages and modules of each wing; "" has those of the core that are within."""
-
 ONLY_IN = {
-    "monarch": ("forge_rl.runtime", "forge_rl.services", "forge_rl.weights"),
+    "monarch": ("forge_rl.runtime", "forge_rl.services", "forge_rl.weights", "forge_rl.jobs"),
     "torchtitan": ("forge_rl.engines.titan", "forge_rl.engines.families"),
     "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform", "forge_rl.engines.cpu"),
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway.vllm_internals", "forge_rl.tokens.vllm_parsers"),
@@ -82,8 +70,8 @@ ONLY_IN = {
     "os.environ": (
         *("forge_rl.system.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
         *("forge_rl.runtime.private_network", "forge_rl.engines.cpu"),
-        *("forge_rl.runtime.jobs.allocation", "forge_rl.runtime.jobs.host"),  # the scheduler's; its own
-        "forge_rl.runtime.jobs.worker",
+        *("forge_rl.jobs.allocation", "forge_rl.jobs.host"),  # the scheduler's; its own
+        "forge_rl.jobs.worker",
         *(
             "forge_rl.sandbox.inside.cells",
             "forge_rl.sandbox.workspaces.tests_outside",
@@ -175,8 +163,7 @@ def test_imports_point_only_to_the_left():
 
 def wing_of(module: str) -> str:
     """The wing of a module, or "" for the core's and for what is right of all wings."""
-    homes = [(len(home), wing) for wing, names in WINGS.items() for home in names if within(module, home)]
-    return max(homes, default=(0, ""))[1]
+    return next((wing for wing in WINGS if within(module, f"forge_rl.{wing}")), "")
 
 
 def wings_touched(module: str, source: str, *, is_package: bool = False) -> list[str]:
@@ -187,7 +174,7 @@ def wings_touched(module: str, source: str, *, is_package: bool = False) -> list
         there = wing_of(name)
         if there not in ("", here) and not (there == "sandbox" and here):
             arrows.append(f"{module}:{line} imports {name}, of the wing {there}")
-        base = (*WINGS["sandbox"], "forge_rl.errors", "forge_rl.system")
+        base = ("forge_rl.sandbox", "forge_rl.errors", "forge_rl.system")
         if here == "sandbox" and within(name, "forge_rl") and not any(within(name, home) for home in base):
             arrows.append(f"{module}:{line} imports {name}: the sandbox is usable without the rest")
     return arrows
@@ -206,9 +193,9 @@ def test_the_core_imports_no_wing_and_a_wing_only_the_core_and_the_sandbox():
     ("module", "source"),
     [
         ("forge_rl.rollout.executor", "from forge_rl.gateway.sessions import Session"),
-        ("forge_rl.run.start", "if TYPE_CHECKING:\n    from forge_rl.gateway import GatewayConfig"),
-        ("forge_rl", "def f():\n    from forge_rl.run.forecast import search"),
-        ("forge_rl.run.forecast", "from forge_rl.gateway.sessions import Session"),
+        ("forge_rl.run.start.starting", "if TYPE_CHECKING:\n    from forge_rl.gateway import GatewayConfig"),
+        ("forge_rl", "def f():\n    from forge_rl.forecast.search import search"),
+        ("forge_rl.forecast.search", "from forge_rl.gateway.sessions import Session"),
         ("forge_rl.rewards.answers", "from forge_rl.sandbox import Pool"),
         ("forge_rl.sandbox.pool", "from forge_rl.flags.texts import parse"),
     ],
@@ -260,19 +247,22 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         if any(within(name, own) for own in recipes_own)
     }
     assert found == {
-        ("forge_rl.run.start", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.start.starting", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.run", "forge_rl.algorithms.protocol.Loss"),
-        ("forge_rl.run.plan", "forge_rl.algorithms.protocol.Loss"),
-        ("forge_rl.run.checks", "forge_rl.algorithms.protocol.Loss"),
-        ("forge_rl.run.setup", "forge_rl.algorithms.protocol.Loss"),
-        ("forge_rl.run.example_evaluation", "forge_rl.algorithms.protocol.Loss"),
-        ("forge_rl.run.start", "forge_rl.algorithms.user_loss.try_loss"),  # whichever the recipe gives
-        ("forge_rl.run.plan", "forge_rl.algorithms.user_loss.try_loss"),
-        ("forge_rl.run.plan", "forge_rl.algorithms.loss_flag.build_loss"),  # which the config names
-        ("forge_rl.run.preparation", "forge_rl.rewards.confinement.missing_confinement"),  # whichever the rewards
-        ("forge_rl.run.setup", "forge_rl.rewards.peers.as_reward"),  # whichever form it has
-        ("forge_rl.run.live", "forge_rl.rewards.reward_flag.build_reward"),  # one that is named while the run goes
-        ("forge_rl.run.live", "forge_rl.rewards.composition.described"),  # whichever it is, for the events
+        ("forge_rl.run.plan.memory", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.start.checks", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.start.setup", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.evaluation.example_evaluation", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.start.starting", "forge_rl.algorithms.user_loss.try_loss"),  # whichever the recipe gives
+        ("forge_rl.run.plan.memory", "forge_rl.algorithms.user_loss.try_loss"),
+        ("forge_rl.run.plan.memory", "forge_rl.algorithms.loss_flag.build_loss"),  # which the config names
+        ("forge_rl.run.start.preparation", "forge_rl.rewards.confinement.missing_confinement"),  # whichever the rewards
+        ("forge_rl.run.start.setup", "forge_rl.rewards.peers.as_reward"),  # whichever form it has
+        (
+            "forge_rl.run.live.settings",
+            "forge_rl.rewards.reward_flag.build_reward",
+        ),  # one that is named while the run goes
+        ("forge_rl.run.live.settings", "forge_rl.rewards.composition.described"),  # whichever it is, for the events
     }
 
 
@@ -299,7 +289,7 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         ("forge_rl.packing.rows", "from torch import distributed"),
         ("forge_rl.services.trainer", "def f():\n    import torch\n    return torch.distributed.get_rank()"),
         ("forge_rl.services.generator", "from vllm import SamplingParams"),
-        ("forge_rl.gateway.tools", "from vllm import SamplingParams"),
+        ("forge_rl.tokens.tool_parsers", "from vllm import SamplingParams"),
         ("forge_rl.services.weight_store", "import torchstore"),
         ("forge_rl.engines.memory", "import os\nos.environ['A'] = 'b'"),
         ("forge_rl.engines.memory", "from os import environ"),

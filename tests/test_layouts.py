@@ -28,10 +28,10 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import LoadBalancer, TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.models.bundled import bundled_model, default_cache
-from forge_rl.packing.rows import dense_mask
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from tests.commands import Command, actor_of, metrics, tiny_run
+from tests.dense_masks import dense_mask
 from tests.fakes import make_model, packed, random_batch
 from tests.tiny import make_tiny_model
 

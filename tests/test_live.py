@@ -18,12 +18,12 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run import live as live_module
-from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.checkpoints import Checkpoint, Checkpoints
-from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
-from forge_rl.run.live import LiveSettings, changes_by, is_live_state, replicas_knob
-from forge_rl.run.parts import RunParts
+from forge_rl.run.checkpoints.checkpointing import Checkpointer
+from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
+from forge_rl.run.checkpoints.parts import RunParts
+from forge_rl.run.evaluation.evaluator import Evaluator, RolloutEvaluations
+from forge_rl.run.live import settings as live_module
+from forge_rl.run.live.settings import LiveSettings, changes_by, is_live_state, replicas_knob
 from forge_rl.run.service_set import Services
 from forge_rl.system.listeners import Listeners
 from tests.staged_rollouts import rollouts, run_until_idle

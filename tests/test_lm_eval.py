@@ -15,8 +15,8 @@ import pytest
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import with_longest_context
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.run import lm_eval
-from forge_rl.run.lm_eval import Endpoint, LmEvalConfig, find_python, lm_eval_settings, run_lm_eval, scores_of
+from forge_rl.harness import lm_eval
+from forge_rl.harness.lm_eval import Endpoint, LmEvalConfig, find_python, lm_eval_settings, run_lm_eval, scores_of
 from forge_rl.services.generator import Generator
 from tests.conftest import ROOT
 

@@ -15,7 +15,8 @@ from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
 
 from forge_rl.engines.titan.masks import block_mask, compile_attention, compile_once
-from forge_rl.packing.rows import Layout, dense_mask
+from forge_rl.packing.rows import Layout
+from tests.dense_masks import dense_mask
 from tests.fakes import packed, random_batch
 
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from forge_rl.envs.env_flag import build_environment
-from forge_rl.envs.mcp import McpEnv, McpSession
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.types import Task, ToolCall
+from forge_rl.worlds.mcp import McpEnv, McpSession
 from tests.processes import lives
 
 pytest.importorskip("mcp", reason="the mcp package is not installed")
@@ -205,7 +205,7 @@ def test_a_wrong_flag_is_refused(text: str):
 def test_a_server_dies_with_the_process_that_started_it(server: str, tmp_path: Path):
     code = f"""
 import asyncio, os, signal
-from forge_rl.envs.mcp import McpEnv
+from forge_rl.worlds.mcp import McpEnv
 from forge_rl.types import Task
 async def main():
     session = McpEnv({server!r})(Task(id="1", source="s", messages=({{"role": "user", "content": "Hi"}},)))

@@ -19,8 +19,8 @@ from forge_rl.metrics import (
     reduce,
 )
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.gap import describe_gap
-from forge_rl.run.step_metrics import StepMetrics
+from forge_rl.run.records.gap import describe_gap
+from forge_rl.run.records.step_metrics import StepMetrics
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 
 

@@ -9,7 +9,7 @@ import pytest
 from forge_rl.errors import Fault
 from forge_rl.metrics import Display, EventSink, PhaseClock, RolloutStatus, RunInfo, RunLog
 from forge_rl.metrics.status import outcome_of
-from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.records.monitor import RunMonitor
 from forge_rl.runtime.faults import Faults
 
 

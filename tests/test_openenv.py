@@ -24,11 +24,11 @@ from websockets.http11 import Request, Response
 
 from apps.openenv_serve import Config, World, app_of, key_of
 from forge_rl.envs.env_flag import build_environment
-from forge_rl.envs.interpreter import interpreter
-from forge_rl.envs.openenv import OpenEnvFactory
 from forge_rl.envs.protocol import Step
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.system.interpreters import interpreter
 from forge_rl.types import Task, ToolCall
+from forge_rl.worlds.openenv import OpenEnvFactory
 
 PEERS = Path(__file__).parent / "peers"
 TASK = Task(id="1", source="s", messages=({"role": "user", "content": "Echo it."},), truth={"seed": 7})

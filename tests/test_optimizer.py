@@ -8,7 +8,7 @@ import pytest
 
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError
-from forge_rl.run import services
+from forge_rl.run.start import services
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from recipes import ppo

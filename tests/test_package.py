@@ -54,7 +54,7 @@ def test_a_wheel_installs_forge_rl_alone_with_every_module_recipes_and_apps(whee
         assert "forge-rl = forge_rl.cli:main" in archive.read(entries).decode()
     sources = [path for suffix in ("py", "pyi") for path in (ROOT / "forge_rl").rglob(f"*.{suffix}")]
     expected = {str(path.relative_to(ROOT)) for path in sources} | {"forge_rl/py.typed"}
-    assets = ROOT / "forge_rl" / "run" / "page" / "assets"
+    assets = ROOT / "forge_rl" / "look" / "page" / "assets"
     expected |= {str(path.relative_to(ROOT)) for path in assets.rglob("*") if path.is_file()}
     for place in ("recipes", "recipes/agents", "apps"):
         expected |= {f"forge_rl/{place}/{path.name}" for path in (ROOT / place).glob("*.py")}

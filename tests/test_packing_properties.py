@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_rl.packing.rows import Layout, PackedBatch, dense_mask, pack
+from forge_rl.packing.rows import Layout, PackedBatch, pack
 from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch, Episode
+from tests.dense_masks import dense_mask
 from tests.test_packing import EOS, batch_of, centered, packed, turn
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.packing.rows import Layout, dense_mask
+from forge_rl.packing.rows import Layout
+from tests.dense_masks import dense_mask
 from tests.test_packing import batch_of, packed, simple
 
 

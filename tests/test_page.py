@@ -20,12 +20,12 @@ import pytest
 
 from apps import dashboard, report
 from forge_rl.errors import ConfigError
+from forge_rl.look.page import document
+from forge_rl.look.page.episode_json import MOST_TOKENS, episode_json
+from forge_rl.look.page.run_data import RunData
+from forge_rl.look.page.trace_reader import read_trace
 from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
 from forge_rl.metrics.vocabulary import NAME, read_vocabulary, texts_of, write_vocabulary
-from forge_rl.run.page import document
-from forge_rl.run.page.episode_json import MOST_TOKENS, episode_json
-from forge_rl.run.page.run_data import RunData
-from forge_rl.run.page.trace_reader import read_trace
 from forge_rl.types import Episode, Score, Task, ToolCall
 from tests.recorded_runs import recorded_run
 from tests.test_recording import turn
@@ -69,7 +69,7 @@ def test_files_that_did_not_change_are_read_once(tmp_path: Path, monkeypatch: py
     before = run.data()["episodes"]
     opened = list[Path]()
     monkeypatch.setattr(
-        "forge_rl.run.page.run_data.EpisodeFile", lambda path: opened.append(path) or pytest.fail(f"{path} was read")
+        "forge_rl.look.page.run_data.EpisodeFile", lambda path: opened.append(path) or pytest.fail(f"{path} was read")
     )
     assert run.data()["episodes"] == before
     (path,) = (tmp_path / "run" / "episodes").glob("000002-trained.parquet")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.tools import parser_for, reasoning_parser_for
 from forge_rl.tokens.template_args import read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tool_parsers import parser_for, reasoning_parser_for
 from tests.test_thoughts import CHATML, OPENS, tokenizer_with
 
 TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

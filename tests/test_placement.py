@@ -14,9 +14,9 @@ from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError, ReplicaError
 from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run import services
-from forge_rl.run.checks import CheckedRun
-from forge_rl.run.placing import place
+from forge_rl.run.plan.placing import place
+from forge_rl.run.start import services
+from forge_rl.run.start.checks import CheckedRun
 from forge_rl.runtime.cluster import THIS_HOST
 
 

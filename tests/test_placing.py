@@ -13,11 +13,11 @@ import pytest
 from forge_rl.engines.devices import Devices, device_type, gpus, standing_for
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError
-from forge_rl.run import hosts as hosts_module
-from forge_rl.run.hosts import RunHosts, device_defaults
 from forge_rl.run.placement_flag import PlacementChoice, read_placement
-from forge_rl.run.placing import PlacedServices, place
+from forge_rl.run.plan.placing import PlacedServices, place
 from forge_rl.run.run_config import RunConfig
+from forge_rl.run.start import hosts as hosts_module
+from forge_rl.run.start.hosts import RunHosts, device_defaults
 from forge_rl.runtime.addresses import Address, HostNetwork, interface_towards, meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.seats import ReplicaSize, Seat, Seats, ServiceHosts, ranks_by_host

@@ -25,8 +25,17 @@ from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.rollout import placement
-from forge_rl.run import defaults, plan
-from forge_rl.run.plan import PROCESS_BYTES, Need, check_state_fits, plan_run, refuse, show_plan, with_spares_that_fit
+from forge_rl.run.plan import defaults
+from forge_rl.run.plan import memory as plan
+from forge_rl.run.plan.memory import (
+    PROCESS_BYTES,
+    Need,
+    check_state_fits,
+    plan_run,
+    refuse,
+    show_plan,
+    with_spares_that_fit,
+)
 from forge_rl.run.run_models import RunModels
 from forge_rl.services import trainer_config
 from forge_rl.services.generator import Generator

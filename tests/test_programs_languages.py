@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from forge_rl.errors import ConfigError, TaskError
-from forge_rl.rewards.programs import Programs
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.types import Score, Task
+from forge_rl.worlds.programs import Programs
 from tests.sandbox_pool import loop_with_pool
 
 CASES = [{"input": "20\n", "output": "40\n"}, {"input": "-1\n", "output": "-2\n"}]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.envs.code_world import CodeWorld
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.protocol import Step
-from forge_rl.envs.python import PythonEnv
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import run_code, shared_pool
 from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import Task, ToolCall
+from forge_rl.worlds.code_world import CodeWorld
+from forge_rl.worlds.python import PythonEnv
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
 TASK = Task(id="1", source="s", messages=({"role": "user", "content": "?"},))

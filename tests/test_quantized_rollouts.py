@@ -17,7 +17,7 @@ import torch
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines import decode_layout
 from forge_rl.engines.protocol import DecodeSettings, Quantization
-from forge_rl.run.checks import rounded_rollouts
+from forge_rl.run.start.checks import rounded_rollouts
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import TensorEntry
 from tests.fakes import make_model

@@ -20,7 +20,7 @@ from forge_rl.metrics.episode_files import EpisodeFile, Kind, RecordedEpisode, w
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.packing.unpacking import rounded_scores
-from forge_rl.run.recording import evaluated_episodes, trained_episodes
+from forge_rl.run.records.recording import evaluated_episodes, trained_episodes
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, ToolCall, Turn
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J \u202egnp.exe <script>alert(1)</script> \ud800 <|im_end|>"

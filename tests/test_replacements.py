@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.run.replacements import Replacements
 from forge_rl.run.run_config import RunConfig
+from forge_rl.run.start.replacements import Replacements
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation

@@ -11,10 +11,10 @@ import pytest
 
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import Step, reset_env, step_env
-from forge_rl.envs.repository import RepositoryEnv
 from forge_rl.errors import ConfigError, TaskError
 from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import ToolCall
+from forge_rl.worlds.repository import RepositoryEnv
 from tests.sandbox_pool import kill_servers, only_pytest
 from tests.test_repositories import commit, git
 

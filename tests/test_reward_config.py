@@ -21,7 +21,7 @@ from forge_rl.rewards.composition import WeightedSum, described
 from forge_rl.rewards.formats import Regex
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from forge_rl.rewards.scorer import score_again, with_score
-from forge_rl.run.run_dir import code_digests
+from forge_rl.run.records.run_dir import code_digests
 from forge_rl.services.reward import parts_of
 from forge_rl.services.reward_actor import RewardActor, _with_forms
 from forge_rl.types import Episode, Score, Task, Turn

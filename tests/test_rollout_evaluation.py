@@ -16,8 +16,8 @@ from forge_rl.rollout.evaluation import EvalConfig, Evaluation, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.evaluator import EvaluationResult, Evaluator, RolloutEvaluations
-from forge_rl.run.example_evaluation import AnswerEvaluations
+from forge_rl.run.evaluation.evaluator import EvaluationResult, Evaluator, RolloutEvaluations
+from forge_rl.run.evaluation.example_evaluation import AnswerEvaluations
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task

@@ -17,7 +17,7 @@ import recipes
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category, OfCommand, Operational, Tunable
 from forge_rl.flags.fields import flags_of
-from forge_rl.run.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
+from forge_rl.run.records.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
 
 
 @dataclass(frozen=True, kw_only=True)

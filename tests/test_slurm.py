@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.run.attach import attach
+from forge_rl.jobs.allocation import AllocationJob
+from forge_rl.jobs.slurm import SlurmJob
+from forge_rl.jobs.slurm_queue import JobState
+from forge_rl.jobs.slurm_script import host_script, hosts_name
+from forge_rl.run.live.attach import attach
 from forge_rl.runtime.addresses import is_trusted, own_address, url
-from forge_rl.runtime.jobs.allocation import AllocationJob
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.slurm import SlurmJob
-from forge_rl.runtime.jobs.slurm_queue import JobState
-from forge_rl.runtime.jobs.slurm_script import host_script, hosts_name
+from forge_rl.runtime.job_flag import build_job
 from tests.commands import Command, tiny_run
 from tests.conftest import started_processes
 from tests.slurm.cluster import SlurmCluster, missing, slurm_cluster

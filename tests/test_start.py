@@ -17,8 +17,8 @@ from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.errors import ConfigError, LossError, ModelError, ServiceError, TaskError
 from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
-from forge_rl.run import services as services_module
-from forge_rl.run.checks import _evaluation_sets
+from forge_rl.run.start import services as services_module
+from forge_rl.run.start.checks import _evaluation_sets
 from forge_rl.services.completion import DraftCounts
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig

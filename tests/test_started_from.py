@@ -8,8 +8,8 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.models.digests import _READ_WHOLE, file_digest
-from forge_rl.run.run_dir import check_same, code_digests, prepare_folder
-from forge_rl.run.started_from import ModelKeeper, read_records
+from forge_rl.run.records.run_dir import check_same, code_digests, prepare_folder
+from forge_rl.run.records.started_from import ModelKeeper, read_records
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from forge_rl.algorithms.hints import Hint, hint_of, with_hint
 from forge_rl.errors import ConfigError, ModelError, ReplicaError, ServiceError
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.packing.rows import Layout, pack
-from forge_rl.run import defaults
-from forge_rl.run.defaults import check_teachers
-from forge_rl.run.plan import plan_run
+from forge_rl.run.plan import defaults
+from forge_rl.run.plan.defaults import check_teachers
+from forge_rl.run.plan.memory import plan_run
 from forge_rl.run.run_models import RunModels
 from forge_rl.services.completion import validate_scores
 from forge_rl.services.generator_config import GeneratorConfig

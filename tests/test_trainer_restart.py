@@ -20,7 +20,7 @@ from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
-from forge_rl.run.checkpoints import Checkpoints
+from forge_rl.run.checkpoints.files import Checkpoints
 from forge_rl.runtime import watchdog
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica

@@ -15,7 +15,7 @@ import torch
 
 from forge_rl.algorithms.tree import most_surprising, tree_advantages
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.packing.rows import Layout, dense_mask, pack
+from forge_rl.packing.rows import Layout, pack
 from forge_rl.packing.trees import decoded_tokens
 from forge_rl.packing.unpacking import trained_tokens, unpack, values_of_episodes
 from forge_rl.rollout.executor import RolloutExecutor
@@ -23,6 +23,7 @@ from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 from recipes import tree_search
+from tests.dense_masks import dense_mask
 from tests.fakes import TASK
 from tests.staged_rollouts import StagedEnvironment, StagedGenerator, play, rollouts
 from tests.test_packing_properties import TinyModel

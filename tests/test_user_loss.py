@@ -16,7 +16,7 @@ from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss, try_loss
 from forge_rl.errors import LossError
 from forge_rl.flags.user_code import load
-from forge_rl.run.plan import show_plan
+from forge_rl.run.plan.memory import show_plan
 from recipes import grpo
 
 BAD = """from forge_rl import ClippedSurrogate

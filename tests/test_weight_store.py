@@ -404,7 +404,7 @@ def test_the_store_imports_without_torchstore():
     script = """
 import sys
 sys.modules["torchstore"] = None
-import forge_rl.services.weight_store as store, forge_rl.services.weight_store_actor, forge_rl.run.start
+import forge_rl.services.weight_store as store, forge_rl.services.weight_store_actor, forge_rl.run.start.starting
 print(store._choose(store.WeightStore.Config(), 0)[0])
 try:
     store._choose(store.WeightStore.Config(transport="torchstore"), 0)

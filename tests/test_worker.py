@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge_rl.envs.interpreter import interpreter
 from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
+from forge_rl.system.interpreters import interpreter
 from tests.fake_backend import until
 from tests.processes import lives
 

@@ -17,12 +17,12 @@ import pytest
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources import Source
 from forge_rl.envs.env_flag import build_environment, sources_of
-from forge_rl.envs.game import GuessNumber
 from forge_rl.envs.protocol import EnvFactory, Step
 from forge_rl.envs.search import Corpus
-from forge_rl.envs.user import SimulatedUser
 from forge_rl.errors import ConfigError, ForgeError, TaskError
 from forge_rl.types import Message, Task
+from forge_rl.worlds.game import GuessNumber
+from forge_rl.worlds.user import SimulatedUser
 
 
 async def play(factory: EnvFactory, task: Task, answers: Sequence[str], **told: Any) -> list[Step]:

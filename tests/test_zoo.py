@@ -18,7 +18,7 @@ from forge_rl.engines.factory import decode_environment
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
-from forge_rl.run.plan import show_plan
+from forge_rl.run.plan.memory import show_plan
 from forge_rl.tokens.tokenizer import Tokenizer
 from recipes.grpo import Config
 from tests.plain_trainer import in_float64, logits_of

@@ -75,7 +75,7 @@ _SPDX = re.compile(r"[A-Za-z0-9.-]+(?: (?:AND|OR|WITH) [A-Za-z0-9.-]+)*")
 _HEAD = """# Licences
 
 forge_rl's own is in [LICENSE](LICENSE). The only code of others in it is uPlot 1.6.32 (MIT), two unchanged files in
-forge_rl/run/page/assets/vendor/ that draw the page's charts; what follows is what it is installed with.
+forge_rl/look/page/assets/vendor/ that draw the page's charts; what follows is what it is installed with.
 `make licences` writes this file, from `requirements/` and the metadata of packages; a licence that is unknown, or not
 permissive and without a reason, fails it, and a test.
 

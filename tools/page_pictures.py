@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from apps import report
-from forge_rl.run.page.run_data import RunData
+from forge_rl.look.page.run_data import RunData
 from tools.browser import Browser
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures" / "page"

@@ -21,7 +21,7 @@ from forge_rl.engines.devices import gpus
 from forge_rl.errors import ForgeError
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
-from forge_rl.run.attach import attach
+from forge_rl.run.live.attach import attach
 
 _ROOMY = ("--trainer.seq-len", "4096", "--generator.max-num-seqs", "256", "--evaluation.every", "0")
 _EXPERTS: dict[str, object] = {

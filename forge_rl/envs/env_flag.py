@@ -17,18 +17,18 @@ from forge_rl.system.lazy import LazyNames
 
 ENVIRONMENTS: LazyNames[Callable[..., Any]] = LazyNames(
     {
-        "game": "forge_rl.envs.game:GuessNumber",
-        "gymnasium": "forge_rl.envs.gymnasium:GymnasiumEnv",
-        "harbor": "forge_rl.envs.harbor:HarborEnv",
-        "mcp": "forge_rl.envs.mcp:McpEnv",
-        "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
-        "python": "forge_rl.envs.python:PythonEnv",
-        "repository": "forge_rl.envs.repository:RepositoryEnv",
-        "shell": "forge_rl.envs.shell:ShellEnv",
-        "textarena": "forge_rl.envs.textarena:TextArena",
+        "game": "forge_rl.worlds.game:GuessNumber",
+        "gymnasium": "forge_rl.worlds.gymnasium:GymnasiumEnv",
+        "harbor": "forge_rl.worlds.harbor:HarborEnv",
+        "mcp": "forge_rl.worlds.mcp:McpEnv",
+        "openenv": "forge_rl.worlds.openenv:OpenEnvFactory",
+        "python": "forge_rl.worlds.python:PythonEnv",
+        "repository": "forge_rl.worlds.repository:RepositoryEnv",
+        "shell": "forge_rl.worlds.shell:ShellEnv",
+        "textarena": "forge_rl.worlds.textarena:TextArena",
         "tools": "forge_rl.envs.bundled_tools:tools",
-        "user": "forge_rl.envs.user:SimulatedUser",
-        "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",
+        "user": "forge_rl.worlds.user:SimulatedUser",
+        "verifiers": "forge_rl.worlds.verifiers:VerifiersEnv",
     }
 )
 """Environment factories by name. `NAME:ARGUMENT,KEY=VALUE` calls

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from forge_rl.gateway import vllm_internals as vllm
-from forge_rl.gateway.backend import most_scored_tokens
 from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder, response_messages
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.requests import scores_prompt, template_settings
 from forge_rl.gateway.shared import GatewayContext
-from forge_rl.gateway.tools import read_calls
+from forge_rl.services.policy_backend import most_scored_tokens
+from forge_rl.tokens.tool_parsers import read_calls
 
 T = TypeVar("T")
 

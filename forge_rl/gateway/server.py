@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Receive, Send
 
 from forge_rl.errors import ForgeError
 from forge_rl.gateway import http
-from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ANTHROPIC_PATH, ApiError, to_api_error
 from forge_rl.gateway.gateway_config import GatewayConfig
@@ -32,8 +31,9 @@ from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import GatewayContext
-from forge_rl.gateway.tools import PARSED, ToolParser, parser_for, reasoning_parser_for
+from forge_rl.services.policy_backend import Backend
 from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tool_parsers import PARSED, ToolParser, parser_for, reasoning_parser_for
 from forge_rl.types import Sampling
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.reading import Reader
-from forge_rl.gateway.tools import ToolParser
+from forge_rl.services.policy_backend import Backend
 from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tool_parsers import ToolParser
 
 
 @dataclass(frozen=True, kw_only=True)

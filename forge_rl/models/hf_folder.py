@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Named chat templates other than the default one."""
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", TEMPLATES)
-"""Files of a model that are used, and fetched from the hub: weights (safetensors only), configs, tokenizer and chat templates."""
+"""A model's files, as fetched from the hub: weights (safetensors only), configs, tokenizer and chat templates."""
 OTHER_FORMATS = "consolidated*"
 """Files with the same weights by the names of Llama's or Mistral's authors."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -220,18 +220,9 @@ def attends(until: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
     """Return True where the query at index q of a row sees the key at index k; bool, broadcast shape of q and k.
 
     It does iff the key is in the query's prefix, or the query itself: k <= q < until[k], see `Row.until`. Padding sees
-    only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as dense_mask.
+    only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as a dense mask.
     """
     return (k <= q) & (q < until[k])
-
-
-def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor:
-    """Return the attention mask of a row, [L, L] bool: True where the query (first dim) sees the key (second dim).
-
-    With `first` and `end`, return the mask among those tokens only.
-    """
-    index = torch.arange(first, len(row) if end is None else end, device=row.trees.device)
-    return attends(row.until, index[:, None], index[None, :])
 
 
 Columns: TypeAlias = Mapping[str, Sequence[Sequence[npt.NDArray[Any]]]]

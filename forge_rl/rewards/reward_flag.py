@@ -26,8 +26,8 @@ REWARDS: LazyNames[Callable[..., RewardFunction]] = LazyNames(
         "diversity": "forge_rl.rewards.answers:Diversity",
         "exact": "forge_rl.rewards.answers:Exact",
         "format": "forge_rl.rewards.formats:Format",
-        "function_calls": "forge_rl.rewards.function_calls:FunctionCalls",
-        "ifeval": "forge_rl.rewards.ifeval:IFEval",
+        "function_calls": "forge_rl.harness.function_calls:FunctionCalls",
+        "ifeval": "forge_rl.harness.ifeval:IFEval",
         "json_schema": "forge_rl.rewards.formats:JSONSchema",
         "judge": "forge_rl.rewards.judge:Judge",
         "length": "forge_rl.rewards.lengths:Length",
@@ -36,11 +36,11 @@ REWARDS: LazyNames[Callable[..., RewardFunction]] = LazyNames(
         "model": "forge_rl.rewards.reward_model:RewardModel",
         "number": "forge_rl.rewards.answers:Number",
         "overlong": "forge_rl.rewards.lengths:Overlong",
-        "programs": "forge_rl.rewards.programs:Programs",
+        "programs": "forge_rl.worlds.programs:Programs",
         "reasoning_gym": "forge_rl.rewards.verifiers:ReasoningGymReward",
         "regex": "forge_rl.rewards.formats:Regex",
         "stop_properly": "forge_rl.rewards.shaping:StopProperly",
-        "unit_tests": "forge_rl.rewards.unit_tests:UnitTests",
+        "unit_tests": "forge_rl.worlds.unit_tests:UnitTests",
     }
 )
 """Bundled rewards by name, each a frozen dataclass whose fields are its options."""

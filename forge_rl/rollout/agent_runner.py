@@ -38,7 +38,7 @@ GATEWAY: LazyNames[Callable[..., Any]] = LazyNames(
     {
         "GatewayConfig": "forge_rl.gateway.gateway_config:GatewayConfig",
         "Gateway": "forge_rl.gateway.server:Gateway",
-        "serving_agents": "forge_rl.rollout.agents:serving_agents",
+        "serving_agents": "forge_rl.gateway.agents:serving_agents",
     }
 )
 """What runs use of the gateway: `serving_agents` yields an AgentRunner, `Gateway` serves attached clients' programs."""

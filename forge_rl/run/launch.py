@@ -16,11 +16,11 @@ from rich.text import Text
 
 from forge_rl.errors import ForgeError
 from forge_rl.flags.command_line import parse
-from forge_rl.run.run_dir import choose_folder
+from forge_rl.run.records.run_dir import choose_folder
 from forge_rl.run.target import on_target
 from forge_rl.runtime.isolation import Isolation
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.protocol import LedJob, SubmittedJob
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import LedJob, SubmittedJob
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
 from forge_rl.system.lazy import LazyNames
 from forge_rl.system.streams import outlive_readers
@@ -29,7 +29,7 @@ from forge_rl.system.variables import hide
 
 C = TypeVar("C")
 
-_FORECAST: LazyNames[Callable[[object], None]] = LazyNames({"show": "forge_rl.run.show_forecast:show_forecast"})
+_FORECAST: LazyNames[Callable[[object], None]] = LazyNames({"show": "forge_rl.forecast.show:show_forecast"})
 """Plans of machines that are not here, which few commands ask for."""
 
 _LAST_S = 20.0
@@ -111,7 +111,7 @@ def _tell(error: ForgeError) -> None:
 
 def _show_plan(config: object) -> None:
     """Show the plan of a run on this machine, or on the one that `--on` names."""
-    from forge_rl.run.plan import show_plan
+    from forge_rl.run.plan.memory import show_plan
     from forge_rl.run.run_config import RunConfig
 
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"

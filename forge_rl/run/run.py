@@ -16,18 +16,18 @@ from forge_rl.metrics.display.format import duration
 from forge_rl.packing.rows import PackedBatch, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.after_step import AfterStepQueue
-from forge_rl.run.checkpointing import Checkpointer
-from forge_rl.run.checkpoints import Checkpoint
-from forge_rl.run.gap import GapReport, explain_gap
-from forge_rl.run.kept import Stateful
-from forge_rl.run.knobs import LiveSchedule
-from forge_rl.run.monitor import RunMonitor
-from forge_rl.run.parts import RunParts
-from forge_rl.run.recording import evaluated_episodes, trained_episodes
+from forge_rl.run.checkpoints.checkpointing import Checkpointer
+from forge_rl.run.checkpoints.files import Checkpoint
+from forge_rl.run.checkpoints.kept import Stateful
+from forge_rl.run.checkpoints.parts import RunParts
+from forge_rl.run.live.after_step import AfterStepQueue
+from forge_rl.run.live.knobs import LiveSchedule
+from forge_rl.run.records.gap import GapReport, explain_gap
+from forge_rl.run.records.monitor import RunMonitor
+from forge_rl.run.records.recording import evaluated_episodes, trained_episodes
+from forge_rl.run.records.step_metrics import StepMetrics
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.service_set import RolloutServices, nothing_generated
-from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.processes import idle_collection
 from forge_rl.services.environment import Environment

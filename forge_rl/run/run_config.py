@@ -24,8 +24,8 @@ from forge_rl.run.lora_settings import with_lora
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.protocol import ReplacingJob
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import ReplacingJob
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.reward import RewardService

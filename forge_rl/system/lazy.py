@@ -14,7 +14,7 @@ T = TypeVar("T")
 class LazyNames(Mapping[str, T]):
     """Maps names to objects, each given as MODULE:NAME and imported when it is looked up.
 
-        JOBS: LazyNames[type[Job]] = LazyNames({"slurm": "forge_rl.runtime.jobs.slurm:SlurmJob"})
+        JOBS: LazyNames[type[Job]] = LazyNames({"slurm": "forge_rl.jobs.slurm:SlurmJob"})
         JOBS["slurm"]
 
     Iteration, `len` and `in` import nothing. The core reaches a wing in no other way; see `tests/test_layers.py`.

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from forge_rl.packing.rows import Layout, Row, dense_mask, pack
+from forge_rl.packing.rows import Layout, Row, pack
+from tests.dense_masks import dense_mask
 from tests.fakes import random_batch
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 
 from forge_rl.errors import TaskError
-from forge_rl.rewards.inside import plain
-from forge_rl.rewards.programs import Programs, equal
 from forge_rl.rewards.reward_flag import build_reward
-from forge_rl.rewards.unit_tests import UnitTests
 from forge_rl.sandbox import SandboxError
 from forge_rl.sandbox.fences import fenced_code, last_code
 from forge_rl.types import Score, Task
+from forge_rl.worlds.inside import plain
+from forge_rl.worlds.programs import Programs, equal
+from forge_rl.worlds.unit_tests import UnitTests
 from tests.code_tricks import CALLED, CASES, HONEST, HONEST_PROGRAM, PRINTED, TESTS
 from tests.sandbox_pool import kill_servers, loop_with_pool
 

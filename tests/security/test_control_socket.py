@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import pytest
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.run import control_server as control_module
-from forge_rl.run.attach import AttachedRun
-from forge_rl.run.control_client import ELSEWHERE, SOCKET
-from forge_rl.run.control_server import MOST_BYTES, _check_types, serving_control
 from forge_rl.run.endpoints import check_reachable
+from forge_rl.run.live import control_server as control_module
+from forge_rl.run.live.attach import AttachedRun
+from forge_rl.run.live.control_client import ELSEWHERE, SOCKET
+from forge_rl.run.live.control_server import MOST_BYTES, _check_types, serving_control
 from forge_rl.runtime.local_socket import connect, listening
 from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
 from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, needs_root

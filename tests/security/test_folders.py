@@ -11,7 +11,7 @@ import pytest
 from apps.gateway import Config as Served
 from apps.gateway import serving
 from forge_rl.errors import CheckpointError, ForgeError, ModelError
-from forge_rl.run.run_dir import prepare_folder
+from forge_rl.run.records.run_dir import prepare_folder
 from tests.security.other_user import NOBODY, as_user, needs_root, opens
 from tests.test_run_dir import Config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.metrics import Display, EventSink, PhaseClock, RunInfo, RunLog
-from forge_rl.run.run_dir import as_flat_json, as_json, choose_folder, prepare_folder
+from forge_rl.run.records.run_dir import as_flat_json, as_json, choose_folder, prepare_folder
 
 SECRET = "hunter2"
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from forge_rl.errors import Fault, ForgeError
+from forge_rl.harness.score_tables import print_scores
 from forge_rl.metrics import Display, PhaseClock, RunInfo
-from forge_rl.run.attach import Events
-from forge_rl.run.score_tables import print_scores
+from forge_rl.run.live.attach import Events
 from forge_rl.system.terminal import visible
 from forge_rl.types import Batch, Episode, Group, Score, Task, ToolCall, Turn
 from tests.security.other_user import ROOT

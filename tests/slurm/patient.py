@@ -13,8 +13,8 @@ from pathlib import Path
 from monarch.actor import Actor, endpoint
 
 from forge_rl.run.launch import launch
-from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.protocol import Job, JobListener
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import Job, JobListener
 
 
 class Where(Actor):

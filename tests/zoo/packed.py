@@ -13,7 +13,8 @@ from forge_rl.engines.protocol import Modelling, TrainSettings
 from forge_rl.engines.titan.masks import attention_mask
 from forge_rl.engines.titan.shards import named_weights, names_of
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.packing.rows import Row, dense_mask
+from forge_rl.packing.rows import Row
+from tests.dense_masks import dense_mask
 from tests.fakes import packed, random_batch
 from tests.plain_trainer import InFloat64, share_angles
 

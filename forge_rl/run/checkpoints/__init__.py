@@ -1,0 +1,1 @@
+"""Checkpoints of a run: states of controller and trainer saved together, verified, mirrored and restored."""

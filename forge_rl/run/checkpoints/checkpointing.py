@@ -1,0 +1,392 @@
+"""Saves and restores the states of controller and trainer at the same step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
+from forge_rl.rollout.batches import BatchSource
+from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
+from forge_rl.run.checkpoints.kept import KeptObjects
+from forge_rl.run.checkpoints.parts import RunParts
+from forge_rl.run.live.settings import is_live_state
+from forge_rl.run.lora_settings import checkpoint_bytes
+from forge_rl.run.records.run_dir import read_object, write_json
+from forge_rl.system.folders import is_there, reading
+from forge_rl.system.tasks import ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What belongs together at the end of a step."""
+
+    step: int
+    updates: tuple[int, ...]
+    """Updates taken by the trainer and, if there is one, the critic."""
+    rollouts: dict[str, Any]
+    """State of the batches after the step's, which soon run ahead."""
+    objects: dict[str, Any]
+    """States of the recipe's own objects."""
+
+
+class Checkpointer:
+    """Counts the steps of a run, saves it between steps, and rolls it back to a checkpoint.
+
+        await checkpointer.begin_save()  # the trainer's state is copied
+        ...  # steps, while the copy is written
+        checkpoint = await checkpointer.finish_save()
+
+    Live changes are written to `live.json` immediately, and into each checkpoint; a resumed run restores all of them,
+    including those after its checkpoint, and a rollback keeps them.
+
+    Args:
+        checkpoints: the run folder's checkpoints.
+        parts: what is saved and restored. Any engines and weight store follow the trainer after a restart; the
+            evaluator's scores decide which checkpoint is the best.
+        models: folders of the models that the trainer and, if there is one, the critic began with.
+        warn: called with each problem that does not stop the run.
+        saved: called after each checkpoint.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        parts: RunParts,
+        *,
+        models: Sequence[Path],
+        warn: Callable[[str], None],
+        saved: Callable[[], None] | None = None,
+    ) -> None:
+        self.checkpoints = checkpoints
+        self._services = parts.services
+        self._batches: BatchSource = parts.batches
+        self._evaluator = parts.evaluator
+        self._live = parts.live
+        self._models = models
+        self._warn = warn
+        self._saved = saved
+        self._changes = checkpoints.folder.with_name("live.json")
+        """File of the changes since the last checkpoint."""
+        self._saving: asyncio.Task[Checkpoint | CheckpointError] | None = None
+        self._began = time.monotonic()
+        self._seconds_before = 0.0
+        self.step = 0
+        """Number of finished steps, that is, trained batches."""
+        self.saved: int | None = None
+        """Step of the newest complete checkpoint; None if there is none."""
+        self.rolling_back = False
+        """Whether a rollback has begun and not ended: until then, the run's parts are of different steps."""
+        self._first = parts.batches.state()
+        self.kept = KeptObjects()
+        """The recipe's own objects."""
+        self._note()
+        parts.live.changed.add(self._save_changes)
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of the run, including the time before it was resumed."""
+        return self._seconds_before + time.monotonic() - self._began
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the trainers (policy's, critic's) that took updates since the end of the last step."""
+        trainers, before = self._services.trainers, self._ended.updates
+        return [trainer.name for trainer, updates in zip(trainers, before, strict=True) if trainer.updates != updates]
+
+    def _updates(self) -> tuple[int, ...]:
+        """Return the updates taken by the trainer and, if there is one, the critic."""
+        return tuple(trainer.updates for trainer in self._services.trainers)
+
+    def end_step(self) -> None:
+        """Count a finished step."""
+        self.step += 1
+        self._note()
+
+    def _note(self) -> None:
+        """Record the state that a checkpoint of this step holds."""
+        self._ended = StepState(
+            step=self.step, updates=self._updates(), rollouts=self._batches.state(), objects=self.kept.state()
+        )
+
+    async def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Resume from a checkpoint of an earlier process, if any, which the trainer has loaded, and apply later live
+        changes.
+
+        Raises:
+            CheckpointError: it is incomplete, or its parts are from different steps.
+        """
+        rollouts, live = self._first, None
+        if checkpoint is not None:
+            state = self._read(checkpoint)
+            rollouts, live = state["rollouts"], state["live"]
+            self._seconds_before = float(state["seconds"])
+            self.kept.restore(state.get("kept", {}))
+            try:
+                self._evaluator.restore(state)
+            except ValueError as error:
+                message = f"{checkpoint.folder}/controller.json is invalid: {error}"
+                raise CheckpointError(message, hint=checkpoint.hint) from error
+            self.step = self.saved = checkpoint.step
+        with reading(self._changes):
+            has_changes = is_there(self._changes)
+        live = (self._unsaved_changes() if has_changes else None) or live
+        if live is not None:
+            await self._batches.restore(_with_changes(rollouts, live))
+            await self._live.resume(live)
+        if has_changes:
+            self._save_changes()  # with the current flags
+        self._first = self._batches.state()
+        self._note()
+        self.mark_best()
+
+    async def publish(self) -> int:
+        """Publish the trainer's weights to the engines, if there are any, and restart an evaluation that was in
+        progress; returns the trainer's version."""
+        trainer, rollout = self._services.trainer, self._services.rollout
+        if rollout is not None:
+            await rollout.publish(trainer)
+        self._evaluator.restart()
+        return trainer.version
+
+    async def begin_save(self) -> None:
+        """Begin to write a checkpoint of the last finished step; returns once the trainer's state is copied.
+
+        Waits for the previous checkpoint first. If one cannot be written, that is a warning and the run continues.
+
+        Raises:
+            ConfigError: a trainer has taken updates since the end of the last step.
+            CheckpointError: a rollback was interrupted.
+            ReplicaError: the trainer died.
+        """
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+            self._saving.result()
+        if self.rolling_back:
+            raise CheckpointError(
+                "the run cannot be saved: its rollback was interrupted, so that its parts are of different steps",
+                hint=f"repeat the command: it resumes from step {self.saved or 0}",
+            )
+        if self.trained:
+            raise ConfigError(
+                f"a checkpoint was asked for within step {self.step + 1}, after updates of the {self.trained[0]}",
+                hint="call run.checkpoint() after run.log(), which ends the step",
+            )
+        copied = asyncio.get_running_loop().create_future()
+        self._saving = asyncio.create_task(self._save(copied))
+        await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
+        if self._saving.done():
+            self._saving.result()
+
+    async def finish_save(self) -> Checkpoint | None:
+        """Wait until the last checkpoint begun is written; returns it, or None if there is none.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder is not writable.
+            ReplicaError: the trainer died first.
+        """
+        if self._saving is None:
+            return None
+        await asyncio.wait([self._saving])
+        outcome = self._saving.result()
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+    async def close(self) -> None:
+        """Wait until nothing is being written, ignoring failures."""
+        if self._saving is not None:
+            await ended(self._saving)
+
+    async def _save(self, copied: asyncio.Future[None]) -> Checkpoint | CheckpointError:
+        """Write a checkpoint of the last finished step; returns the error if it cannot be written."""
+        step = self.step
+        try:
+            return await self._write(copied)
+        except CheckpointError as error:
+            self._warn(f"step {step} has no checkpoint: {error}")
+            return error
+
+    async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
+        trainers, step_state = self._services.trainers, self._ended
+        (updates, *critic_updates), step = step_state.updates, step_state.step
+        state = {"step": step, "updates": updates, "batches": step_state.rollouts.get("batches")}
+        state |= {"rollouts": step_state.rollouts, "seconds": self.seconds, "live": self._live.state()}
+        state |= self._evaluator.state() | ({"critic_updates": critic_updates[0]} if critic_updates else {})
+        state |= {"kept": step_state.objects} if step_state.objects else {}
+        await self._hand_to_trainer()
+        writing = self.checkpoints.writing(
+            step,
+            state,
+            bytes_needed=sum(
+                checkpoint_bytes(trainer.lora, trainer.parameters, model)
+                for trainer, model in zip(trainers, self._models, strict=False)
+            ),
+            unscored=self._evaluator.step,
+        )
+        async with writing as folder:
+            places = [folder, folder / "critic"][: len(trainers)]
+            for place in places[1:]:
+                for part in ("model", "training"):
+                    (place / part).mkdir(parents=True)
+            for trainer, place, model in zip(trainers, places, self._models, strict=False):
+                await trainer.save(place, model=model)
+            if self._updates() != step_state.updates:
+                raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
+            copied.set_result(None)
+            for trainer in trainers:
+                await trainer.finish_save()
+        self.saved = step
+        if self.checkpoints.unremoved:
+            self._warn(f"an old checkpoint cannot be removed: {self.checkpoints.unremoved}")
+        self.mark_best()
+        if self._saved is not None:
+            self._saved()
+        return self.checkpoints.of_step(step)
+
+    async def _hand_to_trainer(self) -> None:
+        """Take back shared devices, which the engines hold after an evaluation."""
+        if self._services.rollout is not None:
+            await self._services.rollout.devices.hand_to_trainer(idle=True)
+
+    async def rollback(self) -> int:
+        """Restart trainer and critic from the last intact checkpoint, and roll everything else back to it.
+
+        Returns:
+            The step from which the run continues.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be read at the moment, or none is left undamaged.
+            ServiceError: no trainer restart is left.
+        """
+        self.rolling_back = True
+        if self._saving is not None:  # its writers are gone; wait for any remaining disk operations
+            self._saving.cancel()
+            await asyncio.wait([self._saving])
+            self._saving = None
+        while True:
+            checkpoint = await asyncio.to_thread(self.checkpoints.set_damaged_aside, self._warn)
+            if checkpoint is None:
+                self.checkpoints.check_new()
+            self.saved = checkpoint.step if checkpoint else None
+            try:
+                if self._services.rollout is not None:
+                    await self._services.rollout.devices.free_devices()
+                states = [checkpoint.training, checkpoint.critic] if checkpoint else [None, None]
+                for trainer, state in zip(self._services.trainers, states, strict=False):
+                    await trainer.restart(
+                        state.resolve() if state else None, cause="it is rolled back to the checkpoint"
+                    )
+                await self._follow(checkpoint)
+            except ReplicaError as error:  # it died again; with no restart left, the error is another one
+                if error.service not in {trainer.name for trainer in self._services.trainers}:
+                    raise
+            else:
+                self.rolling_back = False
+                return self.step
+
+    async def _follow(self, checkpoint: Checkpoint | None) -> None:
+        """Bring everything except trainer and critic to the checkpoint's step."""
+        state = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
+        await self._batches.restore(_with_changes(state["rollouts"], self._live.state()))
+        self.kept.restore(state.get("kept", {}))
+        if self._services.rollout is not None:
+            await self._services.rollout.weights.rollback(self._services.trainer.version - 1)
+        self.step = checkpoint.step if checkpoint else 0
+        self._evaluator.rollback(self.step)
+        await self.publish()
+        self._note()
+        self.mark_best()
+
+    async def reset(self, seed: int, optimizer: OptimizerConfig | None = None) -> None:
+        """Bring everything to the state before the first step, in place, with another seed and perhaps optimizer.
+
+        Raises:
+            ConfigError: there are checkpoints, which would be of steps that the run has not taken.
+            TaskError: a source cannot begin again.
+        """
+        if self._saving is not None or self.saved is not None:
+            raise ConfigError(
+                f"the run has checkpoints in {self.checkpoints.folder}, which a reset would leave without their steps",
+                hint="reset a run that writes none: set --checkpoint-every 0, and another --out if it was resumed",
+            )
+        self.rolling_back = True
+        await self._batches.reset(_with_changes(self._first, self._live.state()), seed=seed)
+        self._first = self._batches.state()
+        await self._hand_to_trainer()
+        for trainer in self._services.trainers:
+            await trainer.reset(seed=seed, optimizer=optimizer if trainer is self._services.trainer else None)
+        self.kept.restore({})
+        self.step = 0
+        self._evaluator.rollback(0)
+        await self.publish()
+        self._note()
+        self.rolling_back = False
+
+    def mark_best(self) -> None:
+        """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again.
+
+        After a change of the reward, the one marked before stays until a checkpoint has a score by the new reward.
+        """
+        scores = self._evaluator.comparable
+        if not scores and self._evaluator.scores:
+            return
+        try:
+            self.checkpoints.mark_best(scores)
+        except CheckpointError as error:
+            self._warn(str(error))
+
+    def _read(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Read and check the controller's state."""
+        state, (updates, *critic_updates) = checkpoint.controller_state(), self._updates()
+        match state:
+            case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live) and isinstance(
+                state.get("kept", {}), dict
+            ):
+                batches = state["rollouts"].get("batches")
+            case _:
+                message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"
+                raise CheckpointError(message, hint=checkpoint.hint)
+        parts = {"step": ("the name of step {}", checkpoint.step), "batches": ("rollouts of {} batches", batches)}
+        parts |= {"updates": ("a training state of {} updates", updates)}
+        if critic_updates:
+            parts |= {"critic_updates": ("a critic of {} updates", critic_updates[0])}
+        for name, (part, number) in parts.items():
+            if state.get(name) != number:
+                raise CheckpointError(
+                    f"{checkpoint.folder} holds {part.format(number)}, but a controller state of "
+                    f"{state.get(name)!r:.40}",
+                    hint=checkpoint.hint,
+                )
+        return state
+
+    def _save_changes(self) -> None:
+        try:
+            write_json(self._changes, {"step": self.step, "live": self._live.state()})
+        except OSError as error:
+            self._warn(f"live changes are not saved until the next checkpoint: {error.strerror or error}")
+
+    def _unsaved_changes(self) -> dict[str, Any] | None:
+        """Read the live changes that an earlier process made; None if the checkpoint has them.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        hint = f"delete {self._changes} to resume without the changes since the last checkpoint"
+        match read_object(self._changes, error=CheckpointError, hint=hint):
+            case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
+                return live if made_at >= self.step else None
+        raise CheckpointError(f"{self._changes} cannot be read: it lacks something", hint=hint)
+
+
+def _with_changes(rollouts: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the mixture's live changes into a rollouts state; a state without a mixture is refused on restore."""
+    mixture = rollouts.get("mixture")
+    if not isinstance(mixture, dict):
+        return rollouts
+    return {**rollouts, "mixture": {**mixture, **live["mixture"]["changes"]}}

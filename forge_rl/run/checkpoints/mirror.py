@@ -1,0 +1,264 @@
+"""Copies of a run's checkpoints at an fsspec address, from which a run resumes whose folder is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from forge_rl.errors import CheckpointError
+from forge_rl.metrics.logger import RunLog
+from forge_rl.models.cache import Progress
+from forge_rl.models.resolve import checkpoints_in
+from forge_rl.run.checkpoints.files import MANIFEST, Checkpoint, Checkpoints
+from forge_rl.system.folders import reading
+from forge_rl.system.remote_folders import RemoteFolder
+from forge_rl.system.terminal import clipped
+
+SETTINGS = ("config.json", "versions.json")
+"""Files of the run folder that are copied too, so that a run with other settings is refused."""
+_BEST = "best"
+_STEP = re.compile(r"step-\d{6,12}")
+_MOST_JSON_BYTES = 64 << 20
+_MOST_FILES = 100_000
+
+
+class CheckpointMirror:
+    """Copies checkpoints to an address and back; everybody who can write there decides on the weights.
+
+    The manifest of a checkpoint is written last and removed first: one without it is not there.
+
+        mirror = CheckpointMirror("s3://bucket/run")
+        mirror.restore(folder, check_settings=check, tell=print, progress=show)  # before the run
+        mirror.copy(checkpoints)  # after each save: new ones go there, and removed ones are removed
+
+    Args:
+        address: a folder in any of fsspec's file systems, which only this run writes to.
+
+    Raises:
+        CheckpointError: the address is of an unknown file system.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._files = RemoteFolder(address, flag="--checkpoint-mirror", error=CheckpointError)
+
+    def copy(self, checkpoints: Checkpoints) -> int:
+        """Copy new checkpoints to the address, newest first, and remove old copies; returns the bytes written.
+
+        As many of the newest copies stay as the run keeps checkpoints, and the best, also if the run's folder has lost
+        theirs, which is repaired from these copies.
+
+        Raises:
+            OSError: a file cannot be written or read.
+            CheckpointError: a checkpoint that was written again is damaged.
+        """
+        local, names = {checkpoint.folder.name: checkpoint for checkpoint in checkpoints.all()}, self._folders()
+        complete = self._complete(names)
+        copied_bytes = 0
+        for name in sorted(local, key=_number, reverse=True):
+            if name not in complete or self._is_stale(local[name]):
+                copied_bytes += self._put(local[name])
+        if not local:
+            return 0
+        for name in SETTINGS:
+            self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
+        protected_names = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
+        if (best := checkpoints.best()) is not None:
+            self._files.write(_BEST, best.folder.name.encode())
+        else:
+            protected_names.add(self._best())
+        for name in names - local.keys() - (protected_names & complete):  # also what a killed run left half written
+            self._files.remove(f"{name}/{MANIFEST}")
+            self._files.remove_folder(name)
+        return copied_bytes
+
+    def _is_stale(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the copy is of an earlier write of the same step, and remove its manifest if it is.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, and may not replace the copy.
+        """
+        place, manifest = f"{checkpoint.folder.name}/{MANIFEST}", (checkpoint.folder / MANIFEST).read_bytes()
+        if self._files.read(place, len(manifest)) == manifest:
+            return False
+        if damage := checkpoint.damage():
+            raise CheckpointError(f"{checkpoint.folder} is damaged: {damage}")
+        self._files.remove(place)
+        return True
+
+    def restore(
+        self,
+        folder: Path,
+        *,
+        check_settings: Callable[[Path], Sequence[str]],
+        tell: Callable[[str], None],
+        progress: Progress,
+    ) -> None:
+        """Copy the newest undamaged checkpoint, and the best, into a run's folder, unless it has a newer one.
+
+        Args:
+            folder: the run's, locked.
+            check_settings: called with a folder that has the copied settings; raises an error if they are another
+                run's, and returns lines about permitted changes.
+            tell: called with a line about each checkpoint that cannot be used.
+
+        Raises:
+            CheckpointError: the address cannot be read, or the disk lacks space.
+            ForgeError: raised by `check_settings`.
+        """
+        checkpoints, staged = folder / "checkpoints", folder / ".restored"
+        with reading(checkpoints):
+            local = {path.name for path in checkpoints_in(checkpoints).values()}
+        newest_step = max(map(_number, local), default=-1)
+
+        def bring(name: str) -> bool:
+            if damage := self._fetch(name, staged / "checkpoints" / name, progress):
+                tell(f"the copy of {name} at --checkpoint-mirror cannot be used: {clipped(damage, lines=1, width=300)}")
+                return False
+            checkpoints.mkdir(exist_ok=True)
+            (staged / "checkpoints" / name).rename(checkpoints / name)
+            tell(f"{name} was copied from --checkpoint-mirror")
+            return True
+
+        try:
+            shutil.rmtree(staged, ignore_errors=True)
+            copies = self._complete(self._folders())
+            newer = sorted((name for name in copies if _number(name) > newest_step), key=_number, reverse=True)
+            if not newer:
+                return
+            (staged / "checkpoints" / newer[0]).mkdir(parents=True)  # so that edited code is refused
+            for settings in SETTINGS:
+                self._get(PurePosixPath(settings), staged / settings, _MOST_JSON_BYTES)
+            for line in check_settings(staged):
+                tell(line)
+            restored_name = next((name for name in newer if bring(name)), "")
+            if restored_name and (best := self._best()) in copies - {restored_name, *local}:
+                bring(best)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"--checkpoint-mirror cannot be read: {clipped(str(error), lines=1, width=300)}",
+                hint="check the address and its credentials, or leave the flag out",
+            ) from error
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _best(self) -> str:
+        """Return the name in the file about the best checkpoint at the address, or ""."""
+        return self._files.read(_BEST, 100).decode(errors="replace") if self._files.exists(_BEST) else ""
+
+    def _folders(self) -> set[str]:
+        """Return the names of the checkpoints at the address, also of incomplete ones."""
+        return {name for name in self._files.names() if _STEP.fullmatch(name)}
+
+    def _complete(self, names: set[str]) -> set[str]:
+        return {name for name in names if self._files.exists(f"{name}/{MANIFEST}")}
+
+    def _put(self, checkpoint: Checkpoint) -> int:
+        name, copied_bytes = checkpoint.folder.name, 0
+        manifest = (checkpoint.folder / MANIFEST).read_bytes()
+        for inner, size in _listed(manifest):
+            self._files.put(checkpoint.folder / inner, f"{name}/{inner}")
+            copied_bytes += size
+        self._files.write(f"{name}/{MANIFEST}", manifest)
+        return copied_bytes
+
+    def _fetch(self, name: str, folder: Path, progress: Progress) -> str:
+        """Copy a checkpoint into a new folder; returns its damage, or "".
+
+        Raises:
+            CheckpointError: the disk lacks space.
+        """
+        folder.mkdir(exist_ok=True)
+        try:
+            self._get(PurePosixPath(name, MANIFEST), folder / MANIFEST, _MOST_JSON_BYTES)
+            files = list(_listed((folder / MANIFEST).read_bytes()))
+        except (ValueError, FileNotFoundError) as error:
+            return str(error)
+        total, copied_bytes = sum(size for _, size in files), 0
+        if (free := shutil.disk_usage(folder).free) < total:
+            raise CheckpointError(
+                f"{name} of --checkpoint-mirror has {total / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {folder}",
+                hint="free space, or choose another --out",
+            )
+        for inner, size in files:
+            progress(f"copying {name}", copied_bytes / max(1, total))
+            (folder / inner).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._get(PurePosixPath(name) / inner, folder / inner, size)
+            except FileNotFoundError:
+                return f"{inner} is missing"
+            except ValueError as error:
+                return str(error)
+            copied_bytes += size
+        return Checkpoint(step=_number(name), folder=folder).damage()
+
+    def _get(self, inner: PurePosixPath, target: Path, max_bytes: int) -> None:
+        """Copy a file of at most `max_bytes`.
+
+        Raises:
+            ValueError: it is larger.
+        """
+        if (size := self._files.size(str(inner))) > max_bytes:
+            raise ValueError(f"{inner} has {size} bytes, more than the {max_bytes} expected")
+        self._files.get(str(inner), target)
+
+
+class MirrorTask:
+    """Copies a run's checkpoints in a thread during the run; a failure is a warning, and tried again with the
+    next checkpoint."""
+
+    def __init__(self, mirror: CheckpointMirror, checkpoints: Checkpoints, log: RunLog) -> None:
+        self._mirror, self._checkpoints, self._log = mirror, checkpoints, log
+        self._again = False
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self) -> None:
+        """Start to copy new checkpoints; if a copy is in progress, another one follows it."""
+        self._again = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._copy())
+
+    async def close(self) -> None:
+        """Wait until the last checkpoint is copied."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _copy(self) -> None:
+        while self._again:
+            self._again = False
+            try:
+                copied_bytes = await asyncio.to_thread(self._mirror.copy, self._checkpoints)
+            except Exception as error:
+                if self._again and isinstance(error, FileNotFoundError):
+                    continue  # a checkpoint that newer ones replaced meanwhile
+                cause = clipped(f"{type(error).__name__}: {error}", lines=1, width=300)
+                self._log.warn(f"the checkpoint is not copied to --checkpoint-mirror: {cause}")
+            else:
+                self._log.event(f"checkpoints are copied to --checkpoint-mirror ({copied_bytes / 1e6:.0f} MB)")
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _listed(manifest: bytes) -> Iterator[tuple[PurePosixPath, int]]:
+    """Yield the files of a manifest, which is not trusted, with their sizes.
+
+    Raises:
+        ValueError: it is not a manifest, or names a file outside its folder.
+    """
+    try:
+        entries: dict[str, Any] = json.loads(manifest)["files"]
+        files = [(PurePosixPath(name), int(size)) for name, (size, _) in entries.items()]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} is malformed") from error
+    for path, size in files:
+        if path.is_absolute() or not path.parts or ".." in path.parts or size < 0 or "\0" in str(path):
+            raise ValueError(f"{MANIFEST} names a file that is none of a checkpoint's")
+    if len(files) > _MOST_FILES:
+        raise ValueError(f"{MANIFEST} names {len(files)} files")
+    yield from files

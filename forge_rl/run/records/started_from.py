@@ -1,0 +1,118 @@
+"""The models that a run began with, of `--model` and other flags: a resumed run keeps them, or refuses others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.models.adapters import is_adapter
+from forge_rl.models.digests import model_digests
+from forge_rl.models.resolve import model_in
+from forge_rl.run.records.json_files import read_object, write_json
+from forge_rl.system.folders import is_there
+
+_FILE = "models.json"
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A model that a run began with."""
+
+    name: str
+    """Value of its flag: a folder, a hub id or a bundled model."""
+    folder: str
+    """Folder that this led to, without links; for a hub id, the folder of a revision."""
+    files: dict[str, str]
+    """Digest of each file."""
+
+
+def read_records(run: Path) -> dict[str, ModelRecord]:
+    """Return the models that a run began with, by flag; none for a run without a record.
+
+    Raises:
+        ConfigError: the record cannot be read.
+    """
+    path = run / _FILE
+    if not is_there(path):
+        return {}
+    try:
+        return {flag: ModelRecord(**record) for flag, record in read_object(path).items()}
+    except TypeError as error:
+        raise ConfigError(f"{path} is malformed: {error}", hint="choose another --out") from error
+
+
+def record_model(run: Path, flag: str, name: str, folder: Path) -> None:
+    """Note in a run's folder what a flag led to."""
+    records = read_records(run) | {flag: ModelRecord(name, str(folder), model_digests(folder))}
+    write_json(run / _FILE, {key: asdict(record) for key, record in records.items()})
+
+
+def where_moved(flag: str, record: ModelRecord) -> str:
+    """Describe how the model that a flag leads to changed since the run began; "" if it did not, or is not a folder."""
+    folder = Path(record.name).expanduser()
+    if not folder.is_dir():
+        return ""
+    folder = model_in(folder).resolve()
+    if is_adapter(folder):  # the record is of what it was merged into, with which keep_model compares
+        return ""
+    if not (changed := _changed(record, folder)):
+        return ""
+    before = f"led to {record.folder}" if str(folder) != record.folder else "had other files"
+    return f"{flag} {record.name} leads to {folder} and {before} when the run began: {changed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeeper:
+    """Keeps a run to the models that it began with."""
+
+    run: Path
+    """Folder of the run."""
+    resumes: bool
+    """Whether the run resumes from a checkpoint; otherwise its models are recorded."""
+    force: bool
+    """Whether a model that changed is taken, as by --force-continue."""
+    tell: Callable[[str], None]
+    """Called with a line about each model that is not the one that its flag leads to now, or not the first one."""
+
+    def keep(self, flag: str, name: str, folder: Path, *, weights: bool) -> Path:
+        """Return the folder for a flag that leads to `folder` now: the one that the run began with, where it is
+        unchanged.
+
+        Args:
+            weights: whether a resumed run uses the weights, as a frozen reference or a teacher, or only the other
+                files.
+
+        Raises:
+            ConfigError: the run began with another model, which is not there any more.
+        """
+        record = read_records(self.run).get(flag) if self.resumes else None
+        if record is None or record.name != name:
+            record_model(self.run, flag, name, folder)
+            return folder
+        if not (changed := _changed(record, folder, weights=weights)):
+            return folder
+        original = Path(record.folder)
+        if original != folder and original.is_dir() and not _changed(record, original, weights=weights):
+            self.tell(f"{flag} {name} leads to {folder} now; the run keeps {original}, which it began with")
+            return original
+        if not self.force:
+            raise ConfigError(
+                f"{flag} {name} is not the model that this run began with, {original}: {changed}",
+                hint="put that model back, choose another --out for a new run, or go on with the new one: "
+                "--force-continue",
+            )
+        self.tell(f"{flag} {name} is another model than the run began with: {changed}")
+        record_model(self.run, flag, name, folder)
+        return folder
+
+
+def _changed(record: ModelRecord, folder: Path, *, weights: bool = True) -> str:
+    """Name the files of a folder that differ from a record's, "" if none does."""
+    digests = model_digests(folder)
+    all_names = digests.keys() | record.files.keys()
+    names = sorted(name for name in all_names if digests.get(name) != record.files.get(name))
+    names = [name for name in names if weights or ".safetensors" not in name]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more + (" changed" if names else "")

@@ -1,0 +1,275 @@
+"""The checks of a start, once its hosts are known and before its services start: models, tasks, memory and disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from forge_rl.algorithms.protocol import Loss
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.scan import Lengths, PromptLengths, check_tasks
+from forge_rl.engines.architecture import (
+    Architecture,
+    check_weights,
+    predicting_layers,
+    read_architecture,
+    stored_bytes,
+)
+from forge_rl.engines.context import check_context
+from forge_rl.engines.decode_layout import check_decode_layout
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.speculation import resolve_draft_model
+from forge_rl.metrics import RunLog
+from forge_rl.models.cache import Progress
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.resolve import resolve_model
+from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
+from forge_rl.run.evaluation.evaluator import HELD_OUT
+from forge_rl.run.lora_settings import checkpoint_bytes, lora_lines
+from forge_rl.run.plan.defaults import check_teachers, colocated, with_defaults
+from forge_rl.run.plan.memory import check_state_fits, plan_run, with_spares_that_fit
+from forge_rl.run.plan.placing import PlacedServices
+from forge_rl.run.records.run_dir import check_space
+from forge_rl.run.records.started_from import ModelKeeper
+from forge_rl.run.run_config import RunConfig
+from forge_rl.run.run_models import RunModels
+from forge_rl.run.start.preparation import PreparedRun
+from forge_rl.run.start.setup import RunSetup
+from forge_rl.services.teachers import resolve_teachers
+from forge_rl.services.teachers_config import TeachersConfig
+from forge_rl.services.trainer_config import CriticConfig
+from forge_rl.system.memory import host_bytes
+from forge_rl.tokens.stops import describe_added_stop
+from forge_rl.tokens.template_args import read_template_args
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tool_parsers import ToolParser, parser_for
+from forge_rl.types import Task
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun(Generic[C]):
+    """What was found or chosen by the checks."""
+
+    config: C
+    """The settings, with those chosen that were left open."""
+    model: Path
+    """Hugging Face folder, with weights that can be trained."""
+    reference: bool
+    """Whether the trainer keeps a frozen reference."""
+    values: bool
+    """Whether the trainer has a value model in place of a policy."""
+    shares_devices: bool
+    """Whether trainer and engines share devices."""
+    sets: Mapping[str, Sequence[Task]]
+    """Sets to evaluate on, by name; none if evaluation is off."""
+    critic: CriticConfig | None = None
+    """The critic's settings, with those chosen that were left open; None without a critic."""
+    teachers: TeachersConfig | None = None
+    """Settings of the teachers; None without any."""
+    teacher_folders: Mapping[str, Path] = field(default_factory=dict)
+    """Hugging Face folder of each teacher that has engines of its own, by the name of its model."""
+
+    @property
+    def critic_model(self) -> Path:
+        """Hugging Face folder that the critic starts from."""
+        return Path(self.critic.model) if self.critic is not None and self.critic.model else self.model
+
+
+async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: PlacedServices) -> CheckedRun[C]:
+    """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
+
+    Args:
+        setup: what the run trains on.
+        placed: the hosts of each service.
+
+    Raises:
+        ForgeError: says what does not fit, and what to change.
+    """
+    log, progress = prepared.monitor.log, prepared.monitor.display.progress
+    reference, values = "reference" in setup.loss.needs, "values" in setup.loss.needs
+    keeper = ModelKeeper(
+        run=prepared.folder, resumes=prepared.checkpoint is not None, force=config.force_continue, tell=log.warn
+    )
+    model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
+    keeps_weights = reference or config.lora.rank > 0  # checkpoints then hold adapters of them
+    model = await asyncio.to_thread(keeper.keep, "--model", config.model, model, weights=keeps_weights)
+    drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
+    config = replace(config, generator=replace(config.generator, speculation=drafts))
+    architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
+    unused = [] if architecture.quantized else check_weights(model, architecture, values=values)
+    check_model(config.trainer, config.trainer.ranks, architecture)
+    critic, folders = await asyncio.to_thread(_resolved, config, model, setup, progress, keeper)
+    choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
+    config, critic, choices = await asyncio.to_thread(choosing)
+    if setup.teachers is not None:
+        check_teachers(config, setup.teachers, folders)
+    models = RunModels(
+        policy=model,
+        reference=reference,
+        values=values,
+        critic=critic,
+        teachers=setup.teachers,
+        teacher_folders=folders,
+    )
+    if config.generator.spares and config.starts_engines:
+        needs = await asyncio.to_thread(plan_run, config, models)
+        config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
+    for line in lora_lines(config, values=values):
+        log.event(line)
+    for line in choices:
+        log.event(f"chosen: {line}")
+    check_state_fits(config, models)
+    if architecture.quantized:
+        log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
+        model = await asyncio.to_thread(dequantized, model, config.cache, progress)
+        architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
+        unused = check_weights(model, architecture, values=values)
+    if unused:
+        log.warn(
+            f"{config.model} holds {len(unused)} weights that are not used, such as {unused[0]!r:.120}: checkpoints "
+            "keep them unchanged"
+        )
+    _tell_of_model(config, model, architecture, setup.loss, log)
+    await _check_use(config, prepared, setup, model, architecture)
+    return CheckedRun(
+        config=config,
+        model=model,
+        reference=reference,
+        values=values,
+        shares_devices=colocated(config) and placed.meet,
+        sets=_evaluation_sets(config, setup.mixture, setup.evaluation, log.warn),
+        critic=critic,
+        teachers=setup.teachers,
+        teacher_folders=folders,
+    )
+
+
+def _evaluation_sets(
+    config: RunConfig, mixture: Mixture, evaluation: Mapping[str, Sequence[Task]] | None, warn: Callable[[str], None]
+) -> Mapping[str, Sequence[Task]]:
+    """Return the tasks to evaluate on by set name: `evaluation` if given, else the mixture's own sets."""
+    if not config.evaluation.every:
+        return {}
+    if evaluation is not None:
+        return evaluation
+    sets = mixture.eval_sets(config.evaluation.tasks)
+    if 0 < (num_held_out := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
+        warn(f"there are only {num_held_out} distinct held-out tasks")
+    if not any(sets.values()) and config.evaluation.tasks:
+        warn(
+            "nothing is evaluated, as no task is held out: name some with --eval-tasks, raise --data.held-out-share "
+            "if --tasks are few, or set --evaluation.every 0"
+        )
+    return sets
+
+
+def rounded_rollouts(quantization: str, loss: Loss) -> str:
+    """Return a warning if engines round their weights and the loss does not correct for it, or ""."""
+    correction = getattr(loss, "correction", None)
+    if quantization == "none" or (correction is not None and (correction.mode != "none" or correction.reject)):
+        return ""
+    return (
+        f"engines decode with weights rounded to {quantization}, and the loss does not correct for the difference: "
+        "set --loss NAME:correction=tis, or watch the gap between engine and trainer"
+    )
+
+
+def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, loss: Loss, log: RunLog) -> None:
+    """Warn about weights that contradict config.json or are not trained, and about engines that decode with rounded
+    weights while the loss does not correct for it."""
+    name = config.model
+    if warning := rounded_rollouts(config.generator.quantization, loss):
+        log.warn(warning)
+    if architecture.family.general:
+        log.event(f"{name} is a {architecture.family.model_type!r}: transformers' code trains it, sharded by FSDP")
+    if architecture.untied_by_files:
+        log.warn(
+            f"config.json of {name} has tie_word_embeddings, but its files hold an lm_head.weight that differs from "
+            "the embedding: that head is used and trained, and config.json of checkpoints will say so"
+        )
+    num_listed, num_stored = architecture.predicting_layers, predicting_layers(model, architecture)
+    if num_stored:
+        log.event(f"{name} has {num_stored} multi-token-prediction layers: not trained, exported unchanged")
+    if num_stored < num_listed:
+        log.warn(
+            f"config.json of {name} lists {num_listed} multi-token-prediction layers, its files hold {num_stored}: "
+            "checkpoints will lack them too; give the complete model with --model if engines are to draft with them"
+        )
+
+
+def _resolved(
+    config: RunConfig, model: Path, setup: RunSetup, progress: Progress, keeper: ModelKeeper
+) -> tuple[CriticConfig | None, dict[str, Path]]:
+    """Return the critic's settings with the folder of its model, and the folder of each teacher."""
+    critic, teachers = setup.critic, setup.teachers
+    if critic is not None and critic.model:
+        folder = resolve_model(critic.model, config.cache, progress).resolve()
+        folder = keeper.keep("--critic.model", critic.model, folder, weights=False)
+        if read_architecture(folder).quantized:
+            folder = dequantized(folder, config.cache, progress)
+        check_weights(folder, read_architecture(folder), values=True)
+        critic = replace(critic, model=str(folder))
+    folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
+    kept_folders = {
+        name: keeper.keep(f"teacher {name}", name, folder, weights=True) for name, folder in folders.items()
+    }
+    return critic, kept_folders
+
+
+async def _check_use(
+    config: RunConfig, prepared: PreparedRun, setup: RunSetup, model: Path, architecture: Architecture
+) -> None:
+    """Check the model against the engines, the tasks, the parser of tool calls and the disk's free space."""
+    if config.starts_engines:
+        check_decode_layout(model, config.generator, engines=config.generator.replicas)
+        check_context(architecture, config.generator)
+    args = read_template_args(config.template_args)
+    tokenizer = await asyncio.to_thread(
+        partial(Tokenizer, model, parse_control_tokens=config.parse_control_tokens, template_args=args)
+    )
+    if note := describe_added_stop(tokenizer):
+        prepared.monitor.log.event(note)
+    await _check_tasks(config, prepared, setup.mixture, tokenizer, setup.examples)
+    if config.tool_parser:
+        await ToolParser(config.tool_parser, tokenizer).load()
+    elif setup.uses_tools:
+        await asyncio.to_thread(parser_for, tokenizer)
+    if config.checkpoint_every:
+        bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
+        if config.lora.rank:
+            bytes_each = checkpoint_bytes(config.lora, 0, model)
+        check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
+
+
+async def _check_tasks(
+    config: RunConfig, prepared: PreparedRun, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
+) -> None:
+    """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found."""
+    match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
+        case {"rollouts": {"mixture": dict(saved)}}:
+            mixture.restore_sources(saved)
+
+    limit, measured = config.generator.max_model_len - config.generator.max_tokens, PromptLengths.measured
+    if examples is not None:
+        limit, measured = longest_example(config, tokenizer.folder), ExampleLengths.measured
+
+    def lengths() -> Lengths:
+        if examples is None:
+            return PromptLengths(tokenizer, limit)
+        return ExampleLengths(ExampleMaker(examples, tokenizer, longest=limit))
+
+    progress = prepared.monitor.display.progress
+    scans = await asyncio.to_thread(check_tasks, mixture, lengths, cache=config.cache, progress=progress)
+    for name, scan in scans.items():
+        prepared.monitor.log.event(f"{name}: {scan.describe(limit, measured)}")
+
+
+def longest_example(config: RunConfig, model: Path) -> int:
+    """Return the maximum tokens of an example: a row's, or the model's positions if these are fewer."""
+    return min(config.trainer.longest_row, read_architecture(model).max_positions)

@@ -1,0 +1,105 @@
+"""The end of a run, however it comes: its last evaluation, its checkpoint and its summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge_rl.errors import CheckpointError
+from forge_rl.metrics.sinks import RunOutcome
+from forge_rl.run.checkpoints.checkpointing import Checkpointer
+from forge_rl.run.records.monitor import RunEnd, RunMonitor
+from forge_rl.run.run import Run
+from forge_rl.run.service_set import Services
+
+
+class Ending:
+    """Saves what a run has done when its body has ended, and sums it up."""
+
+    def __init__(self, run: Run[Any], services: Services, checkpointer: Checkpointer, monitor: RunMonitor) -> None:
+        self._run = run
+        self._services = services
+        self._checkpointer = checkpointer
+        self._monitor = monitor
+
+    async def finish(self) -> None:
+        """Complete a run at the end of its body: its summary and, after its last step, its pending evaluation and
+        checkpoint."""
+        if self._run.step < self._run.config.steps:
+            self._summarise("stopped")
+            return
+        await self._run.finish_evaluation()
+        await self._checkpointer.finish_save()
+        self._summarise("finished", show=True)
+
+    async def stop(self, *, show: bool = False) -> None:
+        """Complete a run that was stopped before its last step: its checkpoint, if it writes any, and its summary.
+
+        Args:
+            show: also show the summary.
+        """
+        await self.save()
+        self._summarise("stopped", show=show)
+
+    async def fail(self, error: Exception, cause: str) -> None:
+        """Complete a run that an error ends, as `stop` does, and add the saved step to the error as a note."""
+        try:
+            await self.save()
+        except Exception as save_error:
+            error.add_note(f"step {self._run.step} could not be saved: {save_error}")
+        if (saved_step := self._checkpointer.saved) is not None:
+            folder = self._monitor.folder / "checkpoints"
+            error.add_note(f"step {saved_step} is saved in {folder}; the same command resumes from there")
+        self._summarise("failed", cause)
+
+    async def save(self) -> None:
+        """Save the steps since the last checkpoint, if the run writes checkpoints and its trainers are alive.
+
+        Nothing is saved of a run that was rolling back, whose parts are then of different steps. A step in which only
+        one of trainer and critic took updates is not saved, since the other's may be missing; nor are the steps before
+        it, whose state is gone.
+        """
+        run, trainers, log = self._run, self._services.trainers, self._monitor.log
+        if run.config.checkpoint_every == 0:
+            return
+        if self._checkpointer.rolling_back:
+            log.event(
+                "nothing is saved, as the run was rolling back; the same command resumes from step "
+                f"{self._checkpointer.saved or 0}"
+            )
+            return
+        if not all(trainer.alive for trainer in trainers):
+            return
+        for trainer in trainers:
+            await trainer.wait_idle()
+        await self._checkpointer.close()
+        trained = self._checkpointer.trained
+        if trained and len(trained) < len(trainers):
+            log.event(
+                f"step {run.step + 1} is not saved, as only the {trained[0]} took updates in it; the same command "
+                f"resumes from step {self._checkpointer.saved or 0}"
+            )
+            return
+        if trained:  # stopped within a step whose updates have finished
+            run.log({}, run.batches.last)
+        if run.step not in (0, self._checkpointer.saved):
+            await self._checkpointer.begin_save()
+            await self._checkpointer.finish_save()
+            log.event(f"saved step {run.step}; the same command resumes from there")
+
+    def _summarise(self, outcome: RunOutcome, cause: str = "", *, show: bool = False) -> None:
+        checkpoints = self._checkpointer.checkpoints
+        latest = best = None
+        try:
+            latest, best = checkpoints.latest(), checkpoints.best()
+        except CheckpointError as error:  # the end has another cause, or none
+            self._monitor.log.warn(f"the summary names no checkpoint: {error}")
+        end = RunEnd(
+            outcome=outcome,
+            cause=cause,
+            step=self._run.step,
+            seconds=self._checkpointer.seconds,
+            scores=self._run.scores,
+            checkpoint=latest,
+            best=best,
+        )
+        self._monitor.summarise(end, show=show)

@@ -1,1 +1,0 @@
-"""Jobs: where a run gets its hosts from, by the flag --job."""

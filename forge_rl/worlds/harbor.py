@@ -1,0 +1,235 @@
+"""Reads Harbor task folders: task.toml, instruction.md, environment/, tests/."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_rl.envs.protocol import Env
+from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.envs.task_list import TaskList, split
+from forge_rl.errors import ConfigError, TaskError, check_flags
+from forge_rl.sandbox.fences import SHELL
+from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.session import check_folders
+from forge_rl.types import Message, Task
+from forge_rl.worlds.code_world import CodeSettings, CodeWorld
+from forge_rl.worlds.harbor_trial import HarborSession, working_folder
+from forge_rl.worlds.shell import SHELL_TOOL
+
+_UNSUPPORTED = {
+    "mcp_servers": "MCP servers",
+    "gpus": "a GPU",
+    "tpu": "a TPU",
+    "healthcheck": "services, as it checks their health",
+}
+"""What an environment can name in task.toml."""
+_IN_BLOCKS = (
+    "You work in a shell. Write commands in a block that begins with ```sh, and you are shown their output. Files "
+    "stay; each block starts in the task's folder. Once the task is done, answer without a block: then tests run."
+)
+_IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+_NAMED = 8
+"""Number of tasks listed in an error."""
+_DEPTH = 4
+"""Maximum depth of task folders below the given folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarborTask:
+    """One task folder.
+
+    [task] = read_tasks(Path("tasks/hello-world"))
+    task.needs  # "a container from environment/Dockerfile"
+    """
+
+    name: str
+    """Name from task.toml, or else the folder's name."""
+    folder: Path
+    instructions: Sequence[str]
+    """Text of instruction.md, one per step if the task has steps."""
+    config: Mapping[str, Any] = field(repr=False)
+    """Content of task.toml."""
+
+    @property
+    def has_script(self) -> bool:
+        """Whether a script in the task's folder scores the answer."""
+        return (self.folder / "tests" / "test.sh").is_file()
+
+    @property
+    def needs(self) -> str:
+        """What the task needs that a sandbox session does not have; "" if nothing."""
+        environment, verifier = (self.config.get(section) or {} for section in ("environment", "verifier"))
+        if image := environment.get("docker_image"):
+            return f"a container from {image}"
+        requirement = next((name for name in _IMAGES if (self.folder / "environment" / name).is_file()), "")
+        if requirement:
+            return f"a container from environment/{requirement}"
+        if self.config.get("steps"):
+            return f"{len(self.instructions)} steps"
+        if verifier.get("environment") or verifier.get("environment_mode") == "separate":
+            return "a container of its own for the verifier"
+        for name, description in _UNSUPPORTED.items():
+            if environment.get(name):
+                return description
+        if str(environment.get("os", "linux")).lower() != "linux" or (self.folder / "tests" / "test.bat").is_file():
+            return "Windows"
+        variables = [*(environment.get("env") or {}).values(), *(verifier.get("env") or {}).values()]
+        if requirement := next((str(value) for value in variables if "${" in str(value)), ""):
+            return f"the variable {requirement} of this machine"
+        return _needed_folder(working_folder(environment)) if self.has_script else ""
+
+
+class HarborEnv:
+    """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks.
+
+    If a task has tests/test.sh, the model works in a shell, in a sandbox session without a network and with this
+    machine's programs, which begins with the files of the folder `environment` in the working folder (/app unless
+    task.toml names another). A completion with commands in fenced blocks, or a call of the tool `shell`, runs them;
+    any other completion ends the episode. Then test.sh runs in a fresh session with a copy of the model's files, and
+    the number in /logs/verifier/reward.txt or reward.json is the reward. Without a script, the model answers once,
+    and the run's reward scores the answer. Tasks that need a container are rejected.
+
+    Args:
+        folder: a task, or a folder of tasks.
+        skip: skip tasks that need a container, if there are others.
+        max_turns: maximum completions per episode; after the last, the tests run on the files as they are.
+        timeout_s: seconds that the commands of one completion may run.
+        memory_mib: memory of a session, unless task.toml sets memory_mb; a quarter of it is for files.
+        tool: show the model the schema of `shell`, for models trained to call tools. Blocks work as well.
+        held_out_share: share of held-out tasks; which ones depends only on their instructions.
+
+    Raises:
+        ConfigError: the folder has no tasks, or an option is out of range.
+        TaskError: a task cannot be read; names the file and the cause.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        skip: bool = False,
+        max_turns: int = 20,
+        timeout_s: float = 60.0,
+        memory_mib: int = 1024,
+        tool: bool = False,
+        held_out_share: float = 0.1,
+    ) -> None:
+        self.folder = Path(folder).expanduser()
+        self.timeout_s, self.memory_mib, self.held_out_share = timeout_s, memory_mib, held_out_share
+        minimums = {"memory_mib": 64, "held_out_share": 0}
+        check_flags(self, "--env harbor:", minimum=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
+        self.tasks = read_tasks(self.folder)
+        self._skip = skip
+        self._settings = CodeSettings(
+            flag="--env harbor:",
+            max_turns=max_turns,
+            timeout_s=timeout_s,
+            instruction="" if tool else _IN_BLOCKS,
+            languages=SHELL,
+            shows_schema=tool,
+        )
+
+    @property
+    def in_process(self) -> bool:
+        """Whether its environments only show messages, so that they can run in the controller."""
+        return not any(task.has_script for task in self.tasks)
+
+    def __call__(self, task: Task) -> Env:
+        """Make the environment of one episode."""
+        if not task.truth["has_script"]:
+            return SingleTurn(task)
+        session = HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
+        return CodeWorld(self._settings, task, tool=SHELL_TOOL, session=session)
+
+    def sources(self, seed: int) -> dict[str, TaskList]:
+        """Return the task source.
+
+        Raises:
+            ConfigError: some tasks need a container; lists them.
+            SandboxError: this machine cannot isolate the sessions that the others need.
+        """
+        refused_tasks = [task for task in self.tasks if task.needs]
+        usable_tasks = [task for task in self.tasks if not task.needs]
+        if refused_tasks and not (self._skip and usable_tasks):
+            task_lines = "\n".join(f"  {task.name}: {task.needs}" for task in refused_tasks[:_NAMED])
+            more = f"\n  and {len(refused_tasks) - _NAMED} more" if len(refused_tasks) > _NAMED else ""
+            skip_hint = f"add skip=true to train on the other {len(usable_tasks)}, or " if usable_tasks else ""
+            raise ConfigError(
+                f"{len(refused_tasks)} of {len(self.tasks)} tasks in {self.folder} need what a sandbox does not have:\n"
+                f"{task_lines}{more}",
+                hint=f"{skip_hint}run them with your own agent, start(agent=...): the sandbox has no images",
+            )
+        if any(task.has_script for task in usable_tasks):
+            check_layers("process")
+        name = f"harbor:{self.folder.name}"
+        tasks = [_task(task, name) for task in usable_tasks]
+        train, held_out = split(tasks, self.held_out_share, key=lambda task: task.prompt)
+        return {name: TaskList(name, train, held_out, seed=seed)}
+
+
+def read_tasks(folder: Path) -> list[HarborTask]:
+    """Read all task folders below a folder, or the folder itself if it is a task, sorted by path.
+
+    Raises:
+        ConfigError: there are no tasks.
+        TaskError: a task cannot be read, or two have the same name.
+    """
+    folders = [folder] if (folder / "task.toml").is_file() else sorted(_folders(folder, _DEPTH))
+    if not folders:
+        raise ConfigError(
+            f"{folder} has no Harbor task", hint="name a folder with a task.toml, or a folder of such folders"
+        )
+    tasks = [_read(task_folder) for task_folder in folders]
+    by_name: dict[str, HarborTask] = {}
+    for task in tasks:
+        if (other := by_name.setdefault(task.name, task)) is not task:
+            raise TaskError(
+                f"{other.folder} and {task.folder} are both named {task.name!r}", hint="rename one in its task.toml"
+            )
+    return tasks
+
+
+def _needed_folder(path: str) -> str:
+    """Return a folder if a session cannot show it, or ""."""
+    try:
+        check_folders({path: "work"})
+    except ConfigError:
+        return f"the folder {path!r:.80}"
+    return ""
+
+
+def _folders(folder: Path, depth: int) -> list[Path]:
+    folders = []
+    for path in folder.iterdir() if folder.is_dir() and depth else ():
+        if (path / "task.toml").is_file():
+            folders.append(path)
+        elif path.is_dir() and not path.name.startswith("."):
+            folders += _folders(path, depth - 1)
+    return folders
+
+
+def _read(folder: Path) -> HarborTask:
+    file = folder / "task.toml"
+    try:
+        config = tomllib.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # the TOML error has line and column
+        raise TaskError(f"{file} cannot be read: {error}", hint="fix the file") from None
+    steps = config.get("steps") or []
+    try:
+        files = [folder / "steps" / step["name"] / "instruction.md" for step in steps] or [folder / "instruction.md"]
+        instructions = [path.read_text().strip() for path in files]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TaskError(f"the task {folder} has no instruction: {error!r}", hint="write its instruction.md") from None
+    task_section = config.get("task")
+    name = task_section.get("name") if isinstance(task_section, dict) else None
+    return HarborTask(name=str(name or folder.name), folder=folder, instructions=instructions, config=config)
+
+
+def _task(task: HarborTask, source: str) -> Task:
+    messages: tuple[Message, ...] = ({"role": "user", "content": task.instructions[0]},)
+    truth = {"folder": str(task.folder.absolute()), "config": dict(task.config), "has_script": task.has_script}
+    return Task(id=task.name, source=source, messages=messages, truth=truth)
