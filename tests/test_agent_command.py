@@ -123,30 +123,27 @@ def session(turns: int = 0) -> Any:
     return SimpleNamespace(**urls, task_id="7", turns=(None,) * turns, refusal=None)
 
 
-def test_an_agent_whose_every_start_fails_for_one_cause_ends_the_run(tmp_path: Path):
+async def test_an_agent_whose_every_start_fails_for_one_cause_ends_the_run(tmp_path: Path):
     marker = tmp_path / "installed"
     missing = f"not os.path.exists({str(marker)!r})"
     code = f"import os, sys; print(os.getpid(), file=sys.stderr)\nif {missing}: import lost_package"
     agent = AgentCommand(python(code)).logging_to(tmp_path / "agent.log")
 
-    async def check() -> None:
-        async def fails(times: int) -> None:
-            for _ in range(times):
-                with pytest.raises(AgentError, match="No module named 'lost_package'") as caught:
-                    await agent(TASK, session())
-                assert type(caught.value) is AgentError
+    async def fails(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(AgentError, match="No module named 'lost_package'") as caught:
+                await agent(TASK, session())
+            assert type(caught.value) is AgentError
 
-        await fails(7)
-        marker.touch()
-        assert await agent(TASK, session(turns=1)) is None
-        marker.unlink()
-        await fails(7)
-        with pytest.raises(AgentStartError, match=r"8 processes .* before they called the policy") as caught:
-            await agent(TASK, session())
-        assert "line 2, in <module>\nModuleNotFoundError: No module named" in caught.value.message
-        assert str(tmp_path / "agent.log") in caught.value.hint
-
-    asyncio.run(check())
+    await fails(7)
+    marker.touch()
+    assert await agent(TASK, session(turns=1)) is None
+    marker.unlink()
+    await fails(7)
+    with pytest.raises(AgentStartError, match=r"8 processes .* before they called the policy") as caught:
+        await agent(TASK, session())
+    assert "line 2, in <module>\nModuleNotFoundError: No module named" in caught.value.message
+    assert str(tmp_path / "agent.log") in caught.value.hint
     log = (tmp_path / "agent.log").read_text()
     assert log.count("--- task 7: ended with status 1: ModuleNotFoundError") == 15
     assert log.count("--- task 7: ended with status 0") == 1
@@ -175,9 +172,9 @@ def test_a_log_of_agents_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.stat().st_size < 1700 for path in sorted(tmp_path.iterdir())] == [True, True]
 
 
-def test_python_is_the_interpreter_that_runs_this():
+async def test_python_is_the_interpreter_that_runs_this():
     agent = AgentCommand("python -c 'import sys; print(sys.executable)'")
-    found = asyncio.run(agent(TASK, session(turns=1)))
+    found = await agent(TASK, session(turns=1))
     assert found is not None
     assert Path(found).parent == Path(sys.executable).parent
 
@@ -188,44 +185,38 @@ def test_an_agent_that_fails_since_its_prompt_is_too_long_is_truncated():
     assert (episode.outcome, episode.text) == (Outcome.TRUNCATED, "Hello there.")
 
 
-def test_all_that_it_started_ends_with_it_when_its_time_is_over(tmp_path: Path):
+async def test_all_that_it_started_ends_with_it_when_its_time_is_over(tmp_path: Path):
     started = tmp_path / "pids"
     sleeps = shlex.join(python("import time; time.sleep(600)"))
     code = f"{ASKS}ask()\nimport os, subprocess, time\nchild = subprocess.Popen({sleeps!r}, shell=True)\n" + (
         f"open({str(started)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(600)"
     )
 
-    async def check() -> None:
-        client = PolicyClient(FakeBackend())
-        async with attempts_of(AgentCommand(python(code))) as attempts:
-            attempts = replace(attempts, deadline_s=20.0)
-            working = asyncio.ensure_future(attempts(TASK, client))
-            await until(lambda: started.exists() and len(started.read_text().split()) == 2)
-            client.own_s = 1e9
-            episode = await asyncio.wait_for(working, 120)
-        assert episode.outcome in (Outcome.TRUNCATED, Outcome.ENVIRONMENT_ERROR)
-        pids = [int(pid) for pid in started.read_text().split()]
-        await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-
-    asyncio.run(check())
+    client = PolicyClient(FakeBackend())
+    async with attempts_of(AgentCommand(python(code))) as attempts:
+        attempts = replace(attempts, deadline_s=20.0)
+        working = asyncio.ensure_future(attempts(TASK, client))
+        await until(lambda: started.exists() and len(started.read_text().split()) == 2)
+        client.own_s = 1e9
+        episode = await asyncio.wait_for(working, 120)
+    assert episode.outcome in (Outcome.TRUNCATED, Outcome.ENVIRONMENT_ERROR)
+    pids = [int(pid) for pid in started.read_text().split()]
+    await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
-def test_no_more_run_at_a_time_than_may():
+async def test_no_more_run_at_a_time_than_may():
     code = ASKS + "import os\nask()\nprint(os.getpid())"
     backend = FakeBackend(gate=asyncio.Event())
 
-    async def check() -> None:
-        assert backend.gate is not None
-        agent = AgentCommand(python(code), CommandLimits(at_a_time=2))
-        async with attempts_of(agent) as attempts:
-            working = [asyncio.ensure_future(attempts(TASK, PolicyClient(backend))) for _ in range(4)]
-            await until(lambda: backend.open == 2, 300)
-            backend.gate.set()
-            episodes = await asyncio.gather(*working)
-        assert backend.most_open == 2
-        assert {episode.outcome for episode in episodes} == {Outcome.COMPLETED}
-
-    asyncio.run(check())
+    assert backend.gate is not None
+    agent = AgentCommand(python(code), CommandLimits(at_a_time=2))
+    async with attempts_of(agent) as attempts:
+        working = [asyncio.ensure_future(attempts(TASK, PolicyClient(backend))) for _ in range(4)]
+        await until(lambda: backend.open == 2, 300)
+        backend.gate.set()
+        episodes = await asyncio.gather(*working)
+    assert backend.most_open == 2
+    assert {episode.outcome for episode in episodes} == {Outcome.COMPLETED}
 
 
 AGENT = f"""

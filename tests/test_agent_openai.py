@@ -79,7 +79,7 @@ async def ask(session: Session, text: str = "Hi") -> str:
     return answer.choices[0].message.content or ""
 
 
-def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
+async def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
     async def agent(task: Task, session: Session) -> str:
         async with client_of(session) as client:
             return await solve(client, task.messages[0]["content"], model="fake")
@@ -98,33 +98,27 @@ def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
         assert sum(segment.trained) == len(letters_of("Let me see.")) + len(ids_of("It is 5."))
         assert {asked.sampling.temperature for asked in client.backend.asked} == {0.7}
 
-    asyncio.run(check())
+    await check()
 
 
 @pytest.mark.parametrize(("returned", "scored"), [("5", 1.0), (None, float(len("Hello there.")))])
-def test_what_the_agent_returns_is_scored_or_else_the_last_answer(returned: str | None, scored: float):
+async def test_what_the_agent_returns_is_scored_or_else_the_last_answer(returned: str | None, scored: float):
     async def agent(task: Task, session: Session) -> str | None:
         await ask(session)
         return returned
 
-    async def check() -> None:
-        async with attempts_of(agent) as attempts:
-            assert (await attempts(TASK, PolicyClient(FakeBackend()))).reward == scored
-
-    asyncio.run(check())
+    async with attempts_of(agent) as attempts:
+        assert (await attempts(TASK, PolicyClient(FakeBackend()))).reward == scored
 
 
-def test_an_answer_that_is_cut_off_last_makes_the_episode_truncated():
+async def test_an_answer_that_is_cut_off_last_makes_the_episode_truncated():
     async def agent(task: Task, session: Session) -> str:
         return await ask(session)
 
-    async def check() -> None:
-        async with attempts_of(agent) as attempts:
-            episode = await attempts(TASK, PolicyClient(FakeBackend(), Sampling(max_tokens=2)))
-        assert episode.outcome is Outcome.TRUNCATED
-        assert episode.reward == len(episode.turns[0].text)
-
-    asyncio.run(check())
+    async with attempts_of(agent) as attempts:
+        episode = await attempts(TASK, PolicyClient(FakeBackend(), Sampling(max_tokens=2)))
+    assert episode.outcome is Outcome.TRUNCATED
+    assert episode.reward == len(episode.turns[0].text)
 
 
 def failing(error: Exception) -> FakeBackend:
@@ -140,7 +134,9 @@ def failing(error: Exception) -> FakeBackend:
         (FakeBackend(), "word " * 5000, Outcome.TRUNCATED, ""),
     ],
 )
-def test_why_an_agent_raises_decides_the_outcome(backend: FakeBackend, question: str, outcome: Outcome, problem: str):
+async def test_why_an_agent_raises_decides_the_outcome(
+    backend: FakeBackend, question: str, outcome: Outcome, problem: str
+):
     async def agent(task: Task, session: Session) -> str:
         if question != "Hi":
             await ask(session)
@@ -148,62 +144,50 @@ def test_why_an_agent_raises_decides_the_outcome(backend: FakeBackend, question:
             raise KeyError("lost")
         return await ask(session, question)
 
-    async def check() -> None:
-        async with attempts_of(agent) as attempts:
-            episode = await attempts(TASK, PolicyClient(backend))
-        assert episode.outcome is outcome
-        assert problem in episode.problem
-        assert bool(episode.problem) == (not outcome.scored)
-        assert episode.reward == (len("Hello there.") if outcome.scored else 0)
-
-    asyncio.run(check())
+    async with attempts_of(agent) as attempts:
+        episode = await attempts(TASK, PolicyClient(backend))
+    assert episode.outcome is outcome
+    assert problem in episode.problem
+    assert bool(episode.problem) == (not outcome.scored)
+    assert episode.reward == (len("Hello there.") if outcome.scored else 0)
 
 
-def test_an_error_that_the_agent_overcame_is_no_reason_for_a_later_one():
+async def test_an_error_that_the_agent_overcame_is_no_reason_for_a_later_one():
     async def agent(task: Task, session: Session) -> str:
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             await ask(session, "word " * 5000)
         await ask(session)
         raise KeyError("lost")
 
-    async def check() -> None:
-        async with attempts_of(agent) as attempts:
-            assert (await attempts(TASK, PolicyClient(FakeBackend()))).outcome is Outcome.ENVIRONMENT_ERROR
-
-    asyncio.run(check())
+    async with attempts_of(agent) as attempts:
+        assert (await attempts(TASK, PolicyClient(FakeBackend()))).outcome is Outcome.ENVIRONMENT_ERROR
 
 
-def test_an_agent_that_asks_nothing_gives_nothing_to_train():
+async def test_an_agent_that_asks_nothing_gives_nothing_to_train():
     async def agent(task: Task, session: Session) -> str:
         return "5"
 
-    async def check() -> None:
-        async with attempts_of(agent) as attempts:
-            episode = await attempts(TASK, PolicyClient(FakeBackend()))
-        assert episode.outcome is Outcome.ENVIRONMENT_ERROR
-        assert "no completion" in episode.problem
-
-    asyncio.run(check())
+    async with attempts_of(agent) as attempts:
+        episode = await attempts(TASK, PolicyClient(FakeBackend()))
+    assert episode.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "no completion" in episode.problem
 
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [(ValueError("bad"), Outcome.JUDGE_ERROR), (ReplicaError("died", service="r"), Outcome.INFRASTRUCTURE_ERROR)],
 )
-def test_a_judge_that_fails_is_told_from_one_that_dies(error: Exception, outcome: Outcome):
+async def test_a_judge_that_fails_is_told_from_one_that_dies(error: Exception, outcome: Outcome):
     async def agent(task: Task, session: Session) -> str:
         return await ask(session)
 
-    async def check() -> None:
-        judge = Scorer()
-        judge.error = error
-        async with attempts_of(agent, judge) as attempts:
-            assert (await attempts(TASK, PolicyClient(FakeBackend()))).outcome is outcome
-
-    asyncio.run(check())
+    judge = Scorer()
+    judge.error = error
+    async with attempts_of(agent, judge) as attempts:
+        assert (await attempts(TASK, PolicyClient(FakeBackend()))).outcome is outcome
 
 
-def test_an_agent_that_catches_its_cancellation_is_left_behind_and_ended(monkeypatch: pytest.MonkeyPatch):
+async def test_an_agent_that_catches_its_cancellation_is_left_behind_and_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agents_module, "_GRACE_S", 0.01)
     monkeypatch.setattr(agents_module, "_LEFT_S", 0.2)
     client, rounds, gives_up = PolicyClient(FakeBackend()), 0, asyncio.Event()
@@ -240,17 +224,16 @@ def test_an_agent_that_catches_its_cancellation_is_left_behind_and_ended(monkeyp
             assert attempts.metrics() == {"agents/left_behind": 1.0, "agents/ended": 2.0}
             assert attempts.metrics() == {}
 
-    async def guarded() -> None:
-        try:
-            async with asyncio.timeout(60):
-                await check()
-        finally:
-            gives_up.set()  # else a failure would wait for the agents
-
-    asyncio.run(guarded())
+    try:
+        async with asyncio.timeout(60):
+            await check()
+    finally:
+        gives_up.set()  # else a failure would wait for the agents
 
 
-def test_agents_whose_tasks_ignore_their_cancellation_end_the_run_when_they_are_many(monkeypatch: pytest.MonkeyPatch):
+async def test_agents_whose_tasks_ignore_their_cancellation_end_the_run_when_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(agents_module, "_GRACE_S", 0.01)
     monkeypatch.setattr(agents_module, "_MOST_LEFT", 2)
     end, clients, stubborn = asyncio.Event(), list[PolicyClient](), False
@@ -288,61 +271,52 @@ def test_agents_whose_tasks_ignore_their_cancellation_end_the_run_when_they_are_
             await asyncio.wait(set(attempts._left))
             assert not attempts._left
 
-    async def guarded() -> None:
-        try:
-            async with asyncio.timeout(60):
-                await check()
-        finally:
-            end.set()  # else a failure would wait for the agents
-
-    asyncio.run(guarded())
+    try:
+        async with asyncio.timeout(60):
+            await check()
+    finally:
+        end.set()  # else a failure would wait for the agents
 
 
-def test_answers_of_one_episode_are_decoded_one_at_a_time_and_of_two_side_by_side():
+async def test_answers_of_one_episode_are_decoded_one_at_a_time_and_of_two_side_by_side():
     async def agent(task: Task, session: Session) -> None:
         await asyncio.gather(ask(session, "one"), ask(session, "two"))
 
-    async def check() -> None:
-        gate = asyncio.Event()
-        backends = [FakeBackend(gate=gate), FakeBackend(gate=gate)]
-        async with attempts_of(agent) as attempts, asyncio.TaskGroup() as group:
-            episodes = [group.create_task(attempts(TASK, PolicyClient(backend))) for backend in backends]
-            await until(lambda: all(backend.open for backend in backends))
-            gate.set()
-        assert [len(episode.result().turns) for episode in episodes] == [2, 2]
-        assert [backend.most_open for backend in backends] == [1, 1]
-
-    asyncio.run(check())
+    gate = asyncio.Event()
+    backends = [FakeBackend(gate=gate), FakeBackend(gate=gate)]
+    async with attempts_of(agent) as attempts, asyncio.TaskGroup() as group:
+        episodes = [group.create_task(attempts(TASK, PolicyClient(backend))) for backend in backends]
+        await until(lambda: all(backend.open for backend in backends))
+        gate.set()
+    assert [len(episode.result().turns) for episode in episodes] == [2, 2]
+    assert [backend.most_open for backend in backends] == [1, 1]
 
 
-def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine():
+async def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine():
     async def agent(task: Task, session: Session) -> str:
         return await ask(session)
 
-    async def check() -> None:
-        backend = FakeBackend(gate=asyncio.Event())
-        async with attempts_of(agent) as attempts:
-            episode = asyncio.ensure_future(attempts(TASK, PolicyClient(backend)))
-            await until(lambda: backend.chunks > 0)
-            episode.cancel()
-            await asyncio.wait([episode])
-            assert episode.cancelled()
-            assert (backend.open, backend.aborted) == (0, 1)
-            client = PolicyClient(backend)
-            attempts = replace(attempts, deadline_s=0.1)
-            slow = asyncio.ensure_future(attempts(TASK, client))
-            await until(lambda: backend.chunks > 1)
-            await asyncio.sleep(0.2)
-            assert not slow.done(), "it was paused, or waited for an engine"
-            client.own_s = 0.2
-            assert (await slow).outcome is Outcome.ENVIRONMENT_ERROR
-            assert "longer than 0.1 s" in slow.result().problem
-            assert backend.open == 0
-
-    asyncio.run(check())
+    backend = FakeBackend(gate=asyncio.Event())
+    async with attempts_of(agent) as attempts:
+        episode = asyncio.ensure_future(attempts(TASK, PolicyClient(backend)))
+        await until(lambda: backend.chunks > 0)
+        episode.cancel()
+        await asyncio.wait([episode])
+        assert episode.cancelled()
+        assert (backend.open, backend.aborted) == (0, 1)
+        client = PolicyClient(backend)
+        attempts = replace(attempts, deadline_s=0.1)
+        slow = asyncio.ensure_future(attempts(TASK, client))
+        await until(lambda: backend.chunks > 1)
+        await asyncio.sleep(0.2)
+        assert not slow.done(), "it was paused, or waited for an engine"
+        client.own_s = 0.2
+        assert (await slow).outcome is Outcome.ENVIRONMENT_ERROR
+        assert "longer than 0.1 s" in slow.result().problem
+        assert backend.open == 0
 
 
-def test_an_agent_that_overcame_an_error_of_its_tools_still_has_its_limit():
+async def test_an_agent_that_overcame_an_error_of_its_tools_still_has_its_limit():
     client = PolicyClient(FakeBackend())
 
     async def agent(task: Task, session: Session) -> str:
@@ -351,46 +325,40 @@ def test_an_agent_that_overcame_an_error_of_its_tools_still_has_its_limit():
         await asyncio.Event().wait()
         return "never"
 
-    async def check() -> None:
-        async with attempts_of(agent) as attempts:
-            episode = await replace(attempts, deadline_s=0.5)(TASK, client)
-        assert (episode.outcome, "longer than 0.5 s" in episode.problem) == (Outcome.ENVIRONMENT_ERROR, True)
-
-    asyncio.run(check())
+    async with attempts_of(agent) as attempts:
+        episode = await replace(attempts, deadline_s=0.5)(TASK, client)
+    assert (episode.outcome, "longer than 0.5 s" in episode.problem) == (Outcome.ENVIRONMENT_ERROR, True)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_an_agent_that_asks_again_and_again_is_cut_and_scored_and_one_that_hangs_is_not(hangs: bool):
-    async def check() -> None:
-        client = PolicyClient(FakeBackend())
-        asked = asyncio.Event()
+async def test_an_agent_that_asks_again_and_again_is_cut_and_scored_and_one_that_hangs_is_not(hangs: bool):
+    client = PolicyClient(FakeBackend())
+    asked = asyncio.Event()
 
-        async def agent(task: Task, session: Session) -> str:
-            while True:
-                await ask(session)
-                if hangs:
-                    asked.set()
-                    await asyncio.Event().wait()
-                client.own_s += 0.4
-
-        async with attempts_of(agent) as attempts:
-            running = asyncio.ensure_future(replace(attempts, deadline_s=1.0)(TASK, client))
+    async def agent(task: Task, session: Session) -> str:
+        while True:
+            await ask(session)
             if hangs:
-                await asked.wait()
-                await asyncio.sleep(0.1)  # it has looked meanwhile
-                client.own_s = 2.0
-            episode = await running
+                asked.set()
+                await asyncio.Event().wait()
+            client.own_s += 0.4
+
+    async with attempts_of(agent) as attempts:
+        running = asyncio.ensure_future(replace(attempts, deadline_s=1.0)(TASK, client))
         if hangs:
-            assert episode.outcome is Outcome.ENVIRONMENT_ERROR
-            assert "did not call the policy for half of that time" in episode.problem
-        else:
-            assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, len("Hello there."))
-            assert len(episode.turns) >= 2
+            await asked.wait()
+            await asyncio.sleep(0.1)  # it has looked meanwhile
+            client.own_s = 2.0
+        episode = await running
+    if hangs:
+        assert episode.outcome is Outcome.ENVIRONMENT_ERROR
+        assert "did not call the policy for half of that time" in episode.problem
+    else:
+        assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, len("Hello there."))
+        assert len(episode.turns) >= 2
 
-    asyncio.run(check())
 
-
-def test_an_agent_that_loops_is_told_what_a_session_may_have_and_is_cut():
+async def test_an_agent_that_loops_is_told_what_a_session_may_have_and_is_cut():
     async def loop(task: Task, session: Session) -> str:
         while True:
             await ask(session)
@@ -400,50 +368,41 @@ def test_an_agent_that_loops_is_told_what_a_session_may_have_and_is_cut():
             await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "Hi"}], n=6)
         return ""
 
-    async def check() -> None:
-        async with attempts_of(loop, config=GatewayConfig(session_turns=5)) as attempts:
-            episode = await attempts(TASK, PolicyClient(FakeBackend()))
-            assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 5)
-            many = await replace(attempts, agent=ask_for_many)(TASK, PolicyClient(FakeBackend()))
-            assert (many.outcome, many.turns) == (Outcome.ENVIRONMENT_ERROR, ())
-            assert "6 turns, more than 5 (--gateway.session-turns)" in many.problem
-            each = len(episode.turns[0].context)
-        async with attempts_of(loop, config=GatewayConfig(session_tokens=2 * each)) as attempts:
-            episode = await attempts(TASK, PolicyClient(FakeBackend()))
-            assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 2)
-
-    asyncio.run(check())
+    async with attempts_of(loop, config=GatewayConfig(session_turns=5)) as attempts:
+        episode = await attempts(TASK, PolicyClient(FakeBackend()))
+        assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 5)
+        many = await replace(attempts, agent=ask_for_many)(TASK, PolicyClient(FakeBackend()))
+        assert (many.outcome, many.turns) == (Outcome.ENVIRONMENT_ERROR, ())
+        assert "6 turns, more than 5 (--gateway.session-turns)" in many.problem
+        each = len(episode.turns[0].context)
+    async with attempts_of(loop, config=GatewayConfig(session_tokens=2 * each)) as attempts:
+        episode = await attempts(TASK, PolicyClient(FakeBackend()))
+        assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 2)
 
 
-def test_an_agent_whose_first_prompt_is_too_long_is_no_failure_of_the_agent():
+async def test_an_agent_whose_first_prompt_is_too_long_is_no_failure_of_the_agent():
     async def agent(task: Task, session: Session) -> str:
         return await ask(session, "word " * 5000)
 
-    async def check() -> None:
-        async with attempts_of(agent) as attempts:
-            with pytest.raises(ContextError, match="maximum context length") as caught:
-                await attempts(TASK, PolicyClient(FakeBackend()))
-            assert "--generator.max-model-len" in caught.value.hint
-
-    asyncio.run(check())
+    async with attempts_of(agent) as attempts:
+        with pytest.raises(ContextError, match="maximum context length") as caught:
+            await attempts(TASK, PolicyClient(FakeBackend()))
+        assert "--generator.max-model-len" in caught.value.hint
 
 
-def test_an_agent_whose_request_ends_engines_sees_an_error_and_costs_its_own_episode_alone():
+async def test_an_agent_whose_request_ends_engines_sees_an_error_and_costs_its_own_episode_alone():
     async def agent(task: Task, session: Session) -> str:
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(session)
         assert caught.value.code == "ends_engines"
         raise caught.value
 
-    async def check() -> None:
-        poison = PoisonError("a completion of 9 prompt tokens ended 5 engines", service="generator")
-        async with attempts_of(agent) as attempts:
-            with pytest.raises(PoisonError, match="this request cannot be answered: a completion of 9 prompt tokens"):
-                await attempts(TASK, PolicyClient(FakeBackend(fail=poison)))
-            other = await replace(attempts, agent=lambda _, session: ask(session))(TASK, PolicyClient(FakeBackend()))
-        assert other.outcome is Outcome.COMPLETED
-
-    asyncio.run(check())
+    poison = PoisonError("a completion of 9 prompt tokens ended 5 engines", service="generator")
+    async with attempts_of(agent) as attempts:
+        with pytest.raises(PoisonError, match="this request cannot be answered: a completion of 9 prompt tokens"):
+            await attempts(TASK, PolicyClient(FakeBackend(fail=poison)))
+        other = await replace(attempts, agent=lambda _, session: ask(session))(TASK, PolicyClient(FakeBackend()))
+    assert other.outcome is Outcome.COMPLETED
 
 
 @pytest.mark.long  # in this process, line by line: test_interactive.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import time
 from pathlib import Path
@@ -111,11 +110,11 @@ def test_a_number_is_compared_with_numbers_alone():
         Number()(task("five"), "5")
 
 
-def test_tasks_of_reasoning_gym_are_scored_by_their_verifier():
+async def test_tasks_of_reasoning_gym_are_scored_by_their_verifier():
     drawn = ReasoningGymSource("chain_sum", {}, 0, 0.1).draw()
     entry = drawn.truth["entry"]
     assert isinstance(entry, dict)
-    score = asyncio.run(_awaited(Auto()(drawn, f"It is {entry['answer']}.")))
+    score = await _awaited(Auto()(drawn, f"It is {entry['answer']}."))
     assert (score.total, score.answer) == (1.0, entry["answer"])
 
 
@@ -123,25 +122,22 @@ def test_a_pattern_that_backtracks_for_ever_scores_zero():
     assert Regex(pattern="(a|aa)+$", timeout_s=0.1)(task(), "a" * 80 + "b").total == 0.0
 
 
-def test_json_is_held_against_its_schema(tmp_path: Path):
+async def test_json_is_held_against_its_schema(tmp_path: Path):
     schema = tmp_path / "s.json"
     schema.write_text('{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}')
     reward = JSONSchema(schema=schema, parsed=0.2)
     schema.unlink()  # it travels with the reward
 
-    async def main() -> None:
-        assert await reward(task(), '{"age": 5}') == Score(total=1.0, parts={"parsed": 1.0}, answer='{"age": 5}')
-        assert (await reward(task(), 'Here it is:\n```json\n{"age": 5}\n```\n')).total == 1.0
-        assert (await reward(task(), '{"age": "5"}')).total == 0.2
-        for text in ("age: 5", "", "[" * 50_000, "1" * 200_000, '{"age": NaN}', '{"age": 5, "size": 1e400}'):
-            assert await reward(task(), text) == Score(total=0.0, parts={"parsed": 0.0})
-        # A pattern that backtracks for ever costs its completion alone.
-        schema.write_text('{"pattern": "^(a|aa)+$"}')
-        slow = JSONSchema(schema=schema, timeout_s=1.0)
-        assert (await slow(task(), f'"{"a" * 80}b"')).total == 0.0
-        assert (await slow(task(), '"aaa"')).total == 1.0
-
-    asyncio.run(main())
+    assert await reward(task(), '{"age": 5}') == Score(total=1.0, parts={"parsed": 1.0}, answer='{"age": 5}')
+    assert (await reward(task(), 'Here it is:\n```json\n{"age": 5}\n```\n')).total == 1.0
+    assert (await reward(task(), '{"age": "5"}')).total == 0.2
+    for text in ("age: 5", "", "[" * 50_000, "1" * 200_000, '{"age": NaN}', '{"age": 5, "size": 1e400}'):
+        assert await reward(task(), text) == Score(total=0.0, parts={"parsed": 0.0})
+    # A pattern that backtracks for ever costs its completion alone.
+    schema.write_text('{"pattern": "^(a|aa)+$"}')
+    slow = JSONSchema(schema=schema, timeout_s=1.0)
+    assert (await slow(task(), f'"{"a" * 80}b"')).total == 0.0
+    assert (await slow(task(), '"aaa"')).total == 1.0
 
 
 @pytest.mark.parametrize(
@@ -169,11 +165,11 @@ def test_text_that_patterns_would_take_hours_for_is_read_at_once(piece: str):
         extract(how, text * 20)
 
 
-def test_a_schema_never_reaches_for_the_network(tmp_path: Path):
+async def test_a_schema_never_reaches_for_the_network(tmp_path: Path):
     schema = tmp_path / "s.json"
     schema.write_text('{"$ref": "http://127.0.0.1:9/other.json"}')
     with pytest.raises(Exception, match="Unresolvable: http://127"):
-        asyncio.run(JSONSchema(schema=schema)(task(), "{}"))
+        await JSONSchema(schema=schema)(task(), "{}")
 
 
 def test_answers_that_others_give_too_score_less():
@@ -183,44 +179,38 @@ def test_answers_that_others_give_too_score_less():
     assert [score.total for score in Diversity()(task("x"), episodes[:1])] == [1.0]
 
 
-def test_mathematics_is_compared_however_it_is_written():
+async def test_mathematics_is_compared_however_it_is_written():
     pytest.importorskip("math_verify")
 
-    async def main() -> None:
-        reward = Maths(timeout_s=20.0, processes=1)
-        for truth, text, total in (
-            ("1/2", r"so it is \boxed{0.5}", 1.0),
-            (r"\frac{1}{2}", r"the answer is $\frac{2}{4}$", 1.0),
-            ("(1,2)", r"\boxed{(1, 2)}", 1.0),
-            (r"\sqrt{8}", r"It is $2\sqrt{2}$.", 1.0),
-            ("x^2+1", "<answer>1 + x^2</answer>", 1.0),
-            ("42", "I think 43", 0.0),
-            ("42", "", 0.0),
-            (["41", "42"], "42", 1.0),
-        ):
-            assert (await reward(task(truth), text)).total == total, text
-        # Two that are equal have one answer, for a majority.
-        first, second = [(await reward(task("1/2"), text)).answer for text in (r"\boxed{0.5}", r"\boxed{\frac12}")]
-        assert first == second == "0.5"
-        auto = Auto()(task(r"\frac{1}{2}"), r"\boxed{2/4}")
-        assert (await _awaited(auto)).total == 1.0
-
-    asyncio.run(main())
+    reward = Maths(timeout_s=20.0, processes=1)
+    for truth, text, total in (
+        ("1/2", r"so it is \boxed{0.5}", 1.0),
+        (r"\frac{1}{2}", r"the answer is $\frac{2}{4}$", 1.0),
+        ("(1,2)", r"\boxed{(1, 2)}", 1.0),
+        (r"\sqrt{8}", r"It is $2\sqrt{2}$.", 1.0),
+        ("x^2+1", "<answer>1 + x^2</answer>", 1.0),
+        ("42", "I think 43", 0.0),
+        ("42", "", 0.0),
+        (["41", "42"], "42", 1.0),
+    ):
+        assert (await reward(task(truth), text)).total == total, text
+    # Two that are equal have one answer, for a majority.
+    first, second = [(await reward(task("1/2"), text)).answer for text in (r"\boxed{0.5}", r"\boxed{\frac12}")]
+    assert first == second == "0.5"
+    auto = Auto()(task(r"\frac{1}{2}"), r"\boxed{2/4}")
+    assert (await _awaited(auto)).total == 1.0
 
 
-def test_an_answer_that_math_verify_hangs_on_is_wrong_and_the_next_one_is_compared():
+async def test_an_answer_that_math_verify_hangs_on_is_wrong_and_the_next_one_is_compared():
     pytest.importorskip("math_verify")
 
-    async def main() -> None:
-        reward = Maths(timeout_s=1.0, processes=1)
-        tower = "9^{9^{9^{9^{9}}}}"
-        # Our own comparison is bounded. Only what it cannot read, written in the same signs, is math-verify's.
-        assert await reward(task("x+1"), rf"\boxed{{{tower}}}") == Score(total=0.0, parts={"late": 0.0}, answer=tower)
-        score = await reward(task(rf"\int_0^1 {tower} dx"), rf"\boxed{{\int_0^1 dx {tower}}}")
-        assert (score.total, score.parts) == (0.0, {"late": 1.0})
-        assert (await reward(task("x+1"), "1+x")).total in (0.0, 1.0)  # late too, where the machine is busy
-
-    asyncio.run(main())
+    reward = Maths(timeout_s=1.0, processes=1)
+    tower = "9^{9^{9^{9^{9}}}}"
+    # Our own comparison is bounded. Only what it cannot read, written in the same signs, is math-verify's.
+    assert await reward(task("x+1"), rf"\boxed{{{tower}}}") == Score(total=0.0, parts={"late": 0.0}, answer=tower)
+    score = await reward(task(rf"\int_0^1 {tower} dx"), rf"\boxed{{\int_0^1 dx {tower}}}")
+    assert (score.total, score.parts) == (0.0, {"late": 1.0})
+    assert (await reward(task("x+1"), "1+x")).total in (0.0, 1.0)  # late too, where the machine is busy
 
 
 def hangs(seconds: float) -> float:
@@ -245,19 +235,16 @@ def environment() -> list[str]:
     return sorted(os.environ)
 
 
-def test_a_worker_that_hangs_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatch):
+async def test_a_worker_that_hangs_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_API_KEY", "k")
 
-    async def main() -> None:
-        late = Workers(__name__, "hangs", processes=1, deadline_s=1.0)
-        assert await late(60) is None
-        assert await late(0) == 0
-        dying = Workers(__name__, "fails", processes=1, deadline_s=60.0)
-        assert await dying("die") is None
-        with pytest.raises(ForgeError, match="ValueError: mine"):
-            await dying("mine")
-        assert "MY_API_KEY" not in str(await Workers(__name__, "environment", processes=1, deadline_s=60.0)())
-        with pytest.raises(ForgeError, match="did not start: No module named 'gone'"):
-            await Workers("gone", "f", processes=1, deadline_s=1.0)()
-
-    asyncio.run(main())
+    late = Workers(__name__, "hangs", processes=1, deadline_s=1.0)
+    assert await late(60) is None
+    assert await late(0) == 0
+    dying = Workers(__name__, "fails", processes=1, deadline_s=60.0)
+    assert await dying("die") is None
+    with pytest.raises(ForgeError, match="ValueError: mine"):
+        await dying("mine")
+    assert "MY_API_KEY" not in str(await Workers(__name__, "environment", processes=1, deadline_s=60.0)())
+    with pytest.raises(ForgeError, match="did not start: No module named 'gone'"):
+        await Workers("gone", "f", processes=1, deadline_s=1.0)()

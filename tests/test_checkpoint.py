@@ -122,33 +122,30 @@ def test_a_broken_controller_file_names_the_folder_to_delete(tmp_path: Path) -> 
         latest.controller_state()
 
 
-def test_the_loop_goes_on_while_the_disk_is_slow_and_a_cancelled_write_is_over_when_it_says_so(
+async def test_the_loop_goes_on_while_the_disk_is_slow_and_a_cancelled_write_is_over_when_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        checkpoints, loop = Checkpoints(tmp_path, keep=2), asyncio.get_running_loop()
-        syncing, go_on = asyncio.Event(), threading.Event()
+    checkpoints, loop = Checkpoints(tmp_path, keep=2), asyncio.get_running_loop()
+    syncing, go_on = asyncio.Event(), threading.Event()
 
-        def fsync(fd: int) -> None:
-            loop.call_soon_threadsafe(syncing.set)
-            assert go_on.wait(60), "the loop does not go on"
+    def fsync(fd: int) -> None:
+        loop.call_soon_threadsafe(syncing.set)
+        assert go_on.wait(60), "the loop does not go on"
 
-        async def save() -> None:
-            async with checkpoints.writing(3, {"step": 3}, bytes_needed=0):
-                pass
+    async def save() -> None:
+        async with checkpoints.writing(3, {"step": 3}, bytes_needed=0):
+            pass
 
-        monkeypatch.setattr(os, "fsync", fsync)
-        saving = asyncio.create_task(save())
-        await syncing.wait()
-        saving.cancel()
-        await asyncio.sleep(0)
-        assert not saving.done()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await saving
-        assert [checkpoint.step for checkpoint in checkpoints.all()] == [3], "no thread writes on behind it"
-
-    asyncio.run(run())
+    monkeypatch.setattr(os, "fsync", fsync)
+    saving = asyncio.create_task(save())
+    await syncing.wait()
+    saving.cancel()
+    await asyncio.sleep(0)
+    assert not saving.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [3], "no thread writes on behind it"
 
 
 def flip(path: Path) -> None:

@@ -165,84 +165,77 @@ async def save(checkpointer: Checkpointer) -> Checkpoint:
     return saved
 
 
-def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_it(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        first = checkpointer_of(parts, tmp_path)
-        scores_of(first)[0] = 0.25
-        parts.step(first)
-        parts.step(first)
-        saved = await save(first)
-        assert (saved.step, first.saved) == (2, 2)
-        state = saved.controller_state()
-        assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
-        assert state == {"format": 2, "step": 2, "updates": 4, "batches": 2, "rollouts": {"batches": 2}} | {
-            "scores": {"0": 0.25},
-            "scores_by": {},
-            "evaluation": None,
-            "live": UNCHANGED,
-        }
+async def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_it(tmp_path: Path) -> None:
+    parts = Parts()
+    first = checkpointer_of(parts, tmp_path)
+    scores_of(first)[0] = 0.25
+    parts.step(first)
+    parts.step(first)
+    saved = await save(first)
+    assert (saved.step, first.saved) == (2, 2)
+    state = saved.controller_state()
+    assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
+    assert state == {"format": 2, "step": 2, "updates": 4, "batches": 2, "rollouts": {"batches": 2}} | {
+        "scores": {"0": 0.25},
+        "scores_by": {},
+        "evaluation": None,
+        "live": UNCHANGED,
+    }
 
-        again = Parts()
-        again.version, again.updates = 2, 4  # it loaded the training state
-        second = checkpointer_of(again, tmp_path)
-        await second.resume(saved)
-        assert (again.batches, scores_of(second), second.saved, second.step) == (2, {0: 0.25}, 2, 2)
-
-    asyncio.run(check())
+    again = Parts()
+    again.version, again.updates = 2, 4  # it loaded the training state
+    second = checkpointer_of(again, tmp_path)
+    await second.resume(saved)
+    assert (again.batches, scores_of(second), second.saved, second.step) == (2, {0: 0.25}, 2, 2)
 
 
-def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_dies_meanwhile(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts(ReplicaError("killed", service="trainer"), ReplicaError("killed", service="trainer"))
-        checkpointer = checkpointer_of(parts, tmp_path)
-        for _ in range(2):
-            parts.step(checkpointer)
-        await save(checkpointer)
-        assert parts.done == ["devices to the trainer", "save", "saved"], "engines had them"
-        parts.done.clear()
+async def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_dies_meanwhile(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(ReplicaError("killed", service="trainer"), ReplicaError("killed", service="trainer"))
+    checkpointer = checkpointer_of(parts, tmp_path)
+    for _ in range(2):
         parts.step(checkpointer)
-        scores_of(checkpointer).update({0: 0.1, 2: 0.2, 3: 0.3})
-        assert await checkpointer.rollback() == 2
-        assert parts.done == [
-            *["devices cleared", "restart at 2"] * 3,
-            "forget all after 1",
-            "publish 2",
-            "load 2",
-        ]
-        assert not checkpointer.trained
-        assert (parts.batches, scores_of(checkpointer), checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
+    await save(checkpointer)
+    assert parts.done == ["devices to the trainer", "save", "saved"], "engines had them"
+    parts.done.clear()
+    parts.step(checkpointer)
+    scores_of(checkpointer).update({0: 0.1, 2: 0.2, 3: 0.3})
+    assert await checkpointer.rollback() == 2
+    assert parts.done == [
+        *["devices cleared", "restart at 2"] * 3,
+        "forget all after 1",
+        "publish 2",
+        "load 2",
+    ]
+    assert not checkpointer.trained
+    assert (parts.batches, scores_of(checkpointer), checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
 
-    asyncio.run(check())
 
+async def test_objects_of_the_recipe_follow_checkpoints_rollbacks_and_new_processes(tmp_path: Path) -> None:
+    parts = Parts()
+    first, entropy = checkpointer_of(parts, tmp_path), AdaptiveEntropy(target=1.0, delta=0.25)
+    first.kept.add("entropy", entropy)
+    entropy.update(0.5)
+    parts.step(first)
+    entropy.update(0.5)  # of the next step
+    saved = await save(first)
+    assert saved.controller_state()["kept"] == {"entropy": {"coefficient": 0.25, "is_low": 1.0}}
+    assert await first.rollback() == 1
+    assert entropy.coefficient == 0.25
 
-def test_objects_of_the_recipe_follow_checkpoints_rollbacks_and_new_processes(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        first, entropy = checkpointer_of(parts, tmp_path), AdaptiveEntropy(target=1.0, delta=0.25)
-        first.kept.add("entropy", entropy)
-        entropy.update(0.5)
-        parts.step(first)
-        entropy.update(0.5)  # of the next step
-        saved = await save(first)
-        assert saved.controller_state()["kept"] == {"entropy": {"coefficient": 0.25, "is_low": 1.0}}
-        assert await first.rollback() == 1
-        assert entropy.coefficient == 0.25
+    again = Parts()
+    again.version, again.updates = 1, 2
+    second, other = checkpointer_of(again, tmp_path), AdaptiveEntropy(target=1.0)
+    await second.resume(saved)
+    second.kept.add("entropy", other)
+    assert other.coefficient == 0.25
 
-        again = Parts()
-        again.version, again.updates = 1, 2
-        second, other = checkpointer_of(again, tmp_path), AdaptiveEntropy(target=1.0)
-        await second.resume(saved)
-        second.kept.add("entropy", other)
-        assert other.coefficient == 0.25
-
-        fresh, entropy = checkpointer_of(Parts(), tmp_path / "other"), AdaptiveEntropy(target=1.0, initial=0.5)
-        fresh.kept.add("entropy", entropy)
-        entropy.update(0.5)
-        assert await fresh.rollback() == 0
-        assert entropy.coefficient == 0.5, "as it was added"
-
-    asyncio.run(check())
+    fresh, entropy = checkpointer_of(Parts(), tmp_path / "other"), AdaptiveEntropy(target=1.0, initial=0.5)
+    fresh.kept.add("entropy", entropy)
+    entropy.update(0.5)
+    assert await fresh.rollback() == 0
+    assert entropy.coefficient == 0.5, "as it was added"
 
 
 def test_an_object_whose_state_is_not_json_is_refused(tmp_path: Path) -> None:
@@ -256,70 +249,66 @@ def test_an_object_whose_state_is_not_json_is_refused(tmp_path: Path) -> None:
         checkpointer_of(Parts(), tmp_path).kept.add("odd", Odd())
 
 
-def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_comes_late(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        checkpoints = checkpointer.checkpoints
+async def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_comes_late(
+    tmp_path: Path,
+) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    checkpoints = checkpointer.checkpoints
 
-        def best() -> int | None:
-            found = checkpoints.best()
-            return found.step if found else None
+    def best() -> int | None:
+        found = checkpoints.best()
+        return found.step if found else None
 
-        found: list[object] = []
-        note_score(checkpointer, 0, 0.9)  # of no checkpoint
-        for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, None)):
-            parts.step(checkpointer)
-            if score is not None:
-                checkpointer._evaluator.start(step, step)
-            await save(checkpointer)
-            found.append(best())
-            if score is not None and step != 4:
-                note_score(checkpointer, step, score)
-        assert found == [None, 1, 2, 2, 2]
-        assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5], "4 may be the best yet"
-        note_score(checkpointer, 4, 0.7)
-        assert best() == 2, "of equal ones the first"
-        note_score(checkpointer, 4, 0.8)
-        assert best() == 4
-
-        again = checkpointer_of(Parts(), tmp_path)
-        again._services.trainer.updates = 10
-        saved = checkpoints.latest()
-        assert saved is not None
-        await again.resume(saved)
-        assert again._evaluator.step == 4, "its score was not known when step 5 was saved"
-        assert best() == 2
-
-        note_score(checkpointer_of(Parts(), tmp_path, keeps_best=False), 5, 9.0)
-        assert best() == 2, "it is not asked for"
-
-        other = checkpointer_of(Parts(), tmp_path)
-        other._evaluator.restore({"scores": {"4": 0.9}, "scores_by": {"4": "another reward"}, "evaluation": None})
-        other.mark_best()
-        assert best() == 2, "scores by another reward decide nothing"
-
-    asyncio.run(check())
-
-
-def test_a_rollback_forgets_an_evaluation_of_a_step_that_is_done_again(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        for step in (1, 2):
-            parts.step(checkpointer)
-            note_score(checkpointer, step, 0.1 * step)
-            await save(checkpointer)
-        evaluator = checkpointer._evaluator
-        evaluator.start(2, 2)
-        await checkpointer.rollback()
-        assert (evaluator.step, len(parts.evaluations)) == (2, 2), "the weights are the same: it is started again"
+    found: list[object] = []
+    note_score(checkpointer, 0, 0.9)  # of no checkpoint
+    for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, None)):
         parts.step(checkpointer)
-        evaluator.start(3, 3)
-        await checkpointer.rollback()
-        assert (evaluator.step, len(parts.evaluations)) == (None, 3)
+        if score is not None:
+            checkpointer._evaluator.start(step, step)
+        await save(checkpointer)
+        found.append(best())
+        if score is not None and step != 4:
+            note_score(checkpointer, step, score)
+    assert found == [None, 1, 2, 2, 2]
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5], "4 may be the best yet"
+    note_score(checkpointer, 4, 0.7)
+    assert best() == 2, "of equal ones the first"
+    note_score(checkpointer, 4, 0.8)
+    assert best() == 4
 
-    asyncio.run(check())
+    again = checkpointer_of(Parts(), tmp_path)
+    again._services.trainer.updates = 10
+    saved = checkpoints.latest()
+    assert saved is not None
+    await again.resume(saved)
+    assert again._evaluator.step == 4, "its score was not known when step 5 was saved"
+    assert best() == 2
+
+    note_score(checkpointer_of(Parts(), tmp_path, keeps_best=False), 5, 9.0)
+    assert best() == 2, "it is not asked for"
+
+    other = checkpointer_of(Parts(), tmp_path)
+    other._evaluator.restore({"scores": {"4": 0.9}, "scores_by": {"4": "another reward"}, "evaluation": None})
+    other.mark_best()
+    assert best() == 2, "scores by another reward decide nothing"
+
+
+async def test_a_rollback_forgets_an_evaluation_of_a_step_that_is_done_again(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    for step in (1, 2):
+        parts.step(checkpointer)
+        note_score(checkpointer, step, 0.1 * step)
+        await save(checkpointer)
+    evaluator = checkpointer._evaluator
+    evaluator.start(2, 2)
+    await checkpointer.rollback()
+    assert (evaluator.step, len(parts.evaluations)) == (2, 2), "the weights are the same: it is started again"
+    parts.step(checkpointer)
+    evaluator.start(3, 3)
+    await checkpointer.rollback()
+    assert (evaluator.step, len(parts.evaluations)) == (None, 3)
 
 
 def test_closing_takes_no_note_of_how_a_checkpoint_failed_whose_trainer_died(tmp_path: Path) -> None:
@@ -342,128 +331,110 @@ def test_closing_takes_no_note_of_how_a_checkpoint_failed_whose_trainer_died(tmp
 
 
 @pytest.mark.parametrize("place", ["restart", "restore", "rollback", "publish", "load"])
-def test_a_stop_or_an_error_in_a_rollback_saves_nothing_and_the_next_rollback_makes_the_run_whole(
+async def test_a_stop_or_an_error_in_a_rollback_saves_nothing_and_the_next_rollback_makes_the_run_whole(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        for _ in range(2):
-            parts.step(checkpointer)
-        await save(checkpointer)
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    for _ in range(2):
         parts.step(checkpointer)
-        parts.last, reached = "the batch of step 3", asyncio.Event()  # type: ignore[attr-defined]
+    await save(checkpointer)
+    parts.step(checkpointer)
+    parts.last, reached = "the batch of step 3", asyncio.Event()  # type: ignore[attr-defined]
 
-        async def hang(*_: object, **__: object) -> None:
-            reached.set()
-            await asyncio.sleep(3600)
+    async def hang(*_: object, **__: object) -> None:
+        reached.set()
+        await asyncio.sleep(3600)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(parts, place, hang)
-            rolling = asyncio.create_task(checkpointer.rollback())
-            await reached.wait()
-            rolling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await rolling
-        log = SimpleNamespace(event=parts.done.append)
-        monitor = SimpleNamespace(log=log, folder=tmp_path, summarise=lambda *_, **__: None)
-        run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint_every=1), step=checkpointer.step, scores={})
-        await Ending(run, checkpointer._services, checkpointer, cast(Any, monitor)).stop()
-        assert parts.done[-1] == "nothing is saved, as the run was rolling back; the same command resumes from step 2"
-        with pytest.raises(CheckpointError, match="its rollback was interrupted"):
-            await checkpointer.begin_save()
-        assert [checkpoint.step for checkpoint in checkpointer.checkpoints.all()] == [2]
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, place, hang)
+        rolling = asyncio.create_task(checkpointer.rollback())
+        await reached.wait()
+        rolling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rolling
+    log = SimpleNamespace(event=parts.done.append)
+    monitor = SimpleNamespace(log=log, folder=tmp_path, summarise=lambda *_, **__: None)
+    run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint_every=1), step=checkpointer.step, scores={})
+    await Ending(run, checkpointer._services, checkpointer, cast(Any, monitor)).stop()
+    assert parts.done[-1] == "nothing is saved, as the run was rolling back; the same command resumes from step 2"
+    with pytest.raises(CheckpointError, match="its rollback was interrupted"):
+        await checkpointer.begin_save()
+    assert [checkpoint.step for checkpoint in checkpointer.checkpoints.all()] == [2]
 
-        assert await checkpointer.rollback() == 2
-        parts.step(checkpointer)
-        state = (await save(checkpointer)).controller_state()
-        assert (state["step"], state["updates"], state["batches"]) == (3, 6, 3)
-
-    asyncio.run(check())
-
-
-def test_within_a_step_no_checkpoint_is_written(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        parts.step(checkpointer)
-        parts.updates += 1
-        with pytest.raises(ConfigError, match="within step 2, after updates of the trainer"):
-            await checkpointer.begin_save()
-        assert not checkpointer.checkpoints.all()
-
-    asyncio.run(check())
+    assert await checkpointer.rollback() == 2
+    parts.step(checkpointer)
+    state = (await save(checkpointer)).controller_state()
+    assert (state["step"], state["updates"], state["batches"]) == (3, 6, 3)
 
 
-def test_a_rollback_never_goes_to_the_start_if_there_were_checkpoints(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        parts.step(checkpointer)
-        saved = await save(checkpointer)
-        (saved.training / "updates").write_text("8")
-        parts.done.clear()
-        with pytest.raises(CheckpointError, match=r"none is left to resume from \(damaged .*damaged-0\)"):
-            await checkpointer.rollback()
-        assert not any("restart" in line for line in parts.done)
-
-    asyncio.run(check())
+async def test_within_a_step_no_checkpoint_is_written(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    parts.step(checkpointer)
+    parts.updates += 1
+    with pytest.raises(ConfigError, match="within step 2, after updates of the trainer"):
+        await checkpointer.begin_save()
+    assert not checkpointer.checkpoints.all()
 
 
-def test_without_a_checkpoint_a_rollback_goes_to_the_start(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        parts.step(checkpointer)
-        assert await checkpointer.rollback() == 0
-        assert parts.done == ["devices cleared", "restart at 0", "forget all after -1", "publish 0", "load 0"]
-        assert (parts.batches, checkpointer.saved, checkpointer.step) == (0, None, 0)
+async def test_a_rollback_never_goes_to_the_start_if_there_were_checkpoints(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    parts.step(checkpointer)
+    saved = await save(checkpointer)
+    (saved.training / "updates").write_text("8")
+    parts.done.clear()
+    with pytest.raises(CheckpointError, match=r"none is left to resume from \(damaged .*damaged-0\)"):
+        await checkpointer.rollback()
+    assert not any("restart" in line for line in parts.done)
 
-    asyncio.run(check())
+
+async def test_without_a_checkpoint_a_rollback_goes_to_the_start(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    parts.step(checkpointer)
+    assert await checkpointer.rollback() == 0
+    assert parts.done == ["devices cleared", "restart at 0", "forget all after -1", "publish 0", "load 0"]
+    assert (parts.batches, checkpointer.saved, checkpointer.step) == (0, None, 0)
 
 
-def test_a_reset_goes_to_the_start_in_place_with_a_new_version_and_the_score_of_the_same_weights(
+async def test_a_reset_goes_to_the_start_in_place_with_a_new_version_and_the_score_of_the_same_weights(
     tmp_path: Path,
 ) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer, entropy = checkpointer_of(parts, tmp_path), AdaptiveEntropy(target=1.0, initial=0.5)
-        checkpointer.kept.add("entropy", entropy)
-        scores_of(checkpointer).update({0: 0.1, 1: 0.2})
-        entropy.update(0.5)
-        parts.step(checkpointer)
-        checkpointer._evaluator.start(1, 1)
+    parts = Parts()
+    checkpointer, entropy = checkpointer_of(parts, tmp_path), AdaptiveEntropy(target=1.0, initial=0.5)
+    checkpointer.kept.add("entropy", entropy)
+    scores_of(checkpointer).update({0: 0.1, 1: 0.2})
+    entropy.update(0.5)
+    parts.step(checkpointer)
+    checkpointer._evaluator.start(1, 1)
+    await checkpointer.reset(3)
+    assert parts.done == [
+        "reset the rollouts with seed 3",
+        "devices to the trainer",
+        "reset the trainer with seed 3",
+        "publish 1",
+        "load 1",
+    ]
+    assert (parts.batches, checkpointer.step, scores_of(checkpointer)) == (0, 0, {0: 0.1})
+    assert (checkpointer._evaluator.step, entropy.coefficient) == (None, 0.5)
+    assert not checkpointer.trained
+    parts.step(checkpointer)
+    await save(checkpointer)
+    with pytest.raises(ConfigError, match="the run has checkpoints in"):
         await checkpointer.reset(3)
-        assert parts.done == [
-            "reset the rollouts with seed 3",
-            "devices to the trainer",
-            "reset the trainer with seed 3",
-            "publish 1",
-            "load 1",
-        ]
-        assert (parts.batches, checkpointer.step, scores_of(checkpointer)) == (0, 0, {0: 0.1})
-        assert (checkpointer._evaluator.step, entropy.coefficient) == (None, 0.5)
-        assert not checkpointer.trained
-        parts.step(checkpointer)
-        await save(checkpointer)
-        with pytest.raises(ConfigError, match="the run has checkpoints in"):
-            await checkpointer.reset(3)
-        assert checkpointer.step == 1
-
-    asyncio.run(check())
+    assert checkpointer.step == 1
 
 
 @pytest.mark.parametrize(
     "error", [ReplicaError("killed", service="generator"), ServiceError("three restarts", service="trainer")]
 )
-def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError, tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts(error)
-        with pytest.raises(type(error), match=error.message):
-            await checkpointer_of(parts, tmp_path).rollback()
-        assert parts.done == ["devices cleared", "restart at 0"]
-
-    asyncio.run(check())
+async def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError, tmp_path: Path) -> None:
+    parts = Parts(error)
+    with pytest.raises(type(error), match=error.message):
+        await checkpointer_of(parts, tmp_path).rollback()
+    assert parts.done == ["devices cleared", "restart at 0"]
 
 
 @pytest.mark.parametrize(
@@ -480,103 +451,91 @@ def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError
         (2, {"evaluation": ["2", 2]}, "an evaluation, are"),
     ],
 )
-def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
+async def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
     updates: int, broken: dict[str, object], said: str, tmp_path: Path
 ) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    parts.step(checkpointer)
+    saved = await save(checkpointer)
+    path = saved.folder / "controller.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | broken))
+    parts.updates = updates
+    with pytest.raises(CheckpointError, match=said):
+        await checkpointer.resume(saved)
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    assert await checkpointer.finish_save() is None
+    parts.step(checkpointer)
+    parts.disk.clear()
+    await checkpointer.begin_save()
+    assert (checkpointer.saved, checkpointer.checkpoints.latest()) == (None, None)
+    parts.step(checkpointer)
+    second = asyncio.create_task(checkpointer.begin_save())
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    assert parts.done == ["devices to the trainer", "save"]
+    parts.disk.set()
+    await second
+    saved = await checkpointer.finish_save()
+    assert saved is not None
+    found = [(each.step, each.controller_state()["updates"]) for each in checkpointer.checkpoints.all()]
+    assert found == [(1, 2), (2, 4)], "each is of the step that it was begun in"
+    assert [(each.training / "updates").read_text() for each in checkpointer.checkpoints.all()] == ["2", "4"]
+    assert (saved.step, checkpointer.saved) == (2, 2)
+
+
+async def test_checkpoints_that_cannot_be_written_are_told_and_those_before_them_stay(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+
+    async def step(failure: Exception | None) -> None:
+        parts.failures = [] if failure is None else [failure]
         parts.step(checkpointer)
-        saved = await save(checkpointer)
-        path = saved.folder / "controller.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | broken))
-        parts.updates = updates
-        with pytest.raises(CheckpointError, match=said):
-            await checkpointer.resume(saved)
-
-    asyncio.run(check())
-
-
-def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        assert await checkpointer.finish_save() is None
-        parts.step(checkpointer)
-        parts.disk.clear()
         await checkpointer.begin_save()
-        assert (checkpointer.saved, checkpointer.checkpoints.latest()) == (None, None)
-        parts.step(checkpointer)
-        second = asyncio.create_task(checkpointer.begin_save())
-        await asyncio.sleep(0.05)
-        assert not second.done()
-        assert parts.done == ["devices to the trainer", "save"]
-        parts.disk.set()
-        await second
-        saved = await checkpointer.finish_save()
-        assert saved is not None
-        found = [(each.step, each.controller_state()["updates"]) for each in checkpointer.checkpoints.all()]
-        assert found == [(1, 2), (2, 4)], "each is of the step that it was begun in"
-        assert [(each.training / "updates").read_text() for each in checkpointer.checkpoints.all()] == ["2", "4"]
-        assert (saved.step, checkpointer.saved) == (2, 2)
+        await checkpointer.close()
 
-    asyncio.run(check())
+    def told() -> list[str]:
+        return [line for line in parts.done if line.startswith("step ")]
 
-
-def test_checkpoints_that_cannot_be_written_are_told_and_those_before_them_stay(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-
-        async def step(failure: Exception | None) -> None:
-            parts.failures = [] if failure is None else [failure]
-            parts.step(checkpointer)
-            await checkpointer.begin_save()
-            await checkpointer.close()
-
-        def told() -> list[str]:
-            return [line for line in parts.done if line.startswith("step ")]
-
-        full = OSError(28, "No space left on device")
-        await step(None)
-        await step(full)
-        assert len(told()) == 1
-        assert "step 2 has no checkpoint: " in told()[0]
-        assert "No space left on device" in told()[0]
-        with pytest.raises(CheckpointError, match="No space left"):
-            await checkpointer.finish_save()
-        await step(None)
-        await step(full)
-        await step(full)
-        await step(full)
-        assert len(told()) == 4
-        assert [each.step for each in checkpointer.checkpoints.all()] == [1, 3]
-        await step(None)
-        assert [each.step for each in checkpointer.checkpoints.all()] == [3, 7]
-
-    asyncio.run(check())
+    full = OSError(28, "No space left on device")
+    await step(None)
+    await step(full)
+    assert len(told()) == 1
+    assert "step 2 has no checkpoint: " in told()[0]
+    assert "No space left on device" in told()[0]
+    with pytest.raises(CheckpointError, match="No space left"):
+        await checkpointer.finish_save()
+    await step(None)
+    await step(full)
+    await step(full)
+    await step(full)
+    assert len(told()) == 4
+    assert [each.step for each in checkpointer.checkpoints.all()] == [1, 3]
+    await step(None)
+    assert [each.step for each in checkpointer.checkpoints.all()] == [3, 7]
 
 
-def test_a_rollback_drops_what_was_being_written_and_takes_the_last_that_is_whole(tmp_path: Path) -> None:
-    async def check() -> None:
-        parts = Parts()
-        checkpointer = checkpointer_of(parts, tmp_path)
-        for _ in range(2):
-            parts.step(checkpointer)
-            await save(checkpointer)
-        latest = checkpointer.checkpoints.latest()
-        assert latest is not None
-        (latest.training / "updates").write_text("8")
-        parts.step(checkpointer)
-        parts.disk.clear()
-        await checkpointer.begin_save()
-        assert await checkpointer.rollback() == 1
-        assert "restart at 1" in parts.done
-        assert any(f"{latest.folder} is damaged" in line for line in parts.done)
-        parts.disk.set()
+async def test_a_rollback_drops_what_was_being_written_and_takes_the_last_that_is_whole(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    for _ in range(2):
         parts.step(checkpointer)
         await save(checkpointer)
-        assert [each.step for each in checkpointer.checkpoints.all()] == [1, 2]
-        assert all(each.damage() == "" for each in checkpointer.checkpoints.all())
-
-    asyncio.run(check())
+    latest = checkpointer.checkpoints.latest()
+    assert latest is not None
+    (latest.training / "updates").write_text("8")
+    parts.step(checkpointer)
+    parts.disk.clear()
+    await checkpointer.begin_save()
+    assert await checkpointer.rollback() == 1
+    assert "restart at 1" in parts.done
+    assert any(f"{latest.folder} is damaged" in line for line in parts.done)
+    parts.disk.set()
+    parts.step(checkpointer)
+    await save(checkpointer)
+    assert [each.step for each in checkpointer.checkpoints.all()] == [1, 2]
+    assert all(each.damage() == "" for each in checkpointer.checkpoints.all())

@@ -1,6 +1,5 @@
 """A critic in a run: values by episode, checkpoints and rollbacks with the policy, its flags, deaths of its ranks."""
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -71,36 +70,33 @@ def test_a_token_that_is_not_trained_has_the_value_before_it():
     assert [each.tolist() for each in found] == [[0, 0, 0], [1001, 1001, 1001], [0, 0, 0]]
 
 
-def test_a_checkpoint_holds_the_critic_and_a_rollback_brings_it_back_with_the_policy(tmp_path: Path) -> None:
-    async def check() -> None:
-        policy, critic = Parts(), Parts()
-        critic.name = "critic"
-        checkpointer = checkpointer_of(policy, tmp_path)
-        services = replace(checkpointer._services, critic=cast(Any, critic))
-        checkpointer._services = services
-        checkpointer._note()
-        critic.updates += 3
-        assert checkpointer.trained, "the critic is trained alone at first"
-        policy.step(checkpointer)
-        saved = await save(checkpointer)
-        assert (policy.done, critic.done) == (["devices to the trainer", "save", "saved"], ["save", "saved"])
-        assert [(path / "updates").read_text() for path in (saved.training, saved.critic)] == ["2", "3"]
-        assert saved.damage() == ""
-        policy.step(checkpointer)
-        critic.updates += 3
-        assert await checkpointer.rollback() == 1
-        assert (policy.updates, critic.updates) == (2, 3)
-        assert not checkpointer.trained
+async def test_a_checkpoint_holds_the_critic_and_a_rollback_brings_it_back_with_the_policy(tmp_path: Path) -> None:
+    policy, critic = Parts(), Parts()
+    critic.name = "critic"
+    checkpointer = checkpointer_of(policy, tmp_path)
+    services = replace(checkpointer._services, critic=cast(Any, critic))
+    checkpointer._services = services
+    checkpointer._note()
+    critic.updates += 3
+    assert checkpointer.trained, "the critic is trained alone at first"
+    policy.step(checkpointer)
+    saved = await save(checkpointer)
+    assert (policy.done, critic.done) == (["devices to the trainer", "save", "saved"], ["save", "saved"])
+    assert [(path / "updates").read_text() for path in (saved.training, saved.critic)] == ["2", "3"]
+    assert saved.damage() == ""
+    policy.step(checkpointer)
+    critic.updates += 3
+    assert await checkpointer.rollback() == 1
+    assert (policy.updates, critic.updates) == (2, 3)
+    assert not checkpointer.trained
 
-        again = checkpointer_of(policy, tmp_path)
-        again._services = services
+    again = checkpointer_of(policy, tmp_path)
+    again._services = services
+    await again.resume(saved)
+    assert again.step == 1
+    critic.updates = 2
+    with pytest.raises(CheckpointError, match="holds a critic of 2 updates, but a controller state of 3"):
         await again.resume(saved)
-        assert again.step == 1
-        critic.updates = 2
-        with pytest.raises(CheckpointError, match="holds a critic of 2 updates, but a controller state of 3"):
-            await again.resume(saved)
-
-    asyncio.run(check())
 
 
 class Stopped:
@@ -119,36 +115,33 @@ class Stopped:
         return {}
 
 
-def test_a_stop_between_the_updates_of_policy_and_critic_saves_no_step_of_half_of_them(tmp_path: Path) -> None:
-    async def check() -> None:
-        policy, critic = Parts(), Parts()
-        critic.name = "critic"
-        checkpointer = checkpointer_of(policy, tmp_path)
-        checkpointer._services = replace(checkpointer._services, critic=cast(Any, critic))
-        events: list[str] = []
-        run = Stopped(checkpointer)
-        monitor = SimpleNamespace(log=SimpleNamespace(event=events.append))
-        ending = Ending(cast(Any, run), checkpointer._services, checkpointer, cast(Any, monitor))
-        critic.updates += 3
-        policy.step(checkpointer)
-        await save(checkpointer)
-        critic.updates += 3
-        policy.step(checkpointer)
-        policy.updates += 2
-        await ending.save()
-        assert events == [
-            "step 3 is not saved, as only the trainer took updates in it; the same command resumes from step 1"
-        ]
-        assert (run.step, checkpointer.saved) == (2, 1)
-        critic.updates += 3
-        await ending.save()
-        saved = checkpointer.checkpoints.latest()
-        assert saved is not None
-        assert (run.step, saved.step) == (3, 3)
-        assert [(path / "updates").read_text() for path in (saved.training, saved.critic)] == ["6", "9"]
-        assert (saved.controller_state()["updates"], saved.controller_state()["critic_updates"]) == (6, 9)
-
-    asyncio.run(check())
+async def test_a_stop_between_the_updates_of_policy_and_critic_saves_no_step_of_half_of_them(tmp_path: Path) -> None:
+    policy, critic = Parts(), Parts()
+    critic.name = "critic"
+    checkpointer = checkpointer_of(policy, tmp_path)
+    checkpointer._services = replace(checkpointer._services, critic=cast(Any, critic))
+    events: list[str] = []
+    run = Stopped(checkpointer)
+    monitor = SimpleNamespace(log=SimpleNamespace(event=events.append))
+    ending = Ending(cast(Any, run), checkpointer._services, checkpointer, cast(Any, monitor))
+    critic.updates += 3
+    policy.step(checkpointer)
+    await save(checkpointer)
+    critic.updates += 3
+    policy.step(checkpointer)
+    policy.updates += 2
+    await ending.save()
+    assert events == [
+        "step 3 is not saved, as only the trainer took updates in it; the same command resumes from step 1"
+    ]
+    assert (run.step, checkpointer.saved) == (2, 1)
+    critic.updates += 3
+    await ending.save()
+    saved = checkpointer.checkpoints.latest()
+    assert saved is not None
+    assert (run.step, saved.step) == (3, 3)
+    assert [(path / "updates").read_text() for path in (saved.training, saved.critic)] == ["6", "9"]
+    assert (saved.controller_state()["updates"], saved.controller_state()["critic_updates"]) == (6, 9)
 
 
 def test_errors_of_a_critics_flags_name_them(tmp_path: Path) -> None:

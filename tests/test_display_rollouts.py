@@ -131,23 +131,20 @@ def test_a_blocked_event_loop_is_told_by_the_drawing_thread() -> None:
     assert "generator/1" not in text
 
 
-def test_the_display_watches_until_cancelled() -> None:
-    async def run() -> None:
-        looked = asyncio.Event()
+async def test_the_display_watches_until_cancelled() -> None:
+    looked = asyncio.Event()
 
-        def status() -> RolloutStatus:
-            looked.set()
-            return STATUS
+    def status() -> RolloutStatus:
+        looked.set()
+        return STATUS
 
-        bench = Bench(mode="none")
-        watching = asyncio.ensure_future(bench.display.watch(waiting=str, status=status))
-        await asyncio.wait_for(looked.wait(), 60)
-        assert "batch 7" in bench.text()
-        watching.cancel()
-        await asyncio.wait([watching])
-        assert "batch 7" not in bench.text()
-
-    asyncio.run(run())
+    bench = Bench(mode="none")
+    watching = asyncio.ensure_future(bench.display.watch(waiting=str, status=status))
+    await asyncio.wait_for(looked.wait(), 60)
+    assert "batch 7" in bench.text()
+    watching.cancel()
+    await asyncio.wait([watching])
+    assert "batch 7" not in bench.text()
 
 
 class Pausing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Sequence
@@ -58,7 +57,7 @@ def check_scores(scores: TeacherScores, batch: Any, source: str, folder: Path, t
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_teachers_score_as_transformers_does_also_after_their_engine_was_killed(
+async def test_teachers_score_as_transformers_does_also_after_their_engine_was_killed(
     tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
     teacher = make_tiny_model(tmp_path / "teacher", bundled_model(default_cache()), hidden_size=96, num_hidden_layers=3)
@@ -78,29 +77,26 @@ def test_teachers_score_as_transformers_does_also_after_their_engine_was_killed(
         teachers=TeachersConfig(models=(f"chain_sum={teacher}", "policy"), kv_cache_gib=0.25),
     )
 
-    async def run_all() -> None:
-        async with start(config) as run:
+    async with start(config) as run:
+        await step(run)
+        batch = run.last_batch
+        assert batch is not None
+        assert {group.task.source for group in batch.groups} == {"chain_sum", "leg_counting"}
+        tokenizer = Tokenizer(tiny_model)
+        found = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)
+        check_scores(found, batch, "chain_sum", teacher, None)
+        with_solution = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP, hint="solution")
+        check_scores(with_solution, batch, "chain_sum", teacher, tokenizer)
+        assert with_solution.unhinted == 0
+
+        service = run.teachers.generators[str(teacher)]._service
+        os.kill(await service.replicas[0].call("process_id", deadline_s=60), signal.SIGKILL)
+        again = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)  # waits for another engine
+        check_scores(again, batch, "chain_sum", teacher, None)
+        assert again.failed == 0
+        assert "Teachers  chain_sum: " in repr(run)
+        while run.step < config.steps:
             await step(run)
-            batch = run.last_batch
-            assert batch is not None
-            assert {group.task.source for group in batch.groups} == {"chain_sum", "leg_counting"}
-            tokenizer = Tokenizer(tiny_model)
-            found = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)
-            check_scores(found, batch, "chain_sum", teacher, None)
-            with_solution = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP, hint="solution")
-            check_scores(with_solution, batch, "chain_sum", teacher, tokenizer)
-            assert with_solution.unhinted == 0
-
-            service = run.teachers.generators[str(teacher)]._service
-            os.kill(await service.replicas[0].call("process_id", deadline_s=60), signal.SIGKILL)
-            again = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)  # waits for another engine
-            check_scores(again, batch, "chain_sum", teacher, None)
-            assert again.failed == 0
-            assert "Teachers  chain_sum: " in repr(run)
-            while run.step < config.steps:
-                await step(run)
-
-    asyncio.run(run_all())
     rows = metrics(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert abs(rows[0]["teacher/kl/leg_counting"]) < 1e-4, "the policy itself is the teacher"

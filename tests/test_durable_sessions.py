@@ -176,11 +176,11 @@ def test_sets_have_the_same_order_in_every_server(sandbox: SharedPool):
 
 @pytest.mark.long
 @pytest.mark.parametrize("profile", ["standard", "strict", "process"])
-def test_killed_servers_and_sessions_cost_no_episode_and_leave_nothing(profile: Profile):
+async def test_killed_servers_and_sessions_cost_no_episode_and_leave_nothing(profile: Profile):
     """The same with 500 episodes and 100 kills: `python -m benchmarks.chaos`."""
     if missing := missing_layers(profile):
         pytest.skip(f"sandbox sessions cannot be isolated here: {missing}")
-    found = asyncio.run(play_under_chaos(Config(episodes=60, kills=24, at_once=12, profile=profile)))
+    found = await play_under_chaos(Config(episodes=60, kills=24, at_once=12, profile=profile))
     assert found["kills"] == 24
     assert found["right"] == found["episodes"] == 60
     assert found["twice"] == 0

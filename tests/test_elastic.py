@@ -138,123 +138,114 @@ def serving(service: Service) -> dict[int, str]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async def main() -> None:
-        async with elastic(tmp_path, replicas=1, min_replicas=1, max_replicas=1) as (
-            service,
-            supervisor,
-            seats,
-            faults,
-        ):
-            seats.scale(3)
-            supervisor.rescale()
-            assert not service.complete
-            await until(service, lambda: service.complete)
-            assert serving(service) == dict.fromkeys(range(3), THIS_HOST)
-            first, second, third = service.replicas
-            first.held = 9  # so that the work goes to the others
-            work = [asyncio.create_task(service.route("hold", deadline_s=LONG_S)) for _ in range(2)]
-            idle = asyncio.create_task(service.route("answer", 1, deadline_s=LONG_S))
-            assert (await idle)[0] == "actor 1"
-            own = asyncio.create_task(second.ask("hold", deadline_s=LONG_S))
-            for each in (second, third):
-                await each.ask("answer", 0, deadline_s=LONG_S)  # what was sent before it has begun
-            assert (second.in_flight, third.in_flight) == (2, 1)
+async def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with elastic(tmp_path, replicas=1, min_replicas=1, max_replicas=1) as (
+        service,
+        supervisor,
+        seats,
+        faults,
+    ):
+        seats.scale(3)
+        supervisor.rescale()
+        assert not service.complete
+        await until(service, lambda: service.complete)
+        assert serving(service) == dict.fromkeys(range(3), THIS_HOST)
+        first, second, third = service.replicas
+        first.held = 9  # so that the work goes to the others
+        work = [asyncio.create_task(service.route("hold", deadline_s=LONG_S)) for _ in range(2)]
+        idle = asyncio.create_task(service.route("answer", 1, deadline_s=LONG_S))
+        assert (await idle)[0] == "actor 1"
+        own = asyncio.create_task(second.ask("hold", deadline_s=LONG_S))
+        for each in (second, third):
+            await each.ask("answer", 0, deadline_s=LONG_S)  # what was sent before it has begun
+        assert (second.in_flight, third.in_flight) == (2, 1)
 
-            seats.scale(1)
-            supervisor.rescale()
-            assert serving(service) == {0: THIS_HOST}, "retired ones get nothing new at once"
-            assert service.complete
-            await third.call("release", deadline_s=LONG_S)
-            await until(service, lambda: not third.alive)  # it has ended what it began
-            assert second.state is ReplicaState.RETIRED
-            assert second.alive
-            second.ends_by = 0.0  # its time is over
-            await until(service, lambda: not second.alive)
-            await first.ask("answer", 0, deadline_s=LONG_S)
-            assert first.in_flight == 1, "what it had not ended goes on elsewhere"
-            await first.call("release", deadline_s=LONG_S)
-            assert sorted([await each for each in work]) == ["actor 0", "actor 2"]
-            with pytest.raises(ReplicaError) as ended:
-                await own
-            assert ended.value.blamed is False
-            assert faults.seen == [], "it was no fault"
+        seats.scale(1)
+        supervisor.rescale()
+        assert serving(service) == {0: THIS_HOST}, "retired ones get nothing new at once"
+        assert service.complete
+        await third.call("release", deadline_s=LONG_S)
+        await until(service, lambda: not third.alive)  # it has ended what it began
+        assert second.state is ReplicaState.RETIRED
+        assert second.alive
+        second.ends_by = 0.0  # its time is over
+        await until(service, lambda: not second.alive)
+        await first.ask("answer", 0, deadline_s=LONG_S)
+        assert first.in_flight == 1, "what it had not ended goes on elsewhere"
+        await first.call("release", deadline_s=LONG_S)
+        assert sorted([await each for each in work]) == ["actor 0", "actor 2"]
+        with pytest.raises(ReplicaError) as ended:
+            await own
+        assert ended.value.blamed is False
+        assert faults.seen == [], "it was no fault"
 
-            seats.scale(2)
-            supervisor.rescale()
-            await until(service, lambda: service.complete)
-            assert serving(service).keys() == {0, 1}
-            assert service.replicas[1].incarnation == 1
-
-    asyncio.run(main())
+        seats.scale(2)
+        supervisor.rescale()
+        await until(service, lambda: service.complete)
+        assert serving(service).keys() == {0, 1}
+        assert service.replicas[1].incarnation == 1
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_replicas_come_with_a_host_and_go_with_it(tmp_path: Path):
-    async def main() -> None:
-        async with elastic(tmp_path, "a", "b", "c", replicas=1, min_replicas=1, max_replicas=2) as (
-            service,
-            supervisor,
-            seats,
-            faults,
-        ):
-            cluster = service.cluster
-            seats.add("b")
-            supervisor.rescale()
-            await until(service, lambda: service.complete)
-            assert serving(service) == {0: "a", 1: "b"}
-            # The host that leaves has the lower index, which moves to the one that stays only if none else is there.
-            cluster.leaving.add("a")
-            await asyncio.wait_for(supervisor.leave("a"), LONG_S)
-            assert serving(service) == {1: "b"}
-            cluster.lose("a", "it has left")
-            assert faults.seen == []
-            seats.add("c")
-            supervisor.rescale()
-            await until(service, lambda: service.complete)
-            assert serving(service) == {0: "c", 1: "b"}
-            os.kill(await pid_of(service, 1), signal.SIGKILL)
-            await until(service, lambda: not service.replicas[1].alive)
-            cluster.lose("b", "killed")  # one that is dead goes first, whichever its index
-            await until(service, lambda: service.complete and service.replicas[1].state is ReplicaState.RETIRED)
-            assert serving(service) == {0: "c"}
-            cluster.leaving.add("c")  # the last: its replica moves
-            await asyncio.wait_for(supervisor.leave("c"), LONG_S)
-            await until(service, lambda: service.complete)
-            assert serving(service) == {0: THIS_HOST}
-
-    asyncio.run(main())
+async def test_replicas_come_with_a_host_and_go_with_it(tmp_path: Path):
+    async with elastic(tmp_path, "a", "b", "c", replicas=1, min_replicas=1, max_replicas=2) as (
+        service,
+        supervisor,
+        seats,
+        faults,
+    ):
+        cluster = service.cluster
+        seats.add("b")
+        supervisor.rescale()
+        await until(service, lambda: service.complete)
+        assert serving(service) == {0: "a", 1: "b"}
+        # The host that leaves has the lower index, which moves to the one that stays only if none else is there.
+        cluster.leaving.add("a")
+        await asyncio.wait_for(supervisor.leave("a"), LONG_S)
+        assert serving(service) == {1: "b"}
+        cluster.lose("a", "it has left")
+        assert faults.seen == []
+        seats.add("c")
+        supervisor.rescale()
+        await until(service, lambda: service.complete)
+        assert serving(service) == {0: "c", 1: "b"}
+        os.kill(await pid_of(service, 1), signal.SIGKILL)
+        await until(service, lambda: not service.replicas[1].alive)
+        cluster.lose("b", "killed")  # one that is dead goes first, whichever its index
+        await until(service, lambda: service.complete and service.replicas[1].state is ReplicaState.RETIRED)
+        assert serving(service) == {0: "c"}
+        cluster.leaving.add("c")  # the last: its replica moves
+        await asyncio.wait_for(supervisor.leave("c"), LONG_S)
+        await until(service, lambda: service.complete)
+        assert serving(service) == {0: THIS_HOST}
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_replica_that_cannot_start_costs_only_itself(tmp_path: Path):
-    async def main() -> None:
-        async with elastic(tmp_path, replicas=1, min_replicas=1, max_replicas=1) as (
-            service,
-            supervisor,
-            seats,
-            faults,
-        ):
-            take, refused = seats.take, [True]
+async def test_a_replica_that_cannot_start_costs_only_itself(tmp_path: Path):
+    async with elastic(tmp_path, replicas=1, min_replicas=1, max_replicas=1) as (
+        service,
+        supervisor,
+        seats,
+        faults,
+    ):
+        take, refused = seats.take, [True]
 
-            def full(index: int) -> Any:
-                if refused[0]:
-                    raise ConfigError("no host has room for another replica")
-                return take(index)
+        def full(index: int) -> Any:
+            if refused[0]:
+                raise ConfigError("no host has room for another replica")
+            return take(index)
 
-            seats.take = full  # type: ignore[method-assign]
-            seats.scale(3)
-            supervisor.rescale()
-            await until(service, lambda: service.complete)
-            assert serving(service) == {0: THIS_HOST}
-            assert [fault.fatal for fault in faults.seen] == [False, False]
-            assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
-            refused[0] = False
-            supervisor.rescale()
-            await until(service, lambda: service.complete)
-            assert len(serving(service)) == 3
-
-    asyncio.run(main())
+        seats.take = full  # type: ignore[method-assign]
+        seats.scale(3)
+        supervisor.rescale()
+        await until(service, lambda: service.complete)
+        assert serving(service) == {0: THIS_HOST}
+        assert [fault.fatal for fault in faults.seen] == [False, False]
+        assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
+        refused[0] = False
+        supervisor.rescale()
+        await until(service, lambda: service.complete)
+        assert len(serving(service)) == 3
 
 
 def test_only_private_addresses_and_own_sockets_are_attached(tmp_path: Path):

@@ -64,46 +64,43 @@ def check_routing(model: torch.nn.Module, turn: Turn) -> None:
     ],
     ids=lambda devices: "-".join(devices),
 )
-def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_chose(
+async def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_chose(
     devices: dict[str, int], tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
-    async def check() -> None:
-        model = make_moe(tmp_path / "moe", tiny_model)
-        config = Generator.Config(
-            dtype="float32",
-            max_model_len=256,
-            kv_cache_gib=0.25,
-            routed_experts=True,
-            **devices,  # type: ignore[arg-type]
-        )
-        async with cluster(tmp_path) as (made, faults):
-            start = ServiceStart(cluster=made, faults=faults, deadline_s=300)
-            generator = await Generator.start(config, start, model=tmp_path / "moe", seed=0)
-            store = await WeightStore.start(WeightStore.Config(), made, faults, deadline_s=120)
-            try:
-                for version in (1, 2):
-                    with torch.no_grad():
-                        for weight in model.parameters():
-                            weight.mul_(1 + 0.2 * torch.randn_like(weight))
-                    manifest = await publish(store, as_published(model, tmp_path / "changed"), version)
-                    assert await generator.load(store) == version
-                    turns = [await generator.generate(LONG_PROMPT, Sampling(max_tokens=16, seed=9))]
-                    turns += await asyncio.gather(
-                        *[generator.generate(LONG_PROMPT, Sampling(max_tokens=16, seed=seed)) for seed in range(6)]
-                    )
-                    assert max(gap(model, turn) for turn in turns) < 1e-4
-                    assert {version for turn in turns for version in turn.versions} == {version}
-                    for turn in turns:
-                        check_routing(model, turn)
-                (load,) = generator.last_load
-                assert len(load.bytes_read) == config.devices
-                assert sum(load.bytes_read) < config.data_parallel_size * 1.02 * manifest.bytes
-            finally:
-                faults.closing = True
-                await generator.stop()
-                await store.stop()
-
-    asyncio.run(check())
+    model = make_moe(tmp_path / "moe", tiny_model)
+    config = Generator.Config(
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_gib=0.25,
+        routed_experts=True,
+        **devices,  # type: ignore[arg-type]
+    )
+    async with cluster(tmp_path) as (made, faults):
+        start = ServiceStart(cluster=made, faults=faults, deadline_s=300)
+        generator = await Generator.start(config, start, model=tmp_path / "moe", seed=0)
+        store = await WeightStore.start(WeightStore.Config(), made, faults, deadline_s=120)
+        try:
+            for version in (1, 2):
+                with torch.no_grad():
+                    for weight in model.parameters():
+                        weight.mul_(1 + 0.2 * torch.randn_like(weight))
+                manifest = await publish(store, as_published(model, tmp_path / "changed"), version)
+                assert await generator.load(store) == version
+                turns = [await generator.generate(LONG_PROMPT, Sampling(max_tokens=16, seed=9))]
+                turns += await asyncio.gather(
+                    *[generator.generate(LONG_PROMPT, Sampling(max_tokens=16, seed=seed)) for seed in range(6)]
+                )
+                assert max(gap(model, turn) for turn in turns) < 1e-4
+                assert {version for turn in turns for version in turn.versions} == {version}
+                for turn in turns:
+                    check_routing(model, turn)
+            (load,) = generator.last_load
+            assert len(load.bytes_read) == config.devices
+            assert sum(load.bytes_read) < config.data_parallel_size * 1.02 * manifest.bytes
+        finally:
+            faults.closing = True
+            await generator.stop()
+            await store.stop()
 
 
 def workers_of(command: Command) -> list[psutil.Process]:

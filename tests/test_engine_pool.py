@@ -1,6 +1,5 @@
 """The pool of engines: what one engine alone fails at costs that engine. No process is started."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,20 +41,22 @@ async def load(engine: Any) -> str:
     return loaded
 
 
-def test_an_engine_that_alone_cannot_load_is_replaced():
+async def test_an_engine_that_alone_cannot_load_is_replaced():
     pool, failed = pool_of(Engine(0), Engine(1, WeightsError("a bucket is torn")), Engine(2))
-    assert asyncio.run(pool.each("load", load)) == ["load 0", "load 2"]
+    assert await pool.each("load", load) == ["load 0", "load 2"]
     assert failed == [(1, "load failed: a bucket is torn")]
 
 
-def test_what_no_engine_can_load_is_an_error_and_ends_none():
+async def test_what_no_engine_can_load_is_an_error_and_ends_none():
     pool, failed = pool_of(Engine(0, WeightsError("it is torn")), Engine(1, WeightsError("it is torn")))
     with pytest.raises(WeightsError, match="it is torn"):
-        asyncio.run(pool.each("load", load))
+        await pool.each("load", load)
     assert failed == []
 
 
-def test_an_engine_that_loads_during_a_rollback_loads_the_new_weights_of_that_number(monkeypatch: pytest.MonkeyPatch):
+async def test_an_engine_that_loads_during_a_rollback_loads_the_new_weights_of_that_number(
+    monkeypatch: pytest.MonkeyPatch,
+):
     pool, _ = pool_of()
     store: Any = object()
     loaded: list[tuple[int, int]] = []
@@ -69,5 +70,5 @@ def test_an_engine_that_loads_during_a_rollback_loads_the_new_weights_of_that_nu
     pool._desired = DesiredState(version=5, epoch=0, store=store)
     deadlines = SimpleNamespace(hold_streams=lambda is_held: None)
     replica: Any = SimpleNamespace(index=0, link=SimpleNamespace(deadlines=deadlines))
-    asyncio.run(pool._bring(replica, DesiredState()))
+    await pool._bring(replica, DesiredState())
     assert loaded == [(5, 0), (5, 1)]

@@ -143,10 +143,10 @@ def test_a_flag_names_a_users_class_function_or_factory(text: str, reward: float
         ('tools:instruction="Be brief, please."', ["calculator"], 8),
     ],
 )
-def test_a_flag_names_tools(text: str, names: list[str], turns: int, mine: Path):
+async def test_a_flag_names_tools(text: str, names: list[str], turns: int, mine: Path):
     world = pickle.loads(cloudpickle.dumps(build_environment(text)))
     assert isinstance(world, ToolEnv)
-    shown = asyncio.run(world(TASK).reset())
+    shown = await world(TASK).reset()
     assert ([tool["function"]["name"] for tool in shown.tools], world.max_turns) == (names, turns)  # type: ignore[index]
     if "brief" in text:
         assert shown.messages[0]["content"] == "Be brief, please."
@@ -306,7 +306,7 @@ class Odd:
         (BySource({"math": SingleTurn}), "", "the source 'toy' has no environment"),
     ],
 )
-def test_a_world_that_breaks_the_protocol_is_named(factory: EnvFactory, fault: str, message: str):
+async def test_a_world_that_breaks_the_protocol_is_named(factory: EnvFactory, fault: str, message: str):
     task = Task(id="1", source="toy", messages=TASK.messages, truth={"fault": fault})
 
     async def main() -> None:
@@ -314,7 +314,7 @@ def test_a_world_that_breaks_the_protocol_is_named(factory: EnvFactory, fault: s
         await session.step("x")
 
     with pytest.raises(ForgeError, match=message) as caught:
-        asyncio.run(main())
+        await main()
     assert caught.value.hint
 
 

@@ -52,16 +52,16 @@ async def _play(env: Env, answers: list[str]) -> tuple[list[Message], Step]:
     return shown, step
 
 
-def test_a_single_turn_shows_the_task_and_leaves_the_score_to_the_verifier() -> None:
+async def test_a_single_turn_shows_the_task_and_leaves_the_score_to_the_verifier() -> None:
     factory: EnvFactory = SingleTurn
-    shown, last = asyncio.run(_play(factory(TASK), ["6", "never taken"]))
+    shown, last = await _play(factory(TASK), ["6", "never taken"])
     assert shown == list(TASK.messages)
     assert last == Step(done=True, reward=None)
 
 
-def test_an_episode_of_many_turns_ends_with_its_own_reward() -> None:
+async def test_an_episode_of_many_turns_ends_with_its_own_reward() -> None:
     factory: EnvFactory = Guessing(guesses=3)
-    shown, last = asyncio.run(_play(factory(TASK), ["4", "8", "6"]))
+    shown, last = await _play(factory(TASK), ["4", "8", "6"])
     assert [message["content"] for message in shown] == ["Guess 1 to 9.", "higher", "lower"]
     assert last == Step(done=True, reward=1 / 3)
 

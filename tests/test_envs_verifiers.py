@@ -75,7 +75,7 @@ def task_of(environment: VerifiersEnv, index: int | None = None) -> Task:
     return task if index is None else replace(task, truth={**task.truth, "data": {"idx": index}})
 
 
-def test_its_tasks_are_a_source_and_its_scores_have_parts(peer: str, tmp_path: Path, nothing_left: None):
+async def test_its_tasks_are_a_source_and_its_scores_have_parts(peer: str, tmp_path: Path, nothing_left: None):
     environment = build_environment(f"verifiers:sums,python={peer},workers=2,held_out_share=0.3")
     assert isinstance(environment, VerifiersEnv)
     (source,) = environment.sources(0).values()
@@ -84,45 +84,39 @@ def test_its_tasks_are_a_source_and_its_scores_have_parts(peer: str, tmp_path: P
     assert not held_out & {source.draw().id for _ in range(50)}
     assert pickle.loads(pickle.dumps(environment.reward))(None, None) == Score(total=0.0)
 
-    async def check() -> None:
-        async with environment.serving(tmp_path):
-            scores = [await environment.agent(source.draw(), POLICY) for _ in range(4)]
-            assert [(score.total, score.answer, score.parts["key"]) for score in scores] == [(0.5, "5", 1.0)] * 4
-            assert len({score.parts["pid"] for score in scores}) == 2
-            with pytest.raises(ForgeError, match="TaskError: no truth"):
-                await environment.agent(task_of(environment, -1), POLICY)
-
-    asyncio.run(check())
+    async with environment.serving(tmp_path):
+        scores = [await environment.agent(source.draw(), POLICY) for _ in range(4)]
+        assert [(score.total, score.answer, score.parts["key"]) for score in scores] == [(0.5, "5", 1.0)] * 4
+        assert len({score.parts["pid"] for score in scores}) == 2
+        with pytest.raises(ForgeError, match="TaskError: no truth"):
+            await environment.agent(task_of(environment, -1), POLICY)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_played_again(
+async def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_played_again(
     peer: str, tmp_path: Path, nothing_left: None, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ):
     environment = VerifiersEnv("sums", VerifiersSettings(python=peer, hang_s=0.5 if hangs else 300.0))
 
-    async def check() -> None:
-        async with environment.serving(tmp_path):
-            first = int((await environment.agent(task_of(environment), POLICY)).parts["pid"])
-            lost = asyncio.ensure_future(environment.agent(task_of(environment, -3 if hangs else -2), POLICY))
-            await asyncio.sleep(0.1)
-            if not hangs:
-                os.kill(first, signal.SIGKILL)
-            with pytest.raises(ReplicaError, match="signal 9"):
-                await lost
-
-            async def again() -> bool:
-                try:
-                    return int((await environment.agent(task_of(environment), POLICY)).parts["pid"]) != first
-                except ReplicaError:
-                    return False
-
-            async with asyncio.timeout(30):
-                while not await again():  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
-
     monkeypatch.setattr("forge_rl.worlds.verifiers._PING_S", 0.2)
-    asyncio.run(check())
+    async with environment.serving(tmp_path):
+        first = int((await environment.agent(task_of(environment), POLICY)).parts["pid"])
+        lost = asyncio.ensure_future(environment.agent(task_of(environment, -3 if hangs else -2), POLICY))
+        await asyncio.sleep(0.1)
+        if not hangs:
+            os.kill(first, signal.SIGKILL)
+        with pytest.raises(ReplicaError, match="signal 9"):
+            await lost
+
+        async def again() -> bool:
+            try:
+                return int((await environment.agent(task_of(environment), POLICY)).parts["pid"]) != first
+            except ReplicaError:
+                return False
+
+        async with asyncio.timeout(30):
+            while not await again():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
 
 
 def test_an_environment_that_cannot_be_loaded_says_why(peer: str):
@@ -164,31 +158,28 @@ async def episodes(environment: VerifiersEnv, logs: Path, answers: Sequence[str]
         return list(await asyncio.gather(*(run(source.draw(), client) for client in clients)))
 
 
-def test_its_score_is_the_episodes_and_a_dead_worker_is_an_infrastructure_error(peer: str, tmp_path: Path):
-    async def check() -> None:
-        async def agent(task: Task, session: Session) -> Score:
-            await ask(session)
-            if task.id == "dead":
-                raise ReplicaError("its process was killed", service="verifiers:sums")
-            return Score(total=0.25, parts={"a": 1.0}, turns=(0.5,), answer="4")
+async def test_its_score_is_the_episodes_and_a_dead_worker_is_an_infrastructure_error(peer: str, tmp_path: Path):
+    async def agent(task: Task, session: Session) -> Score:
+        await ask(session)
+        if task.id == "dead":
+            raise ReplicaError("its process was killed", service="verifiers:sums")
+        return Score(total=0.25, parts={"a": 1.0}, turns=(0.5,), answer="4")
 
-        judge = SimpleNamespace(form="group")
-        client = PolicyClient(FakeBackend())
-        async with serving_agents(agent, GatewayConfig(), FakeBackend(), tokenizer(), judge) as run:  # type: ignore[arg-type]
-            good, bad = [
-                await run(Task(id=name, source="s", messages=({"role": "user", "content": "?"},)), client)
-                for name in ("good", "dead")
-            ]
-        assert (good.outcome, good.reward, good.score.parts, good.score.answer) == (
-            Outcome.COMPLETED,
-            0.25,
-            {"a": 1.0},
-            "4",
-        )
-        assert (good.text, good.score.turns) == ("Hello there.", (0.5,))
-        assert (bad.outcome, bad.problem) == (Outcome.INFRASTRUCTURE_ERROR, "verifiers:sums: its process was killed")
-
-    asyncio.run(check())
+    judge = SimpleNamespace(form="group")
+    client = PolicyClient(FakeBackend())
+    async with serving_agents(agent, GatewayConfig(), FakeBackend(), tokenizer(), judge) as run:  # type: ignore[arg-type]
+        good, bad = [
+            await run(Task(id=name, source="s", messages=({"role": "user", "content": "?"},)), client)
+            for name in ("good", "dead")
+        ]
+    assert (good.outcome, good.reward, good.score.parts, good.score.answer) == (
+        Outcome.COMPLETED,
+        0.25,
+        {"a": 1.0},
+        "4",
+    )
+    assert (good.text, good.score.turns) == ("Hello there.", (0.5,))
+    assert (bad.outcome, bad.problem) == (Outcome.INFRASTRUCTURE_ERROR, "verifiers:sums: its process was killed")
 
 
 @pytest.fixture(scope="session")
@@ -200,9 +191,11 @@ def verifiers_python() -> str:
 
 
 @pytest.mark.long
-def test_the_real_package_plays_episodes_at_the_gateway(verifiers_python: str, tmp_path: Path, nothing_left: None):
+async def test_the_real_package_plays_episodes_at_the_gateway(
+    verifiers_python: str, tmp_path: Path, nothing_left: None
+):
     environment = VerifiersEnv("forge_rl_letters", VerifiersSettings(python=verifiers_python), words=30)
-    played = asyncio.run(episodes(environment, tmp_path, ["aaxx"], 12))
+    played = await episodes(environment, tmp_path, ["aaxx"], 12)
     assert [(each.outcome, each.reward, dict(each.score.parts)) for each in played] == [
         (Outcome.COMPLETED, 1.0, {"vowels": 1.0, "letters": 4.0})
     ] * 12

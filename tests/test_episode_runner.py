@@ -188,20 +188,17 @@ def test_a_sandbox_that_fails_under_an_environment_or_a_reward_is_no_evidence_ab
         assert (episode.outcome, episode.score) == (Outcome.INFRASTRUCTURE_ERROR, None)
 
 
-def test_a_story_of_a_benchmark_has_a_score_also_where_its_short_turns_outgrow_the_context() -> None:
-    async def check() -> Episode:
-        story = _Story(100, random.Random(0))
-        runner = EpisodeRunner(Letters(), story, None)  # type: ignore[arg-type]  # the environment scores
-        rooms = iter([True, True])
+async def test_a_story_of_a_benchmark_has_a_score_also_where_its_short_turns_outgrow_the_context() -> None:
+    story = _Story(100, random.Random(0))
+    runner = EpisodeRunner(Letters(), story, None)  # type: ignore[arg-type]  # the environment scores
+    rooms = iter([True, True])
 
-        async def decode(prompt_ids: TokenIds) -> Turn:
-            if next(rooms, None) is None:
-                raise ContextError("no room")
-            return Turn(prompt_ids=prompt_ids, token_ids=[1], logprobs=[0.0], versions=[0], text="a")
+    async def decode(prompt_ids: TokenIds) -> Turn:
+        if next(rooms, None) is None:
+            raise ContextError("no room")
+        return Turn(prompt_ids=prompt_ids, token_ids=[1], logprobs=[0.0], versions=[0], text="a")
 
-        return await runner(TASK, decode)
-
-    episode = asyncio.run(check())
+    episode = await runner(TASK, decode)
     assert (episode.outcome, len(episode.turns), episode.problem) == (Outcome.TRUNCATED, 2, "")
 
 

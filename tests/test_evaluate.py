@@ -150,7 +150,7 @@ class Twice:
         return Step(done=True, reward=0.25)
 
 
-def test_episodes_of_a_world_and_of_a_benchmark_are_scored_and_kept_whole(
+async def test_episodes_of_a_world_and_of_a_benchmark_are_scored_and_kept_whole(
     tiny_model: Path, tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
@@ -160,7 +160,7 @@ def test_episodes_of_a_world_and_of_a_benchmark_are_scored_and_kept_whole(
     config = Config(
         models=(str(tiny_model),), benchmark=(f"gsm8k={rows}",), env="tests.test_evaluate:Twice", out=tmp_path / "out"
     )
-    asyncio.run(main(config))
+    await main(config)
     [folder] = [path.with_suffix("") for path in (tmp_path / "out").glob("*.jsonl")]
     [(_, _, whole)] = recorded_files(folder)
     episodes = [EpisodeFile(whole)[place].episode for place in range(2)]

@@ -244,7 +244,9 @@ def answered(task: Task, tokenizer: Tokenizer) -> list[Episode]:
     return [Episode(task=task, turns=(Turn.given(prompt, [5] * int(str(task.truth["answer"])), ""),))]
 
 
-def test_a_run_on_examples_starts_nothing_but_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_run_on_examples_starts_nothing_but_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[dict[str, Any]] = []
 
     async def begin(*_: object, **given: Any) -> Scoring:
@@ -257,23 +259,20 @@ def test_a_run_on_examples_starts_nothing_but_the_trainer(monkeypatch: pytest.Mo
         out=tmp_path, display="none", checkpoint_every=0, groups_per_batch=2, evaluation=EvalConfig(tasks=3)
     )
 
-    async def check() -> None:
-        async with start(config, loss=CrossEntropy(), sources=rows, examples=answered) as run:
-            assert await run.evaluate() == -2.0
-            batch = await run.examples.next_batch()
-            assert [len(group.episodes) for group in batch.groups] == [1, 1]
-            logged = run.log({"loss": 1.0}, batch)
-            assert not {name for name in logged if name.startswith(("reward", "lag", "queue", "rollouts"))}
-            assert (run.step, run.scores, run.last_batch) == (1, {0: -2.0}, batch)
-            for name in ("rollouts", "generator", "weights", "reward", "environment", "schedule"):
-                with pytest.raises(ConfigError, match="given examples"):
-                    getattr(run, name)
-            status = await Control(run, run._live, None, cast(Any, None)).status()
-            assert status["rollouts"] == "batch 1: groups 0/2"
-            assert (status["reward_mean"], "schedule" in status) == (None, False)
-            assert "Run  step 1 of 10" in repr(run)
-
-    asyncio.run(check())
+    async with start(config, loss=CrossEntropy(), sources=rows, examples=answered) as run:
+        assert await run.evaluate() == -2.0
+        batch = await run.examples.next_batch()
+        assert [len(group.episodes) for group in batch.groups] == [1, 1]
+        logged = run.log({"loss": 1.0}, batch)
+        assert not {name for name in logged if name.startswith(("reward", "lag", "queue", "rollouts"))}
+        assert (run.step, run.scores, run.last_batch) == (1, {0: -2.0}, batch)
+        for name in ("rollouts", "generator", "weights", "reward", "environment", "schedule"):
+            with pytest.raises(ConfigError, match="given examples"):
+                getattr(run, name)
+        status = await Control(run, run._live, None, cast(Any, None)).status()
+        assert status["rollouts"] == "batch 1: groups 0/2"
+        assert (status["reward_mean"], "schedule" in status) == (None, False)
+        assert "Run  step 1 of 10" in repr(run)
     assert [(each["reference"], each["values"]) for each in asked] == [(False, False)]
 
 

@@ -38,10 +38,10 @@ from tests.staged_rollouts import (
 )
 
 
-def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
+async def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
     generator = StagedGenerator()
     generator.version = 5
-    batch = asyncio.run(rollouts(generator=generator).next_batch())
+    batch = await rollouts(generator=generator).next_batch()
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert [len(group.episodes) for group in batch.groups] == [4, 4, 4]
     assert batch.version == 5
@@ -65,84 +65,75 @@ def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
     assert len(set(texts(0))) == 24
 
 
-def test_a_restored_state_goes_on_with_the_same_batches() -> None:
-    async def main() -> None:
-        generator = StagedGenerator()
-        whole = rollouts(generator=generator)
-        await whole.next_batch()
-        state = json.loads(json.dumps(whole.state()))
-        generator.version = 1
-        expected = await whole.next_batch()
-        restored = rollouts(generator=generator)
-        await restored.restore(state)
-        batch = await restored.next_batch()
-        assert [group.task.id for group in batch.groups] == ["4", "5", "6"]
-        assert batch.rewards.tolist() == expected.rewards.tolist()
-
-    asyncio.run(main())
+async def test_a_restored_state_goes_on_with_the_same_batches() -> None:
+    generator = StagedGenerator()
+    whole = rollouts(generator=generator)
+    await whole.next_batch()
+    state = json.loads(json.dumps(whole.state()))
+    generator.version = 1
+    expected = await whole.next_batch()
+    restored = rollouts(generator=generator)
+    await restored.restore(state)
+    batch = await restored.next_batch()
+    assert [group.task.id for group in batch.groups] == ["4", "5", "6"]
+    assert batch.rewards.tolist() == expected.rewards.tolist()
 
 
-def test_a_straggler_that_over_sampling_carries_over_is_drawn_again_by_a_resumed_run() -> None:
-    async def main() -> None:
-        class Slow:
-            def __init__(self, task: Task) -> None:
-                self.task = task
+async def test_a_straggler_that_over_sampling_carries_over_is_drawn_again_by_a_resumed_run() -> None:
+    class Slow:
+        def __init__(self, task: Task) -> None:
+            self.task = task
 
-            async def reset(self) -> Observation:
-                return Observation(messages=self.task.messages)
+        async def reset(self) -> Observation:
+            return Observation(messages=self.task.messages)
 
-            async def step(self, completion: str) -> Step:
-                await (asyncio.Event().wait() if self.task.id == "1" else asyncio.sleep(0))
-                return Step(done=True, reward=1.0)
+        async def step(self, completion: str) -> Step:
+            await (asyncio.Event().wait() if self.task.id == "1" else asyncio.sleep(0))
+            return Step(done=True, reward=1.0)
 
-        schedule = ScheduleConfig(max_lag=2, over_sampling=2.0)
-        whole = rollouts(environment=StagedEnvironment(Slow), schedule=schedule)
-        batch = await whole.next_batch()
-        assert "1" not in [group.task.id for group in batch.groups]
-        state = json.loads(json.dumps(whole.state()))
-        await whole.close()
-        restored = rollouts(schedule=schedule)
-        await restored.restore(state)
-        again = await restored.next_batch()
-        delivered = {group.task.id for group in (*batch.groups, *again.groups)}
-        assert "1" in delivered
-        assert len(delivered) == 6, "nothing comes twice"
-
-    asyncio.run(main())
+    schedule = ScheduleConfig(max_lag=2, over_sampling=2.0)
+    whole = rollouts(environment=StagedEnvironment(Slow), schedule=schedule)
+    batch = await whole.next_batch()
+    assert "1" not in [group.task.id for group in batch.groups]
+    state = json.loads(json.dumps(whole.state()))
+    await whole.close()
+    restored = rollouts(schedule=schedule)
+    await restored.restore(state)
+    again = await restored.next_batch()
+    delivered = {group.task.id for group in (*batch.groups, *again.groups)}
+    assert "1" in delivered
+    assert len(delivered) == 6, "nothing comes twice"
 
 
-def test_engines_are_listed_when_they_change_and_not_for_every_episode() -> None:
-    async def main() -> None:
-        class Listed(StagedGenerator):
-            listed = 0
+async def test_engines_are_listed_when_they_change_and_not_for_every_episode() -> None:
+    class Listed(StagedGenerator):
+        listed = 0
 
-            def engines(self) -> dict[int, int]:
-                self.listed += 1
-                return super().engines()
+        def engines(self) -> dict[int, int]:
+            self.listed += 1
+            return super().engines()
 
-        generator = Listed()
-        executor = rollouts(generator=generator)
-        for version in range(3):
-            generator.version = version
-            await executor.next_batch()
-        assert generator.listed == 1
-        generator.listeners.tell()
-        assert generator.listed == 2
-
-    asyncio.run(main())
+    generator = Listed()
+    executor = rollouts(generator=generator)
+    for version in range(3):
+        generator.version = version
+        await executor.next_batch()
+    assert generator.listed == 1
+    generator.listeners.tell()
+    assert generator.listed == 2
 
 
-def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> None:
+async def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> None:
     generator = StagedGenerator()
     executor = rollouts(generator=generator, environment=StagedEnvironment(TwoTurns))
-    episode = asyncio.run(play(executor, max_tokens=4))
+    episode = await play(executor, max_tokens=4)
     first, second = episode.turns
     assert second.prompt_ids.tolist() == [*first.context, *map(ord, "again")]
     assert episode.reward == 0.75
     assert len(episode.segments) == 1
 
 
-def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
+async def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
     told: list[tuple[str, bool]] = []
 
     class Stern(TwoTurns):
@@ -157,7 +148,7 @@ def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
         environment=StagedEnvironment(Stern),
         reward=StagedReward(lambda task, text: 1 / 0),  # the environment's own reward counts
     )
-    episode = asyncio.run(play(executor, max_tokens=4))
+    episode = await play(executor, max_tokens=4)
     assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, 0.75)
     assert told == [(turn.text, True) for turn in episode.turns]
     assert len(told) == 2
@@ -190,7 +181,7 @@ def test_an_episode_that_outgrows_the_context_is_truncated_and_its_environment_m
     assert environment.closed == 1
 
 
-def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() -> None:
+async def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() -> None:
     class LongPrompts(SingleTurn):
         async def reset(self) -> Observation:
             length = 99 if self._task.id == "2" else 3
@@ -211,43 +202,37 @@ def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() 
         await executor.next_batch()
 
     with pytest.raises(TaskError, match="a prompt of 3 tokens leaves no room") as caught:
-        asyncio.run(main())
+        await main()
     assert "--generator.max-model-len" in caught.value.hint
 
 
-def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once_if_no_advantage_is_left() -> None:
-    async def main() -> None:
-        warnings: list[str] = []
-        executor = rollouts(reward=StagedReward(lambda task, text: 0.5), warn=warnings.append)
-        batch = await executor.next_batch()
-        assert len(batch.groups) == 3
-        assert warnings == [], "a method without groups may learn from them"
-        assert executor.metrics().get("groups/replaced_uniform", 0) == 0
+async def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once_if_no_advantage_is_left() -> None:
+    warnings: list[str] = []
+    executor = rollouts(reward=StagedReward(lambda task, text: 0.5), warn=warnings.append)
+    batch = await executor.next_batch()
+    assert len(batch.groups) == 3
+    assert warnings == [], "a method without groups may learn from them"
+    assert executor.metrics().get("groups/replaced_uniform", 0) == 0
 
-        log = SimpleNamespace(warn=warnings.append)
-        monitor = SimpleNamespace(log=log, clock=PhaseClock())
-        services, mixture = SimpleNamespace(trainers=(), rollout=None), SimpleNamespace(epochs={})
-        metrics = StepMetrics(RunConfig(), services, executor, mixture, monitor)  # type: ignore[arg-type]
-        varied = torch.arange(float(batch.rewards.numel())).reshape(batch.rewards.shape)
-        for step, advantages in enumerate([varied * 0, varied * 0, varied, varied * 0]):
-            metrics.warn(step, {}, pack(batch, advantages, Layout()))
-        assert [warning.split(":")[0] for warning in warnings] == ["step 0", "step 3"]
-        assert "all advantages are 0" in warnings[0]
-
-    asyncio.run(main())
+    log = SimpleNamespace(warn=warnings.append)
+    monitor = SimpleNamespace(log=log, clock=PhaseClock())
+    services, mixture = SimpleNamespace(trainers=(), rollout=None), SimpleNamespace(epochs={})
+    metrics = StepMetrics(RunConfig(), services, executor, mixture, monitor)  # type: ignore[arg-type]
+    varied = torch.arange(float(batch.rewards.numel())).reshape(batch.rewards.shape)
+    for step, advantages in enumerate([varied * 0, varied * 0, varied, varied * 0]):
+        metrics.warn(step, {}, pack(batch, advantages, Layout()))
+    assert [warning.split(":")[0] for warning in warnings] == ["step 0", "step 3"]
+    assert "all advantages are 0" in warnings[0]
 
 
-def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
-    async def main() -> None:
-        generator = StagedGenerator(truncated=True)
-        warnings: list[str] = []
-        executor = rollouts(generator=generator, warn=warnings.append)
-        for generator.version in range(2):
-            await executor.next_batch()
-        (warning,) = warnings
-        assert "12 of 12 episodes were truncated, by --generator.max-tokens 4" in warning
-
-    asyncio.run(main())
+async def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
+    generator = StagedGenerator(truncated=True)
+    warnings: list[str] = []
+    executor = rollouts(generator=generator, warn=warnings.append)
+    for generator.version in range(2):
+        await executor.next_batch()
+    (warning,) = warnings
+    assert "12 of 12 episodes were truncated, by --generator.max-tokens 4" in warning
 
 
 @pytest.mark.parametrize(("rises", "told"), [(True, []), (False, ["batch 4"])])
@@ -285,13 +270,13 @@ def test_a_batch_that_is_suddenly_cut_or_of_another_length_names_the_learning_ra
     assert ("lower --trainer.optimizer.lr before" in text) == (before != after), text
 
 
-def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> None:
+async def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> None:
     def even_tasks_teach(task: Task, text: str) -> float:
         return float(int(text) % 7) if int(task.id) % 2 == 0 else 1.0
 
     schedule = ScheduleConfig(max_lag=0, dynamic_sampling=True)
     executor = rollouts(reward=StagedReward(even_tasks_teach), schedule=schedule)
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
     values = executor.metrics()
     assert values["groups/replaced_uniform"] == 3
@@ -301,51 +286,45 @@ def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> Non
     assert values["completed/tokens"] == delivered_tokens + values["discarded/uniform_tokens"]
 
 
-def test_a_group_whose_turns_differ_in_value_teaches_although_its_rewards_are_equal() -> None:
+async def test_a_group_whose_turns_differ_in_value_teaches_although_its_rewards_are_equal() -> None:
     def by_turn(task: Task, episode: Episode) -> Score:
         return Score(total=1.0, turns=(float(int(episode.text) % 7),) if int(task.id) % 2 == 0 else ())
 
     schedule = ScheduleConfig(max_lag=0, dynamic_sampling=True)
     executor = rollouts(reward=StagedReward(by_turn, "episode"), schedule=schedule)
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
 
 
-def test_an_error_that_is_no_outcome_ends_the_wait_and_a_later_one_starts_the_episode_again() -> None:
-    async def main() -> None:
-        executor = rollouts()
-        fail_once(executor, lambda task: task.id == "2")
-        with pytest.raises(RuntimeError, match="a bug"):
-            await executor.next_batch()
-        async with asyncio.timeout(60):
-            batch = await executor.next_batch()
-        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
-
-    asyncio.run(main())
+async def test_an_error_that_is_no_outcome_ends_the_wait_and_a_later_one_starts_the_episode_again() -> None:
+    executor = rollouts()
+    fail_once(executor, lambda task: task.id == "2")
+    with pytest.raises(RuntimeError, match="a bug"):
+        await executor.next_batch()
+    async with asyncio.timeout(60):
+        batch = await executor.next_batch()
+    assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize("error", [SpendingError("spent 10 of 10"), RuntimeError("a bug")])
-def test_an_error_that_comes_between_two_batches_ends_the_next_one(error: Exception) -> None:
-    async def main() -> None:
-        told: list[str] = []
-        executor = rollouts(schedule=ScheduleConfig(max_lag=1), warn=told.append)
-        await executor.next_batch()
-        executor._fail(error)
-        for _ in range(2):
-            with pytest.raises(type(error), match=str(error)):
-                await executor.next_batch()
-            assert told == []
-            executor._raised = False  # nobody was told yet
-        executor._raised = True
-        await executor.next_batch()
-        assert told == [f"rollouts continue after an error: {error}"]
-        await executor.close()
-
-    asyncio.run(main())
+async def test_an_error_that_comes_between_two_batches_ends_the_next_one(error: Exception) -> None:
+    told: list[str] = []
+    executor = rollouts(schedule=ScheduleConfig(max_lag=1), warn=told.append)
+    await executor.next_batch()
+    executor._fail(error)
+    for _ in range(2):
+        with pytest.raises(type(error), match=str(error)):
+            await executor.next_batch()
+        assert told == []
+        executor._raised = False  # nobody was told yet
+    executor._raised = True
+    await executor.next_batch()
+    assert told == [f"rollouts continue after an error: {error}"]
+    await executor.close()
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_messages_that_cannot_be_shown_cost_their_group_in_any_turn(turn: int) -> None:
+async def test_messages_that_cannot_be_shown_cost_their_group_in_any_turn(turn: int) -> None:
     class Garbage(TwoTurns):
         def _content(self) -> object:
             return None if self.task.id == "2" and self.turns == turn else "again"
@@ -359,88 +338,79 @@ def test_messages_that_cannot_be_shown_cost_their_group_in_any_turn(turn: int) -
 
     environment = StagedEnvironment(Garbage)
     executor = rollouts(environment=environment)
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert [group.task.id for group in batch.groups] == ["1", "4", "3"]
     assert executor.metrics()["groups/replaced_failed"] == 1
     assert environment.closed >= 3, "sessions of what failed are closed"
 
 
-def test_thousands_of_episodes_start_in_several_turns_of_the_loop() -> None:
-    async def main() -> None:
-        class Wide(StagedGenerator):
-            def engines(self) -> dict[int, int]:
-                return {0: 2000}
+async def test_thousands_of_episodes_start_in_several_turns_of_the_loop() -> None:
+    class Wide(StagedGenerator):
+        def engines(self) -> dict[int, int]:
+            return {0: 2000}
 
-        executor = rollouts(generator=Wide(), groups=500)
-        starts: list[int] = []
-        pop = executor._scheduler.pop_starts
+    executor = rollouts(generator=Wide(), groups=500)
+    starts: list[int] = []
+    pop = executor._scheduler.pop_starts
 
-        def counting(**limits: int) -> list[InflightEpisode]:
-            found = pop(**limits)
-            starts.append(len(found))
-            return found
+    def counting(**limits: int) -> list[InflightEpisode]:
+        found = pop(**limits)
+        starts.append(len(found))
+        return found
 
-        executor._scheduler.pop_starts = counting  # type: ignore[method-assign]
+    executor._scheduler.pop_starts = counting  # type: ignore[method-assign]
+    batch = await executor.next_batch()
+    assert len(batch.episodes) == sum(starts) == 2000
+    assert max(starts) <= 64
+    await executor.close()
+
+
+async def test_a_cancellation_inside_an_episodes_own_code_is_its_failure() -> None:
+    executor = rollouts()
+    run_episode = executor._run_episode
+    calls = 0
+
+    async def cancelling(task: Task, client: PolicyClient) -> Episode:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            inner = asyncio.ensure_future(asyncio.sleep(10))
+            inner.cancel()
+            await inner
+        return await run_episode(task, client)
+
+    executor._run_episode = cancelling
+    async with asyncio.timeout(60):
         batch = await executor.next_batch()
-        assert len(batch.episodes) == sum(starts) == 2000
-        assert max(starts) <= 64
-        await executor.close()
-
-    asyncio.run(main())
+    assert len(batch.episodes) == 12
+    assert executor.metrics()["outcomes/environment_error"] == 1
 
 
-def test_a_cancellation_inside_an_episodes_own_code_is_its_failure() -> None:
-    async def main() -> None:
-        executor = rollouts()
-        run_episode = executor._run_episode
-        calls = 0
-
-        async def cancelling(task: Task, client: PolicyClient) -> Episode:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                inner = asyncio.ensure_future(asyncio.sleep(10))
-                inner.cancel()
-                await inner
-            return await run_episode(task, client)
-
-        executor._run_episode = cancelling
-        async with asyncio.timeout(60):
-            batch = await executor.next_batch()
-        assert len(batch.episodes) == 12
-        assert executor.metrics()["outcomes/environment_error"] == 1
-
-    asyncio.run(main())
-
-
-def test_concurrent_completions_of_an_episode_decode_one_after_the_other() -> None:
+async def test_concurrent_completions_of_an_episode_decode_one_after_the_other() -> None:
     class Slow(StagedGenerator):
         async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
             await asyncio.sleep(0)  # an episode that decodes and asks for an engine is an error
             await super().decode(completion, engine=engine)
 
-    async def main() -> None:
-        async def twice(task: Task, client: PolicyClient) -> Episode:
-            prompt_ids = tuple(map(ord, f"{task.id}/{client.episode.index}"))
+    async def twice(task: Task, client: PolicyClient) -> Episode:
+        prompt_ids = tuple(map(ord, f"{task.id}/{client.episode.index}"))
 
-            async def one() -> list[Chunk]:
-                parts: list[Chunk] = []
-                await client(prompt_ids, observe=parts.append, gather_s=0.0)
-                return parts
+        async def one() -> list[Chunk]:
+            parts: list[Chunk] = []
+            await client(prompt_ids, observe=parts.append, gather_s=0.0)
+            return parts
 
-            pieces = await asyncio.gather(one(), one())
-            assert [part[-1].finish for part in pieces] == ["stop", "stop"]
-            return Episode(task=task, turns=(), score=Score(total=float(client.episode.index)))
+        pieces = await asyncio.gather(one(), one())
+        assert [part[-1].finish for part in pieces] == ["stop", "stop"]
+        return Episode(task=task, turns=(), score=Score(total=float(client.episode.index)))
 
-        executor = rollouts(generator=Slow())
-        executor._run_episode = twice
-        async with asyncio.timeout(60):
-            assert len((await executor.next_batch()).episodes) == 12
-
-    asyncio.run(main())
+    executor = rollouts(generator=Slow())
+    executor._run_episode = twice
+    async with asyncio.timeout(60):
+        assert len((await executor.next_batch()).episodes) == 12
 
 
-def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:
+async def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:
     class Picky(SingleTurn):
         async def step(self, answer: str, *, truncated: bool = False) -> Step:
             if int(self._task.id) == 1:
@@ -448,7 +418,7 @@ def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_tol
             return Step(done=True, reward=float(int(answer) % 5), model_error=int(answer) % 2 == 0)
 
     executor = rollouts(environment=StagedEnvironment(Picky))
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert "1" not in [group.task.id for group in batch.groups]
     broken = [episode for episode in batch.episodes if episode.outcome is Outcome.MODEL_ERROR]
     assert broken
@@ -457,46 +427,40 @@ def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_tol
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_pause_holds_all_requests_at_a_token_until_it_ends_and_nothing_is_lost(evaluates: bool) -> None:
-    async def main() -> None:
-        generator, hold = MortalGenerator(), Hold()
-        executor = rollouts(generator=generator, hold=hold)
-        if evaluates:
-            waiting = asyncio.ensure_future(play(executor, max_tokens=12))
-        else:
-            waiting = asyncio.ensure_future(executor.next_batch())
-        await run_until_idle()
-        assert executor.status().episodes_running > 0
-        hold.pause()
-        await run_until_idle()
-        assert generator.told == ["pause"]
-        for gate in generator.gates.values():  # engines that finish meanwhile get no other request
-            gate.set_result(None)
-        begun = len(generator.seen)
-        await run_until_idle()
-        assert len(generator.seen) == begun
-        assert not waiting.done()
-        hold.resume()
-        found = await waiting
-        assert generator.told[:2] == ["pause", "resume"]
-        episodes = [found] if evaluates else list(found.episodes)
-        assert len(episodes) == (1 if evaluates else 12)
-        assert all(len(episode.turns[0].token_ids) == 12 for episode in episodes)
-
-    asyncio.run(main())
-
-
-def test_a_request_waits_until_an_engine_has_a_free_slot_for_it() -> None:
-    async def main() -> None:
-        generator = MortalGenerator()
-        generator.serving = {0: 2, 1: 1}
-        executor = rollouts(generator=generator)
+async def test_a_pause_holds_all_requests_at_a_token_until_it_ends_and_nothing_is_lost(evaluates: bool) -> None:
+    generator, hold = MortalGenerator(), Hold()
+    executor = rollouts(generator=generator, hold=hold)
+    if evaluates:
+        waiting = asyncio.ensure_future(play(executor, max_tokens=12))
+    else:
         waiting = asyncio.ensure_future(executor.next_batch())
-        await run_until_idle()
-        assert len(generator.seen) == 3
-        assert executor.status().queue > 0
-        for gate in generator.gates.values():
-            gate.set_result(None)
-        assert len((await waiting).episodes) == 12
+    await run_until_idle()
+    assert executor.status().episodes_running > 0
+    hold.pause()
+    await run_until_idle()
+    assert generator.told == ["pause"]
+    for gate in generator.gates.values():  # engines that finish meanwhile get no other request
+        gate.set_result(None)
+    begun = len(generator.seen)
+    await run_until_idle()
+    assert len(generator.seen) == begun
+    assert not waiting.done()
+    hold.resume()
+    found = await waiting
+    assert generator.told[:2] == ["pause", "resume"]
+    episodes = [found] if evaluates else list(found.episodes)
+    assert len(episodes) == (1 if evaluates else 12)
+    assert all(len(episode.turns[0].token_ids) == 12 for episode in episodes)
 
-    asyncio.run(main())
+
+async def test_a_request_waits_until_an_engine_has_a_free_slot_for_it() -> None:
+    generator = MortalGenerator()
+    generator.serving = {0: 2, 1: 1}
+    executor = rollouts(generator=generator)
+    waiting = asyncio.ensure_future(executor.next_batch())
+    await run_until_idle()
+    assert len(generator.seen) == 3
+    assert executor.status().queue > 0
+    for gate in generator.gates.values():
+        gate.set_result(None)
+    assert len((await waiting).episodes) == 12

@@ -32,7 +32,7 @@ from tests.staged_rollouts import (
 )
 
 
-def test_a_judge_that_fails_once_is_asked_again_and_nothing_is_decoded_again() -> None:
+async def test_a_judge_that_fails_once_is_asked_again_and_nothing_is_decoded_again() -> None:
     failed: set[str] = set()
     warnings: list[str] = []
 
@@ -45,7 +45,7 @@ def test_a_judge_that_fails_once_is_asked_again_and_nothing_is_decoded_again() -
     generator, ended = StagedGenerator(), list[Episode]()
     reward = StagedReward(fail_once)
     executor = rollouts(generator=generator, reward=reward, warn=warnings.append, on_episode=ended.append)
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert len(generator.seen) == 12
     assert len(ended) == 12
     assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
@@ -60,7 +60,7 @@ def ranks(task: Task, episodes: Sequence[Episode]) -> list[float]:
     return [float(texts.index(episode.text)) for episode in episodes]
 
 
-def test_a_reward_of_the_group_is_given_all_its_episodes_once_they_have_ended() -> None:
+async def test_a_reward_of_the_group_is_given_all_its_episodes_once_they_have_ended() -> None:
     seen: list[int] = []
     ended: list[Episode] = []
 
@@ -70,13 +70,13 @@ def test_a_reward_of_the_group_is_given_all_its_episodes_once_they_have_ended() 
         return ranks(task, episodes)
 
     executor = rollouts(reward=StagedReward(counting, "group"), on_episode=ended.append)
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert seen == [4, 4, 4]
     assert [sorted(group.rewards) for group in batch.groups] == [[0, 1, 2, 3]] * 3
     assert sorted(episode.reward for episode in ended) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-def test_a_group_that_cannot_be_ranked_is_replaced_and_not_decoded_again() -> None:
+async def test_a_group_that_cannot_be_ranked_is_replaced_and_not_decoded_again() -> None:
     def fail_odd(task: Task, episodes: Sequence[Episode]) -> list[float]:
         if int(task.id) % 2:
             raise ServiceError("ValueError: no", service="reward", replica=0)
@@ -84,14 +84,14 @@ def test_a_group_that_cannot_be_ranked_is_replaced_and_not_decoded_again() -> No
 
     generator, warnings = StagedGenerator(), list[str]()
     executor = rollouts(reward=StagedReward(fail_odd, "group"), generator=generator, warn=warnings.append)
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
     assert executor.metrics()["groups/replaced_failed"] == 3
     assert len(generator.seen) == 24
     assert "judge_error: reward replica 0: ValueError: no" in warnings[0]
 
 
-def test_what_cannot_be_scored_is_replaced_and_not_decoded_again() -> None:
+async def test_what_cannot_be_scored_is_replaced_and_not_decoded_again() -> None:
     def fail_odd(task: Task, text: str) -> float:
         if int(task.id) % 2:
             raise ServiceError("ValueError: no", service="reward", replica=0)
@@ -99,7 +99,7 @@ def test_what_cannot_be_scored_is_replaced_and_not_decoded_again() -> None:
 
     generator = StagedGenerator()
     executor = rollouts(generator=generator, reward=StagedReward(fail_odd))
-    batch = asyncio.run(executor.next_batch())
+    batch = await executor.next_batch()
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
     assert executor.metrics()["groups/replaced_failed"] == 3
     prompts = Counter(prompt for prompt, _ in generator.seen)
@@ -117,54 +117,48 @@ class BrokenReward:
         return float(int(text) % 7)
 
 
-def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended() -> None:
-    async def main() -> None:
-        warnings: list[str] = []
-        reward = BrokenReward()
-        executor = rollouts(
-            reward=StagedReward(reward.score),
-            schedule=ScheduleConfig(max_lag=1),
-            warn=warnings.append,
-            reward_wait_s=0.0,
-        )
-        for _ in range(2):  # also a second time
-            with pytest.raises(
-                TaskError, match=r"counting yielded 13 unusable groups in a row.*KeyError: 'answer'"
-            ) as caught:
-                await executor.next_batch()
-            assert "run.reward.replace" in caught.value.hint
-        assert any("KeyError" in warning for warning in warnings)
-        reward.broken = False
-        batch = await executor.next_batch()
-        assert len(batch.groups) == 3
-        assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
-        await executor.close()
-
-    asyncio.run(main())
+async def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended() -> None:
+    warnings: list[str] = []
+    reward = BrokenReward()
+    executor = rollouts(
+        reward=StagedReward(reward.score),
+        schedule=ScheduleConfig(max_lag=1),
+        warn=warnings.append,
+        reward_wait_s=0.0,
+    )
+    for _ in range(2):  # also a second time
+        with pytest.raises(
+            TaskError, match=r"counting yielded 13 unusable groups in a row.*KeyError: 'answer'"
+        ) as caught:
+            await executor.next_batch()
+        assert "run.reward.replace" in caught.value.hint
+    assert any("KeyError" in warning for warning in warnings)
+    reward.broken = False
+    batch = await executor.next_batch()
+    assert len(batch.groups) == 3
+    assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+    await executor.close()
 
 
-def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> None:
-    async def main() -> None:
-        warnings: list[str] = []
-        reward = BrokenReward()
-        executor = rollouts(reward=StagedReward(reward.score), warn=warnings.append, reward_wait_s=600.0)
-        coming = asyncio.create_task(executor.next_batch())
-        await run_until_idle()
-        assert not coming.done()
-        assert not executor._running
-        assert executor.waiting_for() == "the reward to work again, or another one, as all scores fail"
-        (told,) = [warning for warning in warnings if "waits 10 minutes for another reward" in warning]
-        assert "KeyError: 'answer'" in told
-        (unscored,) = executor.samples()
-        assert unscored[-1].outcome is Outcome.JUDGE_ERROR
-        reward.broken = False
-        executor.reward_replaced()
-        batch = await coming
-        assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
-        assert executor.samples() == [batch.groups[0].episodes]
-        await executor.close()
-
-    asyncio.run(main())
+async def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> None:
+    warnings: list[str] = []
+    reward = BrokenReward()
+    executor = rollouts(reward=StagedReward(reward.score), warn=warnings.append, reward_wait_s=600.0)
+    coming = asyncio.create_task(executor.next_batch())
+    await run_until_idle()
+    assert not coming.done()
+    assert not executor._running
+    assert executor.waiting_for() == "the reward to work again, or another one, as all scores fail"
+    (told,) = [warning for warning in warnings if "waits 10 minutes for another reward" in warning]
+    assert "KeyError: 'answer'" in told
+    (unscored,) = executor.samples()
+    assert unscored[-1].outcome is Outcome.JUDGE_ERROR
+    reward.broken = False
+    executor.reward_replaced()
+    batch = await coming
+    assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+    assert executor.samples() == [batch.groups[0].episodes]
+    await executor.close()
 
 
 class AwayReward(StagedReward):
@@ -189,143 +183,123 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("form", ["text", "group"])
 @pytest.mark.parametrize("error", [JudgeError, ForgeError])
-def test_a_reward_that_is_away_for_a_while_is_asked_again_in_training_and_evaluation(
+async def test_a_reward_that_is_away_for_a_while_is_asked_again_in_training_and_evaluation(
     error: type[ForgeError], form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        no_pauses(monkeypatch)
-        warnings, reward = list[str](), AwayReward(error, form=form)
-        executor = rollouts(reward=reward, warn=warnings.append)
-        await executor.next_batch()
-        evaluation = Evaluation(
-            {"one": [CountingSource().draw()]}, episodes=4, sampling=Sampling(max_tokens=4), version=0
-        )
-        for work in (executor.next_batch, executor.next_batch, executor.finish_evaluation):
-            if work == executor.finish_evaluation:
-                executor.start_evaluation(evaluation)
-            reward.away = 200
-            async with asyncio.timeout(60):
-                await work()
-            assert not reward.away
-        assert any(re.search("all scores fail, so the run waits 30 minutes .*503", warning) for warning in warnings)
-        assert "scores come again, so the run goes on" in warnings
-        assert any(
-            re.search("evaluation fail, and are asked for again for up to 30 minutes.*503", text) for text in warnings
-        )
-        assert {episode.outcome for (*episodes,) in evaluation.results("one") for episode in episodes} == {
-            Outcome.COMPLETED
-        }
-        await executor.close()
-
-    asyncio.run(main())
+    no_pauses(monkeypatch)
+    warnings, reward = list[str](), AwayReward(error, form=form)
+    executor = rollouts(reward=reward, warn=warnings.append)
+    await executor.next_batch()
+    evaluation = Evaluation({"one": [CountingSource().draw()]}, episodes=4, sampling=Sampling(max_tokens=4), version=0)
+    for work in (executor.next_batch, executor.next_batch, executor.finish_evaluation):
+        if work == executor.finish_evaluation:
+            executor.start_evaluation(evaluation)
+        reward.away = 200
+        async with asyncio.timeout(60):
+            await work()
+        assert not reward.away
+    assert any(re.search("all scores fail, so the run waits 30 minutes .*503", warning) for warning in warnings)
+    assert "scores come again, so the run goes on" in warnings
+    assert any(
+        re.search("evaluation fail, and are asked for again for up to 30 minutes.*503", text) for text in warnings
+    )
+    assert {episode.outcome for (*episodes,) in evaluation.results("one") for episode in episodes} == {
+        Outcome.COMPLETED
+    }
+    await executor.close()
 
 
 @pytest.mark.parametrize("error", [UngradedError, ForgeError])
-def test_an_evaluation_waits_for_no_score_that_fails_while_others_come(
+async def test_an_evaluation_waits_for_no_score_that_fails_while_others_come(
     error: type[ForgeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        no_pauses(monkeypatch)
-        source = CountingSource()
-        tasks = [source.draw() for _ in range(3)]
-        executor = rollouts(reward=AwayReward(error, fails_on="3"))
-        await executor.next_batch() if error is ForgeError else None
-        evaluation = Evaluation({"one": tasks}, episodes=1, sampling=Sampling(max_tokens=4), version=0)
-        executor.start_evaluation(evaluation)
-        async with asyncio.timeout(60):
-            await executor.finish_evaluation()
-        outcomes = [episode.outcome for (episode,) in evaluation.results("one")]
-        assert outcomes == [Outcome.COMPLETED, Outcome.COMPLETED, Outcome.JUDGE_ERROR]
-        await executor.close()
-
-    asyncio.run(main())
+    no_pauses(monkeypatch)
+    source = CountingSource()
+    tasks = [source.draw() for _ in range(3)]
+    executor = rollouts(reward=AwayReward(error, fails_on="3"))
+    await executor.next_batch() if error is ForgeError else None
+    evaluation = Evaluation({"one": tasks}, episodes=1, sampling=Sampling(max_tokens=4), version=0)
+    executor.start_evaluation(evaluation)
+    async with asyncio.timeout(60):
+        await executor.finish_evaluation()
+    outcomes = [episode.outcome for (episode,) in evaluation.results("one")]
+    assert outcomes == [Outcome.COMPLETED, Outcome.COMPLETED, Outcome.JUDGE_ERROR]
+    await executor.close()
 
 
 @pytest.mark.parametrize("error", [JudgeError, SpendingError])
-def test_a_reward_that_stays_away_ends_the_run_when_its_time_is_up(
+async def test_a_reward_that_stays_away_ends_the_run_when_its_time_is_up(
     error: type[ForgeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        no_pauses(monkeypatch)
-        reward = AwayReward(JudgeError)
-        reward.away = sys.maxsize
+    no_pauses(monkeypatch)
+    reward = AwayReward(JudgeError)
+    reward.away = sys.maxsize
 
-        def warn(text: str) -> None:
-            if "all scores fail" in text:
-                reward.error = error
+    def warn(text: str) -> None:
+        if "all scores fail" in text:
+            reward.error = error
 
-        executor = rollouts(reward=reward, warn=warn, reward_wait_s=0.05 if error is JudgeError else 600.0)
-        async with asyncio.timeout(60):
-            with pytest.raises(UnscoredError if error is JudgeError else SpendingError, match="503"):
-                await executor.next_batch()
-        await executor.close()
-
-    asyncio.run(main())
+    executor = rollouts(reward=reward, warn=warn, reward_wait_s=0.05 if error is JudgeError else 600.0)
+    async with asyncio.timeout(60):
+        with pytest.raises(UnscoredError if error is JudgeError else SpendingError, match="503"):
+            await executor.next_batch()
+    await executor.close()
 
 
 @pytest.mark.parametrize("form", ["text", "group"])
-def test_a_listener_that_raises_fails_the_batch_and_loses_no_episode(form: Form) -> None:
-    async def main() -> None:
-        ended: list[Episode] = []
+async def test_a_listener_that_raises_fails_the_batch_and_loses_no_episode(form: Form) -> None:
+    ended: list[Episode] = []
 
-        def on_episode(episode: Episode) -> None:
-            ended.append(episode)
-            if len(ended) in (5, 6):
-                raise CheckpointError("no space left")
+    def on_episode(episode: Episode) -> None:
+        ended.append(episode)
+        if len(ended) in (5, 6):
+            raise CheckpointError("no space left")
 
-        scores = ranks if form == "group" else lambda task, text: float(int(text) % 7)
-        executor = rollouts(reward=StagedReward(scores, form), on_episode=on_episode)
-        with pytest.raises(CheckpointError, match="no space left"):
-            await executor.next_batch()
-        async with asyncio.timeout(60):
-            batch = await executor.next_batch()
-        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
-        assert len(ended) == 12, "nothing was run again"
-        await executor.close()
-
-    asyncio.run(main())
-
-
-def test_a_rollback_ends_episodes_that_are_being_scored_as_a_group() -> None:
-    async def main() -> None:
-        gate, ended = asyncio.Event(), list[str]()
-
-        class Slow(StagedReward):
-            async def score(self, episodes: Sequence[Episode]) -> list[Score]:
-                if not gate.is_set():
-                    try:
-                        await gate.wait()
-                    finally:
-                        ended.append(episodes[0].task.id)
-                    raise JudgeError("the judge said nothing")
-                return await super().score(episodes)
-
-        executor = rollouts(reward=Slow(ranks, "group"))
-        saved = executor.state()
-        coming = asyncio.create_task(executor.next_batch())
-        await run_until_idle()
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
-        await executor.restore(saved)
-        assert sorted(ended) == ["1", "2", "3"]
-        gate.set()
-        async with asyncio.timeout(60):
-            batch = await executor.next_batch()
-        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
-        await executor.close()
-
-    asyncio.run(main())
-
-
-def test_scores_of_a_replaced_reward_are_told_of() -> None:
-    async def main() -> None:
-        warnings: list[str] = []
-        executor = rollouts(schedule=ScheduleConfig(max_lag=2), warn=warnings.append)
+    scores = ranks if form == "group" else lambda task, text: float(int(text) % 7)
+    executor = rollouts(reward=StagedReward(scores, form), on_episode=on_episode)
+    with pytest.raises(CheckpointError, match="no space left"):
         await executor.next_batch()
-        await run_until_idle()
-        executor.reward_replaced()
-        (warning,) = warnings
-        assert re.match(r"\d+ episodes of coming batches keep the scores of the replaced reward", warning)
-        await executor.close()
+    async with asyncio.timeout(60):
+        batch = await executor.next_batch()
+    assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+    assert len(ended) == 12, "nothing was run again"
+    await executor.close()
 
-    asyncio.run(main())
+
+async def test_a_rollback_ends_episodes_that_are_being_scored_as_a_group() -> None:
+    gate, ended = asyncio.Event(), list[str]()
+
+    class Slow(StagedReward):
+        async def score(self, episodes: Sequence[Episode]) -> list[Score]:
+            if not gate.is_set():
+                try:
+                    await gate.wait()
+                finally:
+                    ended.append(episodes[0].task.id)
+                raise JudgeError("the judge said nothing")
+            return await super().score(episodes)
+
+    executor = rollouts(reward=Slow(ranks, "group"))
+    saved = executor.state()
+    coming = asyncio.create_task(executor.next_batch())
+    await run_until_idle()
+    coming.cancel()
+    await asyncio.gather(coming, return_exceptions=True)
+    await executor.restore(saved)
+    assert sorted(ended) == ["1", "2", "3"]
+    gate.set()
+    async with asyncio.timeout(60):
+        batch = await executor.next_batch()
+    assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+    await executor.close()
+
+
+async def test_scores_of_a_replaced_reward_are_told_of() -> None:
+    warnings: list[str] = []
+    executor = rollouts(schedule=ScheduleConfig(max_lag=2), warn=warnings.append)
+    await executor.next_batch()
+    await run_until_idle()
+    executor.reward_replaced()
+    (warning,) = warnings
+    assert re.match(r"\d+ episodes of coming batches keep the scores of the replaced reward", warning)
+    await executor.close()

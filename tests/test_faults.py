@@ -42,108 +42,87 @@ def test_a_call_that_fails_is_no_longer_in_flight():
     assert faults.waiting_for() is None
 
 
-def test_a_late_phase_names_the_call_that_it_waited_for():
-    async def main() -> None:
-        clock = Clock()
-        faults = Faults(clock)
-        with faults.calling("trainer", 0, "step"):
-            clock.now += 7
-            with (
-                faults.calling("reward", 1, "score"),
-                pytest.raises(DeadlineError) as caught,
-                faults.deadline("train", 0.01),
-            ):
-                await asyncio.sleep(60)
-        error = caught.value
-        assert (error.service, error.replica, error.call) == ("trainer", 0, "step")
-        assert error.message == (
-            "phase train did not end within its 0.01 s; this call has run for 7 s, and 1 more calls are in flight"
-        )
-        assert "--phase-deadline-s" in error.hint
-        await asyncio.sleep(0)  # the task is not left cancelled
-
-    asyncio.run(main())
-
-
-def test_a_late_phase_names_its_own_call_although_that_is_cancelled():
-    async def main() -> None:
-        faults = Faults()
+async def test_a_late_phase_names_the_call_that_it_waited_for():
+    clock = Clock()
+    faults = Faults(clock)
+    with faults.calling("trainer", 0, "step"):
+        clock.now += 7
         with (
+            faults.calling("reward", 1, "score"),
             pytest.raises(DeadlineError) as caught,
             faults.deadline("train", 0.01),
-            faults.calling("reward", 1, "score"),
         ):
             await asyncio.sleep(60)
-        assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 1, "score")
-
-    asyncio.run(main())
-
-
-def test_a_late_phase_without_calls_blames_the_controller():
-    async def main() -> None:
-        with (
-            pytest.raises(DeadlineError, match="no remote call is in flight") as caught,
-            Faults().deadline("train", 0.01),
-        ):
-            await asyncio.sleep(60)
-        assert caught.value.service == "controller"
-
-    asyncio.run(main())
+    error = caught.value
+    assert (error.service, error.replica, error.call) == ("trainer", 0, "step")
+    assert error.message == (
+        "phase train did not end within its 0.01 s; this call has run for 7 s, and 1 more calls are in flight"
+    )
+    assert "--phase-deadline-s" in error.hint
+    await asyncio.sleep(0)  # the task is not left cancelled
 
 
-def test_a_phase_in_time_is_not_touched_afterwards():
-    async def main() -> None:
-        with Faults().deadline("train", 0.02):
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.05)
+async def test_a_late_phase_names_its_own_call_although_that_is_cancelled():
+    faults = Faults()
+    with (
+        pytest.raises(DeadlineError) as caught,
+        faults.deadline("train", 0.01),
+        faults.calling("reward", 1, "score"),
+    ):
+        await asyncio.sleep(60)
+    assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 1, "score")
 
-    asyncio.run(main())
+
+async def test_a_late_phase_without_calls_blames_the_controller():
+    with (
+        pytest.raises(DeadlineError, match="no remote call is in flight") as caught,
+        Faults().deadline("train", 0.01),
+    ):
+        await asyncio.sleep(60)
+    assert caught.value.service == "controller"
 
 
-def test_a_cancellation_from_outside_is_no_deadline():
-    async def main() -> None:
-        async def phase() -> None:
-            with Faults().deadline("train", 60):
-                await asyncio.sleep(60)
-
-        task = asyncio.create_task(phase())
+async def test_a_phase_in_time_is_not_touched_afterwards():
+    with Faults().deadline("train", 0.02):
         await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+    await asyncio.sleep(0.05)
 
 
-def test_the_error_of_a_phase_passes_through():
-    async def main() -> None:
-        with pytest.raises(ValueError, match="mine"), Faults().deadline("train", 60):
-            raise ValueError("mine")
+async def test_a_cancellation_from_outside_is_no_deadline():
+    async def phase() -> None:
+        with Faults().deadline("train", 60):
+            await asyncio.sleep(60)
 
-    asyncio.run(main())
+    task = asyncio.create_task(phase())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_the_first_fatal_fault_is_what_is_waited_for():
-    async def main() -> None:
-        clock = Clock()
-        faults = Faults(clock, phase=lambda: "rollout")
-        waiter = asyncio.create_task(faults.wait())
-        faults.record("generator", 1, "killed", fatal=False)
-        await asyncio.sleep(0.01)
-        assert not waiter.done()
-        assert faults.fatal is None
-        clock.now += 3
-        faults.record("trainer", 0, "stuck")
-        faults.record("weights", 0, "too")
-        error = await waiter
-        assert (error.service, error.replica, error.message, error.phase) == ("trainer", 0, "stuck", "rollout")
-        assert faults.fatal is faults.seen[1]
-        assert faults.seen[:2] == [
-            Fault(service="generator", replica=1, cause="killed", phase="rollout", at_s=100.0, fatal=False),
-            Fault(service="trainer", replica=0, cause="stuck", phase="rollout", at_s=103.0, fatal=True),
-        ]
+async def test_the_error_of_a_phase_passes_through():
+    with pytest.raises(ValueError, match="mine"), Faults().deadline("train", 60):
+        raise ValueError("mine")
 
-    asyncio.run(main())
+
+async def test_the_first_fatal_fault_is_what_is_waited_for():
+    clock = Clock()
+    faults = Faults(clock, phase=lambda: "rollout")
+    waiter = asyncio.create_task(faults.wait())
+    faults.record("generator", 1, "killed", fatal=False)
+    await asyncio.sleep(0.01)
+    assert not waiter.done()
+    assert faults.fatal is None
+    clock.now += 3
+    faults.record("trainer", 0, "stuck")
+    faults.record("weights", 0, "too")
+    error = await waiter
+    assert (error.service, error.replica, error.message, error.phase) == ("trainer", 0, "stuck", "rollout")
+    assert faults.fatal is faults.seen[1]
+    assert faults.seen[:2] == [
+        Fault(service="generator", replica=1, cause="killed", phase="rollout", at_s=100.0, fatal=False),
+        Fault(service="trainer", replica=0, cause="stuck", phase="rollout", at_s=103.0, fatal=True),
+    ]
 
 
 def test_listeners_hear_of_faults_and_of_recoveries():
@@ -172,7 +151,7 @@ def test_what_ends_while_closing_is_no_fault():
     assert faults.fatal is None
 
 
-def test_time_in_which_the_run_is_paused_does_not_count_towards_a_deadline():
+async def test_time_in_which_the_run_is_paused_does_not_count_towards_a_deadline():
     async def main() -> None:
         faults = Faults()
         began = faults.clock()
@@ -186,4 +165,4 @@ def test_time_in_which_the_run_is_paused_does_not_count_towards_a_deadline():
                 assert 0.38 < faults.clock() - began < 30
 
     with pytest.raises(DeadlineError):
-        asyncio.run(main())
+        await main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -61,9 +60,9 @@ def test_a_signal_ends_the_server_with_a_request_in_flight(
         server.wait()
 
 
-def test_a_port_in_use_is_told_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_port_in_use_is_told_before_engines_start(tiny_model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
-            asyncio.run(main(Config(model=str(tiny_model), port=port, generator=ENGINE, out=tmp_path)))
+            await main(Config(model=str(tiny_model), port=port, generator=ENGINE, out=tmp_path))
         assert not (tmp_path / "logs").exists()

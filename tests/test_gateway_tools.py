@@ -34,84 +34,72 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "日"}}\n</tool_
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3])
-def test_an_agent_calls_tools_and_goes_on_with_their_outputs(chunk_tokens: int):
-    async def check() -> None:
-        backend = FakeBackend(
-            [letters_of(f"Let me see. {CALL}\n{CALL}"), "It is 2.", letters_of(f"{CALL}"), "Done."],
-            chunk_tokens=chunk_tokens,
+async def test_an_agent_calls_tools_and_goes_on_with_their_outputs(chunk_tokens: int):
+    backend = FakeBackend(
+        [letters_of(f"Let me see. {CALL}\n{CALL}"), "It is 2.", letters_of(f"{CALL}"), "Done."],
+        chunk_tokens=chunk_tokens,
+    )
+    async with client_of(backend) as (client, _):
+        messages = list(HI)
+        answer = await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        message = answer.choices[0].message
+        assert (message.content or "").strip() == "Let me see."
+        assert message.tool_calls is not None
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == [
+            ("add", {"a": 1, "b": "日"})
+        ] * 2
+        assert len({call.id for call in message.tool_calls}) == 2
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls]
+        answer = await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+        assert answer.choices[0].message.content == "It is 2."
+        prompt = backend.asked[1].prompt
+        assert '"name": "add", "description": "Adds."' in prompt, "a template without tools is given them as text"
+        assert prompt.count('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "日"}}\n</tool_call>') == 2
+        assert prompt.endswith(
+            "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+            "<|im_end|>\n<|im_start|>assistant\n"
         )
-        async with client_of(backend) as (client, _):
-            messages = list(HI)
-            answer = await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
-            assert answer.choices[0].finish_reason == "tool_calls"
-            message = answer.choices[0].message
-            assert (message.content or "").strip() == "Let me see."
-            assert message.tool_calls is not None
-            assert [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls] == [
-                ("add", {"a": 1, "b": "日"})
-            ] * 2
-            assert len({call.id for call in message.tool_calls}) == 2
-            messages.append(message)
-            messages += [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls]
-            answer = await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
-            assert answer.choices[0].message.content == "It is 2."
-            prompt = backend.asked[1].prompt
-            assert '"name": "add", "description": "Adds."' in prompt, "a template without tools is given them as text"
-            assert prompt.count('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "日"}}\n</tool_call>') == 2
-            assert prompt.endswith(
-                "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n2\n</tool_response>"
-                "<|im_end|>\n<|im_start|>assistant\n"
-            )
 
-            stream = await client.chat.completions.create(model="fake", messages=HI, tools=TOOLS, stream=True)
-            names, arguments, finish = "", "", ""
-            async for chunk in stream:
-                for call in chunk.choices[0].delta.tool_calls or ():
-                    assert call.function is not None
-                    names += call.function.name or ""
-                    arguments += call.function.arguments or ""
-                assert not chunk.choices[0].delta.content
-                finish = chunk.choices[0].finish_reason or finish
-            assert (names, json.loads(arguments), finish) == ("add", {"a": 1, "b": "日"}, "tool_calls")
-
-    asyncio.run(check())
+        stream = await client.chat.completions.create(model="fake", messages=HI, tools=TOOLS, stream=True)
+        names, arguments, finish = "", "", ""
+        async for chunk in stream:
+            for call in chunk.choices[0].delta.tool_calls or ():
+                assert call.function is not None
+                names += call.function.name or ""
+                arguments += call.function.arguments or ""
+            assert not chunk.choices[0].delta.content
+            finish = chunk.choices[0].finish_reason or finish
+        assert (names, json.loads(arguments), finish) == ("add", {"a": 1, "b": "日"}, "tool_calls")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_only_one_tool_is_called_at_a_time_if_asked(stream: bool):
-    async def check() -> None:
-        async with client_of(FakeBackend([letters_of(f"{CALL}\n{CALL}")])) as (client, _):
-            params: Any = {"model": "fake", "messages": HI, "tools": TOOLS, "parallel_tool_calls": False}
-            if stream:
-                chunks = [c async for c in await client.chat.completions.create(stream=True, **params)]
-                assert {call.index for c in chunks for call in c.choices[0].delta.tool_calls or ()} == {0}
-            else:
-                answer = await client.chat.completions.create(**params)
-                assert len(answer.choices[0].message.tool_calls or ()) == 1
-
-    asyncio.run(check())
+async def test_only_one_tool_is_called_at_a_time_if_asked(stream: bool):
+    async with client_of(FakeBackend([letters_of(f"{CALL}\n{CALL}")])) as (client, _):
+        params: Any = {"model": "fake", "messages": HI, "tools": TOOLS, "parallel_tool_calls": False}
+        if stream:
+            chunks = [c async for c in await client.chat.completions.create(stream=True, **params)]
+            assert {call.index for c in chunks for call in c.choices[0].delta.tool_calls or ()} == {0}
+        else:
+            answer = await client.chat.completions.create(**params)
+            assert len(answer.choices[0].message.tool_calls or ()) == 1
 
 
 @pytest.mark.parametrize("text", ["<tool_call>\nnonsense\n</tool_call>", "No call <tool", CALL])
-def test_what_is_no_call_is_text(text: str):
-    async def check() -> None:
-        choice: Any = "none" if text == CALL else "auto"
-        async with client_of(FakeBackend([text])) as (client, _):
-            answer = await client.chat.completions.create(model="fake", messages=HI, tools=TOOLS, tool_choice=choice)
-            assert answer.choices[0].message.content == text
-            assert answer.choices[0].finish_reason == "stop"
-
-    asyncio.run(check())
+async def test_what_is_no_call_is_text(text: str):
+    choice: Any = "none" if text == CALL else "auto"
+    async with client_of(FakeBackend([text])) as (client, _):
+        answer = await client.chat.completions.create(model="fake", messages=HI, tools=TOOLS, tool_choice=choice)
+        assert answer.choices[0].message.content == text
+        assert answer.choices[0].finish_reason == "stop"
 
 
-def test_an_unknown_parser_is_refused_with_the_known_ones():
-    async def check() -> None:
-        for flag in ("tool_parser", "reasoning_parser"):
-            with pytest.raises(ConfigError, match=rf"'nonsense'\n  hint: set --{flag.replace('_', '-')} to .*qwen3"):
-                async with serving(FakeBackend(), **{flag: "nonsense"}):
-                    pass
-
-    asyncio.run(check())
+async def test_an_unknown_parser_is_refused_with_the_known_ones():
+    for flag in ("tool_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=rf"'nonsense'\n  hint: set --{flag.replace('_', '-')} to .*qwen3"):
+            async with serving(FakeBackend(), **{flag: "nonsense"}):
+                pass
 
 
 def test_text_at_which_a_parsers_pattern_never_ends_is_text(monkeypatch: pytest.MonkeyPatch):
@@ -145,13 +133,13 @@ def test_only_this_threads_processor_time_counts_and_code_that_swallows_the_erro
         call_within(0.02, swallows)
 
 
-def test_a_long_call_is_read_in_time():
+async def test_a_long_call_is_read_in_time():
     code = "if (a < b && c[0] > '{x}') { print(f\"<b>{x}</b>\"); }\n" * 360  # 20,000 characters
     text = f"<tool_call>\n<function=write>\n<parameter=text>\n{code}\n</parameter>\n</function>\n</tool_call>"
     parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "write", "parameters": parameters}}
     turn = Turn(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text)
-    _, (call,) = asyncio.run(ToolParser("qwen3_coder", tokenizer()).parse(turn, [tool]))
+    _, (call,) = await ToolParser("qwen3_coder", tokenizer()).parse(turn, [tool])
     assert json.loads(call.arguments) == {"text": code}
 
 

@@ -184,103 +184,92 @@ async def _check_constraints(generator: Generator) -> None:
 
 
 @pytest.mark.long
-def test_an_engine_whose_step_hangs_is_replaced(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
+async def test_an_engine_whose_step_hangs_is_replaced(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
     engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25, stall_s=10)
 
-    async def check() -> None:
-        async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
-            _, generator, faults = served
-            grammar = 'root ::= (("a"? "b"? [a-zA-Z ]?){1,3000}){1,3000}'
-            hostile = Sampling(max_tokens=40, extra={"structured_outputs": {"grammar": grammar}})
-            honest = asyncio.create_task(generator.generate(PROMPT, Sampling(max_tokens=200)))
-            with pytest.raises(ReplicaError, match="hung: a step of its vLLM engine took longer"):
-                await generator.generate(PROMPT, hostile)
-            assert len((await honest).token_ids) <= 200, "it goes on with the engine that replaces the other"
-            assert [fault.cause.startswith("hung") for fault in faults.seen] == [True]
-            assert generator.answers
-
-    asyncio.run(check())
+    async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
+        _, generator, faults = served
+        grammar = 'root ::= (("a"? "b"? [a-zA-Z ]?){1,3000}){1,3000}'
+        hostile = Sampling(max_tokens=40, extra={"structured_outputs": {"grammar": grammar}})
+        honest = asyncio.create_task(generator.generate(PROMPT, Sampling(max_tokens=200)))
+        with pytest.raises(ReplicaError, match="hung: a step of its vLLM engine took longer"):
+            await generator.generate(PROMPT, hostile)
+        assert len((await honest).token_ids) <= 200, "it goes on with the engine that replaces the other"
+        assert [fault.cause.startswith("hung") for fault in faults.seen] == [True]
+        assert generator.answers
 
 
 @pytest.mark.long
-def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
+async def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
     tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
     engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25, spares=1)
 
-    async def check() -> None:
-        from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(1 + 0.2 * torch.randn_like(weight))
-        async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
-            _, generator, faults = served
-            service = generator._service
-            store = await WeightStore.start(WeightStore.Config(), service.cluster, faults, deadline_s=120)
-            await publish(store, dict(model.named_parameters()), 1)
-            await generator.load(store)
-            while not generator.spares:
-                await service.change()
-            begun = asyncio.Event()
-            decoding = generator.generate(
-                PROMPT, Sampling(max_tokens=200), observe=lambda chunk: begun.set(), gather_s=0.0
-            )
-            answer = asyncio.create_task(decoding)
-            await begun.wait()
-            service.replicas[0].tree.signal_roots(signal.SIGKILL)
-            turn = await answer
-            assert gap(model, turn) < 1e-4
-            assert set(turn.versions) == {1}
-            (fault,) = faults.seen
-            assert fault.recovered_s is not None
-            assert service.replicas[0].log.name == "generator-1.log", "the spare's"
-            faults.closing = True
-            await store.stop()
-
-    asyncio.run(check())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 0.2 * torch.randn_like(weight))
+    async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
+        _, generator, faults = served
+        service = generator._service
+        store = await WeightStore.start(WeightStore.Config(), service.cluster, faults, deadline_s=120)
+        await publish(store, dict(model.named_parameters()), 1)
+        await generator.load(store)
+        while not generator.spares:
+            await service.change()
+        begun = asyncio.Event()
+        decoding = generator.generate(PROMPT, Sampling(max_tokens=200), observe=lambda chunk: begun.set(), gather_s=0.0)
+        answer = asyncio.create_task(decoding)
+        await begun.wait()
+        service.replicas[0].tree.signal_roots(signal.SIGKILL)
+        turn = await answer
+        assert gap(model, turn) < 1e-4
+        assert set(turn.versions) == {1}
+        (fault,) = faults.seen
+        assert fault.recovered_s is not None
+        assert service.replicas[0].log.name == "generator-1.log", "the spare's"
+        faults.closing = True
+        await store.stop()
 
 
 @pytest.mark.long
-def test_requests_beyond_the_kv_cache_finish_and_lower_the_limit_for_a_while(
+async def test_requests_beyond_the_kv_cache_finish_and_lower_the_limit_for_a_while(
     tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
     # 64 blocks of 32 tokens; a request grows to 7 of them.
     engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=1 / 1024, max_num_seqs=32)
 
-    async def check() -> None:
-        from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
-            _, generator, faults = served
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
+        _, generator, faults = served
 
-            async def answer(tokens: int, count: int) -> tuple[list[Turn], dict[str, float]]:
-                """Decode this many requests at once, past the limit."""
-                seeds = [Sampling(max_tokens=tokens, seed=seed) for seed in range(count)]
-                turns = await asyncio.gather(*[generator.generate(PROMPT, sampling) for sampling in seeds])
-                return turns, generator.pop_metrics()
+        async def answer(tokens: int, count: int) -> tuple[list[Turn], dict[str, float]]:
+            """Decode this many requests at once, past the limit."""
+            seeds = [Sampling(max_tokens=tokens, seed=seed) for seed in range(count)]
+            turns = await asyncio.gather(*[generator.generate(PROMPT, sampling) for sampling in seeds])
+            return turns, generator.pop_metrics()
 
-            _, found = await answer(12, 32)
-            assert found["generator/preemptions"] == 0, "each fits into one block"
-            assert generator.engines() == {0: 32}
+        _, found = await answer(12, 32)
+        assert found["generator/preemptions"] == 0, "each fits into one block"
+        assert generator.engines() == {0: 32}
 
-            turns, found = await answer(200, 32)
-            assert max(len(turn.token_ids) for turn in turns) == 200
-            assert max(gap(model, turn) for turn in turns) < 1e-4
-            assert found["generator/preemptions"] > 0
-            assert found["generator/waiting"] > 0
-            assert found["generator/kv_cache_usage"] > 0.9
-            limit = generator.engines()[0]
-            assert 8 <= found["generator/request_limit"] <= limit < 32, "9 always fit"
+        turns, found = await answer(200, 32)
+        assert max(len(turn.token_ids) for turn in turns) == 200
+        assert max(gap(model, turn) for turn in turns) < 1e-4
+        assert found["generator/preemptions"] > 0
+        assert found["generator/waiting"] > 0
+        assert found["generator/kv_cache_usage"] > 0.9
+        limit = generator.engines()[0]
+        assert 8 <= found["generator/request_limit"] <= limit < 32, "9 always fit"
 
-            for _ in range(3):
-                assert (await answer(8, 32))[1]["generator/preemptions"] == 0
-            assert limit < generator.engines()[0], "it grows once there is room"
-            assert faults.seen == []
-
-    asyncio.run(check())
+        for _ in range(3):
+            assert (await answer(8, 32))[1]["generator/preemptions"] == 0
+        assert limit < generator.engines()[0], "it grows once there is room"
+        assert faults.seen == []
 
 
 def test_an_engine_computes_with_the_weights_that_were_published_last(served_engine: Serving, tiny_model: Path) -> None:

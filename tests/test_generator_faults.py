@@ -22,41 +22,40 @@ from tests.fake_engine import GARBAGE, NON_FINITE, draw
 from tests.staged_engines import MODEL, PROMPT, read, right, stage, stream
 
 
-def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(tmp_path: Path, nothing_left: None) -> None:
-    async def check() -> None:
-        async with stage(tmp_path) as on:
-            assert await on.load(1) == 1
-            on.orders.tell(0, stream="hold", after=3)
-            for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "was stopped")):
-                before = len(on.orders.notes("stream"))
-                sampling = Sampling(max_tokens=20, seed=7)
-                async with contextlib.aclosing(stream(on.generator, PROMPT, sampling, engine=0)) as chunks:
-                    ids = await read(chunks, 3)
-                    os.kill(await on.pid(0), ending)
-                    rest = [chunk async for chunk in chunks]
-                assert [*ids, *(token for chunk in rest for token in chunk.token_ids)] == list(draw(PROMPT, 20))
-                assert [chunk.finish for chunk in rest] == [""] * 16 + ["length"]
-                first, second = on.orders.notes("stream")[before:]
-                assert (first["engine"], first["shown"], first["seed"]) == (0, len(PROMPT), 7)
-                assert (second["engine"], second["shown"]) == (1, len(PROMPT) + 3)
-                assert second["seed"] == 7, "which goes on at its position"
-                assert said in on.faults.seen[-1].cause
-                await on.until_serving(0, 1)
-                assert on.faults.seen[-1].recovered_s is not None
-                assert await on.state(0) == (1, [])
+async def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    async with stage(tmp_path) as on:
+        assert await on.load(1) == 1
+        on.orders.tell(0, stream="hold", after=3)
+        for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "was stopped")):
+            before = len(on.orders.notes("stream"))
+            sampling = Sampling(max_tokens=20, seed=7)
+            async with contextlib.aclosing(stream(on.generator, PROMPT, sampling, engine=0)) as chunks:
+                ids = await read(chunks, 3)
+                os.kill(await on.pid(0), ending)
+                rest = [chunk async for chunk in chunks]
+            assert [*ids, *(token for chunk in rest for token in chunk.token_ids)] == list(draw(PROMPT, 20))
+            assert [chunk.finish for chunk in rest] == [""] * 16 + ["length"]
+            first, second = on.orders.notes("stream")[before:]
+            assert (first["engine"], first["shown"], first["seed"]) == (0, len(PROMPT), 7)
+            assert (second["engine"], second["shown"]) == (1, len(PROMPT) + 3)
+            assert second["seed"] == 7, "which goes on at its position"
+            assert said in on.faults.seen[-1].cause
+            await on.until_serving(0, 1)
+            assert on.faults.seen[-1].recovered_s is not None
+            assert await on.state(0) == (1, [])
 
-            completion = ResumableCompletion(PROMPT, sampling, on.generator._tokenizer)
-            once = asyncio.create_task(on.generator.decode(completion, engine=0))
-            await on.until(lambda: completion.tokens == 3)
-            os.kill(await on.pid(0), signal.SIGKILL)
-            with pytest.raises(ReplicaError, match="killed by SIGKILL"):
-                await once
-            assert completion.shown.tolist() == [*PROMPT, *draw(PROMPT, 3)]
-
-    asyncio.run(check())
+        completion = ResumableCompletion(PROMPT, sampling, on.generator._tokenizer)
+        once = asyncio.create_task(on.generator.decode(completion, engine=0))
+        await on.until(lambda: completion.tokens == 3)
+        os.kill(await on.pid(0), signal.SIGKILL)
+        with pytest.raises(ReplicaError, match="killed by SIGKILL"):
+            await once
+        assert completion.shown.tolist() == [*PROMPT, *draw(PROMPT, 3)]
 
 
-def test_an_engine_of_others_has_no_devices_here_and_what_it_refuses_ends_no_run(
+async def test_an_engine_of_others_has_no_devices_here_and_what_it_refuses_ends_no_run(
     tmp_path: Path, nothing_left: None
 ) -> None:
     waited: list[str] = []
@@ -66,46 +65,40 @@ def test_an_engine_of_others_has_no_devices_here_and_what_it_refuses_ends_no_run
         waited.append("devices")
         yield
 
-    async def check() -> None:
-        async with stage(tmp_path, 1, urls=("http://elsewhere:8000",), spares=1, replace=devices) as on:
-            elsewhere, own = sorted(on.orders.notes("setup"), key=lambda note: note["engine"])
-            assert elsewhere["server"]["url"] == "http://elsewhere:8000"
-            assert elsewhere["server"]["wait_s"] == 0, "a wrong address is told at once"
-            assert own["server"] is None
-            assert await on.load(1) == 1
-            await on.until(lambda: on.generator.spares == 1)
-            on.only_once(0, stream="refuse", after=3)
-            turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0)
-            assert right(turn)
-            assert "it refuses: not this one" in on.faults.seen[-1].cause
-            await on.until_serving(0, 1)
-            again = on.orders.notes("setup")[-1]
-            assert (again["engine"], again["server"]["owner"]) == (0, elsewhere["server"]["owner"])
-            assert again["server"]["wait_s"] > 0, "it waits for a server that comes back"
-            assert await on.state(0) == (1, [])
-            assert on.generator.spares == 1
-            assert not waited
-            on.orders.tell(0, stream="refuse")
-            with pytest.raises(ConfigError, match="not this one"):
-                await on.generator.generate(PROMPT, Sampling(max_tokens=20, extra={"top_p": 0.5}), engine=0)
-            assert set(on.generator.engines()) == {0, 1}, "the request may be at fault"
-
-    asyncio.run(check())
+    async with stage(tmp_path, 1, urls=("http://elsewhere:8000",), spares=1, replace=devices) as on:
+        elsewhere, own = sorted(on.orders.notes("setup"), key=lambda note: note["engine"])
+        assert elsewhere["server"]["url"] == "http://elsewhere:8000"
+        assert elsewhere["server"]["wait_s"] == 0, "a wrong address is told at once"
+        assert own["server"] is None
+        assert await on.load(1) == 1
+        await on.until(lambda: on.generator.spares == 1)
+        on.only_once(0, stream="refuse", after=3)
+        turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0)
+        assert right(turn)
+        assert "it refuses: not this one" in on.faults.seen[-1].cause
+        await on.until_serving(0, 1)
+        again = on.orders.notes("setup")[-1]
+        assert (again["engine"], again["server"]["owner"]) == (0, elsewhere["server"]["owner"])
+        assert again["server"]["wait_s"] > 0, "it waits for a server that comes back"
+        assert await on.state(0) == (1, [])
+        assert on.generator.spares == 1
+        assert not waited
+        on.orders.tell(0, stream="refuse")
+        with pytest.raises(ConfigError, match="not this one"):
+            await on.generator.generate(PROMPT, Sampling(max_tokens=20, extra={"top_p": 0.5}), engine=0)
+        assert set(on.generator.engines()) == {0, 1}, "the request may be at fault"
 
 
-def test_all_engines_may_be_of_others(tmp_path: Path, nothing_left: None) -> None:
-    async def check() -> None:
-        async with stage(tmp_path, 0, urls=("http://elsewhere:8000",)) as on:
-            await on.load(1)
-            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
-            assert on.generator.engines().keys() == {0}
-            os.kill(await on.pid(0), signal.SIGKILL)
-            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
-
-    asyncio.run(check())
+async def test_all_engines_may_be_of_others(tmp_path: Path, nothing_left: None) -> None:
+    async with stage(tmp_path, 0, urls=("http://elsewhere:8000",)) as on:
+        await on.load(1)
+        assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+        assert on.generator.engines().keys() == {0}
+        os.kill(await on.pid(0), signal.SIGKILL)
+        assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
 
 
-def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothing_left: None) -> None:
+async def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothing_left: None) -> None:
     kinds = {kind: GARBAGE[kind][1] for kind in ("large id", "unpickable", "no chunk")}
     kinds |= {"raise": "it failed: RuntimeError: the engine has a bug", "end": "its stream ended without a finish"}
 
@@ -128,79 +121,72 @@ def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothi
             assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
             assert "version 3, where the engine serves 1" in on.faults.seen[-1].cause
 
-    asyncio.run(check())
+    await check()
 
 
-def test_a_logprob_that_is_not_finite_is_masked_and_only_many_replace_their_engine(
+async def test_a_logprob_that_is_not_finite_is_masked_and_only_many_replace_their_engine(
     tmp_path: Path, nothing_left: None
 ) -> None:
-    async def check() -> None:
-        async with stage(tmp_path, 1) as on:
-            await on.load(1)
-            for kind in NON_FINITE:
-                on.orders.tell(0, stream=kind, after=3)
-                turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20))
-                assert right(turn)
-                assert [place for place, logprob in enumerate(turn.logprobs) if logprob != -1.5] == [3], kind
-                assert np.isnan(turn.logprobs[3])
-            assert on.generator.non_finite.drain() == 2
-            assert on.generator.non_finite.drain() == 0
+    async with stage(tmp_path, 1) as on:
+        await on.load(1)
+        for kind in NON_FINITE:
+            on.orders.tell(0, stream=kind, after=3)
+            turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20))
+            assert right(turn)
+            assert [place for place, logprob in enumerate(turn.logprobs) if logprob != -1.5] == [3], kind
+            assert np.isnan(turn.logprobs[3])
+        assert on.generator.non_finite.drain() == 2
+        assert on.generator.non_finite.drain() == 0
 
-            on.orders.tell(0, stream="nan", lasts=True)
-            with pytest.raises(ConfigError, match="not finite under the request's repetition_penalty"):
-                await on.generator.generate(PROMPT, Sampling(max_tokens=20, extra={"repetition_penalty": 0.1}))
-            assert not on.faults.seen, "settings of a request cost no engine"
+        on.orders.tell(0, stream="nan", lasts=True)
+        with pytest.raises(ConfigError, match="not finite under the request's repetition_penalty"):
+            await on.generator.generate(PROMPT, Sampling(max_tokens=20, extra={"repetition_penalty": 0.1}))
+        assert not on.faults.seen, "settings of a request cost no engine"
 
-            on.only_once(0, stream="nan", lasts=True)
-            turn = await on.generator.generate(PROMPT, Sampling(max_tokens=60))
-            assert right(turn, 60)
-            assert np.isnan(turn.logprobs).sum() == 23, "two of the first 25 came before, and the last ended the engine"
-            assert "26 of 64 tokens have logprobs that are not finite" in on.faults.seen[-1].cause
-            await on.until_serving(0)
-
-    asyncio.run(check())
+        on.only_once(0, stream="nan", lasts=True)
+        turn = await on.generator.generate(PROMPT, Sampling(max_tokens=60))
+        assert right(turn, 60)
+        assert np.isnan(turn.logprobs).sum() == 23, "two of the first 25 came before, and the last ended the engine"
+        assert "26 of 64 tokens have logprobs that are not finite" in on.faults.seen[-1].cause
+        await on.until_serving(0)
 
 
-def test_engines_answer_while_one_has_no_work_or_goes_on_with_it(
+async def test_engines_answer_while_one_has_no_work_or_goes_on_with_it(
     tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def check() -> None:
-        async with stage(tmp_path, 1) as on:
-            await on.load(1)
-            on.orders.tell(0, stream="hold", after=3)
-            chunks = stream(on.generator, PROMPT, Sampling(max_tokens=20))
-            await read(chunks, 3)
-            assert on.generator.answers, "it gave tokens just now"
-            monkeypatch.setattr(engine_pool, "_SILENT_S", 0.0)
-            assert not on.generator.answers
-            await on.generator.pause()
-            assert on.generator.answers
-            await on.generator.resume()
-            await chunks.aclose()
-            await on.until(lambda: on.generator.answers)
-            os.kill(await on.pid(0), signal.SIGKILL)
-            await on.until(lambda: not on.generator.answers)
-
-    asyncio.run(check())
+    async with stage(tmp_path, 1) as on:
+        await on.load(1)
+        on.orders.tell(0, stream="hold", after=3)
+        chunks = stream(on.generator, PROMPT, Sampling(max_tokens=20))
+        await read(chunks, 3)
+        assert on.generator.answers, "it gave tokens just now"
+        monkeypatch.setattr(engine_pool, "_SILENT_S", 0.0)
+        assert not on.generator.answers
+        await on.generator.pause()
+        assert on.generator.answers
+        await on.generator.resume()
+        await chunks.aclose()
+        await on.until(lambda: on.generator.answers)
+        os.kill(await on.pid(0), signal.SIGKILL)
+        await on.until(lambda: not on.generator.answers)
 
 
-def test_a_completion_that_kills_every_engine_is_given_up_before_they_are(tmp_path: Path, nothing_left: None) -> None:
-    async def check() -> None:
-        async with stage(tmp_path) as on:
-            await on.load(1)
-            for engine in (0, 1):
-                on.orders.tell(engine, stream="raise", after=0)
-            with pytest.raises(PoisonError, match="the engine has a bug"):
-                await on.generator.generate(PROMPT)
-            assert len(on.faults.seen) == 3
-            for engine in (0, 1):
-                on.orders.tell(engine)
-            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+async def test_a_completion_that_kills_every_engine_is_given_up_before_they_are(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    async with stage(tmp_path) as on:
+        await on.load(1)
+        for engine in (0, 1):
+            on.orders.tell(engine, stream="raise", after=0)
+        with pytest.raises(PoisonError, match="the engine has a bug"):
+            await on.generator.generate(PROMPT)
+        assert len(on.faults.seen) == 3
+        for engine in (0, 1):
+            on.orders.tell(engine)
+        assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
 
-    asyncio.run(check())
 
-
-def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_left: None) -> None:
+async def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_left: None) -> None:
     text = "say 🦜 <|END|> and more"
     tokenizer = Tokenizer(MODEL)
     ids = tokenizer.encode(text)
@@ -209,140 +195,124 @@ def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_left: No
     parrot = next(place for place, piece in enumerate(texts) if not piece)  # its first byte
     ended = next(count for count in range(len(ids)) if "<|END|>" in tokenizer.decode(ids[:count]))
 
-    async def check() -> None:
-        async with stage(tmp_path) as on:
-            await on.load(1)
-            for engine, orders in ((0, {"stream": "raise", "after": parrot + 1}), (1, {})):
-                said = texts if engine == 0 else ["garbled"] * len(ids)
-                on.orders.tell(engine, say=ids, texts=said, prompt=len(PROMPT), **orders)
-            sampling = Sampling(max_tokens=len(ids), stop=("<|END|>",))
-            turn = await on.generator.generate(PROMPT, sampling, engine=0)
-            assert turn.text == "say 🦜 "
-            assert tuple(turn.token_ids) == ids[:ended]
-            assert not turn.truncated
-
-    asyncio.run(check())
+    async with stage(tmp_path) as on:
+        await on.load(1)
+        for engine, orders in ((0, {"stream": "raise", "after": parrot + 1}), (1, {})):
+            said = texts if engine == 0 else ["garbled"] * len(ids)
+            on.orders.tell(engine, say=ids, texts=said, prompt=len(PROMPT), **orders)
+        sampling = Sampling(max_tokens=len(ids), stop=("<|END|>",))
+        turn = await on.generator.generate(PROMPT, sampling, engine=0)
+        assert turn.text == "say 🦜 "
+        assert tuple(turn.token_ids) == ids[:ended]
+        assert not turn.truncated
 
 
-def test_when_all_engines_die_their_completions_wait_for_new_ones(tmp_path: Path, nothing_left: None) -> None:
-    async def check() -> None:
-        async with stage(tmp_path) as on:
-            await on.load(1)
-            for engine in (0, 1):
-                on.orders.tell(engine, stream="hold", after=3)
-            prompts = [(*PROMPT, number) for number in range(4)]
-            async with contextlib.AsyncExitStack() as stack:
-                answers = [
-                    await stack.enter_async_context(
-                        contextlib.aclosing(stream(on.generator, prompt, Sampling(max_tokens=20)))
-                    )
-                    for prompt in prompts
-                ]
-                begun = [await read(chunks, 3) for chunks in answers]
-                pids = [await on.pid(engine) for engine in (0, 1)]
-                for engine, pid in enumerate(pids):
-                    on.orders.tell(engine)
-                    os.kill(pid, signal.SIGKILL)
-                ended = await asyncio.gather(*[read(chunks, 17) for chunks in answers])
-            for prompt, first, rest in zip(prompts, begun, ended, strict=True):
-                assert (*first, *rest) == draw(prompt, 20)
-            await on.until_serving(0, 1)
-            assert [await on.state(engine) for engine in (0, 1)] == [(1, []), (1, [])]
-            assert len(on.orders.notes("stream")) == 8
-
-    asyncio.run(check())
+async def test_when_all_engines_die_their_completions_wait_for_new_ones(tmp_path: Path, nothing_left: None) -> None:
+    async with stage(tmp_path) as on:
+        await on.load(1)
+        for engine in (0, 1):
+            on.orders.tell(engine, stream="hold", after=3)
+        prompts = [(*PROMPT, number) for number in range(4)]
+        async with contextlib.AsyncExitStack() as stack:
+            answers = [
+                await stack.enter_async_context(
+                    contextlib.aclosing(stream(on.generator, prompt, Sampling(max_tokens=20)))
+                )
+                for prompt in prompts
+            ]
+            begun = [await read(chunks, 3) for chunks in answers]
+            pids = [await on.pid(engine) for engine in (0, 1)]
+            for engine, pid in enumerate(pids):
+                on.orders.tell(engine)
+                os.kill(pid, signal.SIGKILL)
+            ended = await asyncio.gather(*[read(chunks, 17) for chunks in answers])
+        for prompt, first, rest in zip(prompts, begun, ended, strict=True):
+            assert (*first, *rest) == draw(prompt, 20)
+        await on.until_serving(0, 1)
+        assert [await on.state(engine) for engine in (0, 1)] == [(1, []), (1, [])]
+        assert len(on.orders.notes("stream")) == 8
 
 
-def test_an_engine_that_keeps_dying_is_given_up_and_without_any_the_run_ends(
+async def test_an_engine_that_keeps_dying_is_given_up_and_without_any_the_run_ends(
     tmp_path: Path, nothing_left: None
 ) -> None:
-    async def check() -> None:
-        async with stage(tmp_path, max_restarts=2) as on:
-            await on.load(1)
-            on.orders.tell(0, setup="die")
-            os.kill(await on.pid(0), signal.SIGKILL)
-            await on.until(lambda: sum(fault.replica == 0 for fault in on.faults.seen) == 3)
-            assert list(on.generator.engines()) == [1]
-            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
-            assert await on.load(2) == 2
+    async with stage(tmp_path, max_restarts=2) as on:
+        await on.load(1)
+        on.orders.tell(0, setup="die")
+        os.kill(await on.pid(0), signal.SIGKILL)
+        await on.until(lambda: sum(fault.replica == 0 for fault in on.faults.seen) == 3)
+        assert list(on.generator.engines()) == [1]
+        assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+        assert await on.load(2) == 2
 
-            on.orders.tell(1, stream="hold", load="raise")
-            waiting = asyncio.create_task(on.generator.generate(PROMPT, Sampling(max_tokens=20)))
-            await on.until(lambda: on.generator._service.replicas[1].in_flight == 1)
-            os.kill(await on.pid(1), signal.SIGKILL)
-            async with asyncio.timeout(240):
-                with pytest.raises(ServiceError, match=r"no replica is left; replica 0: .*; replica 1: .*load.*a bug"):
-                    await waiting
-                fatal = await on.faults.wait()
-            assert "no replica is left" in str(fatal)
-            with pytest.raises(ServiceError, match="no replica is left"):
-                await on.generator.generate(PROMPT)
-            with pytest.raises(ServiceError, match="no replica is left"):
-                await on.load(3)
-
-    asyncio.run(check())
+        on.orders.tell(1, stream="hold", load="raise")
+        waiting = asyncio.create_task(on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+        await on.until(lambda: on.generator._service.replicas[1].in_flight == 1)
+        os.kill(await on.pid(1), signal.SIGKILL)
+        async with asyncio.timeout(240):
+            with pytest.raises(ServiceError, match=r"no replica is left; replica 0: .*; replica 1: .*load.*a bug"):
+                await waiting
+            fatal = await on.faults.wait()
+        assert "no replica is left" in str(fatal)
+        with pytest.raises(ServiceError, match="no replica is left"):
+            await on.generator.generate(PROMPT)
+        with pytest.raises(ServiceError, match="no replica is left"):
+            await on.load(3)
 
 
-def test_a_completion_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_left: None) -> None:
-    async def check() -> None:
-        async with stage(tmp_path) as on:
-            await on.load(1)
-            assert on.generator.engines() == {0: 64, 1: 64}
-            on.orders.tell(1, stream="hold", after=3)
-            async with contextlib.aclosing(stream(on.generator, PROMPT, engine=1)) as chunks:
-                await read(chunks, 3)
-            await on.until(lambda: len(on.orders.notes("closed")) == 1)
-            whole = asyncio.create_task(on.generator.generate(PROMPT, engine=1))
-            await on.until(lambda: len(on.orders.notes("stream")) == 2)
-            whole.cancel()
-            await on.until(lambda: len(on.orders.notes("closed")) == 2)
-            assert {note["engine"] for note in on.orders.notes("closed")} == {1}
-            assert not on.faults.seen
-
-    asyncio.run(check())
+async def test_a_completion_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_left: None) -> None:
+    async with stage(tmp_path) as on:
+        await on.load(1)
+        assert on.generator.engines() == {0: 64, 1: 64}
+        on.orders.tell(1, stream="hold", after=3)
+        async with contextlib.aclosing(stream(on.generator, PROMPT, engine=1)) as chunks:
+            await read(chunks, 3)
+        await on.until(lambda: len(on.orders.notes("closed")) == 1)
+        whole = asyncio.create_task(on.generator.generate(PROMPT, engine=1))
+        await on.until(lambda: len(on.orders.notes("stream")) == 2)
+        whole.cancel()
+        await on.until(lambda: len(on.orders.notes("closed")) == 2)
+        assert {note["engine"] for note in on.orders.notes("closed")} == {1}
+        assert not on.faults.seen
 
 
 @pytest.mark.parametrize("misdeed", ["raise", "die", "garbage"])
-def test_scores_come_from_another_engine_if_one_fails(tmp_path: Path, misdeed: str) -> None:
-    async def check() -> None:
-        async with stage(tmp_path) as on:
-            with pytest.raises(WeightsError, match="hold no weights"):
-                await on.generator.score(PROMPT, (7, 8))
-            await on.load(1)
-            on.only_once(0, score=misdeed)
-            found = await on.generator.score(PROMPT, (7, 8), temperature=2.0, top_k=3)
-            assert found.logprobs.tolist() == [-2.0, -2.5]
-            assert found.top_ids.tolist() == [[4, 5, 6], [5, 6, 7]]
-            assert [fault.replica for fault in on.faults.seen] == [0]
-            await on.until_serving(0, 1)
-            with pytest.raises(ContextError, match=r"4 \+ 252 tokens"):
-                await on.generator.score(PROMPT, (7,) * 252)
-
-    asyncio.run(check())
+async def test_scores_come_from_another_engine_if_one_fails(tmp_path: Path, misdeed: str) -> None:
+    async with stage(tmp_path) as on:
+        with pytest.raises(WeightsError, match="hold no weights"):
+            await on.generator.score(PROMPT, (7, 8))
+        await on.load(1)
+        on.only_once(0, score=misdeed)
+        found = await on.generator.score(PROMPT, (7, 8), temperature=2.0, top_k=3)
+        assert found.logprobs.tolist() == [-2.0, -2.5]
+        assert found.top_ids.tolist() == [[4, 5, 6], [5, 6, 7]]
+        assert [fault.replica for fault in on.faults.seen] == [0]
+        await on.until_serving(0, 1)
+        with pytest.raises(ContextError, match=r"4 \+ 252 tokens"):
+            await on.generator.score(PROMPT, (7,) * 252)
 
 
-def test_an_engine_whose_cache_is_full_gets_fewer_requests_until_it_dies(tmp_path: Path, nothing_left: None) -> None:
-    async def check() -> None:
-        async with stage(tmp_path) as on:
-            await on.load(1)
-            assert on.generator.pop_metrics() == {}
-            told: list[dict[int, int]] = []
-            on.generator.listeners.add(lambda: told.append(on.generator.engines()))
-            on.orders.tell(0, cache=(0.97, 3, 5, 11))
-            await on.generator.generate(PROMPT, Sampling(max_tokens=2), engine=0)
-            assert told == [{0: 11, 1: 64}]
-            assert {name.removeprefix("generator/"): value for name, value in on.generator.pop_metrics().items()} == {
-                "kv_cache_usage": 0.97,
-                "preemptions": 6,
-                "waiting": 5,
-                "request_limit": 11,
-                "prefilled_again": 0,
-            }
-            on.orders.tell(0, cache=(float("nan"), 0, 0, 0))
-            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
-            assert "it sent garbage: a chunk has the cache use" in on.faults.seen[-1].cause
-            on.orders.tell(0)
-            await on.until_serving(0, 1)
-            assert on.generator.engines() == {0: 64, 1: 64}
-
-    asyncio.run(check())
+async def test_an_engine_whose_cache_is_full_gets_fewer_requests_until_it_dies(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    async with stage(tmp_path) as on:
+        await on.load(1)
+        assert on.generator.pop_metrics() == {}
+        told: list[dict[int, int]] = []
+        on.generator.listeners.add(lambda: told.append(on.generator.engines()))
+        on.orders.tell(0, cache=(0.97, 3, 5, 11))
+        await on.generator.generate(PROMPT, Sampling(max_tokens=2), engine=0)
+        assert told == [{0: 11, 1: 64}]
+        assert {name.removeprefix("generator/"): value for name, value in on.generator.pop_metrics().items()} == {
+            "kv_cache_usage": 0.97,
+            "preemptions": 6,
+            "waiting": 5,
+            "request_limit": 11,
+            "prefilled_again": 0,
+        }
+        on.orders.tell(0, cache=(float("nan"), 0, 0, 0))
+        assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+        assert "it sent garbage: a chunk has the cache use" in on.faults.seen[-1].cause
+        on.orders.tell(0)
+        await on.until_serving(0, 1)
+        assert on.generator.engines() == {0: 64, 1: 64}

@@ -21,40 +21,34 @@ def task(seed: int = 0) -> Task:
     return Task(id="1", source="s", messages=({"role": "system", "content": "Reach G."},), truth={"seed": seed})
 
 
-def test_an_episode_is_played_turn_by_turn_with_the_rewards_of_each():
+async def test_an_episode_is_played_turn_by_turn_with_the_rewards_of_each():
     env = build_environment(LAKE)
 
-    async def check() -> None:
-        session = env(task())
-        shown = await session.reset()
-        assert shown.messages[0]["content"] == "Reach G."
-        assert str(shown.messages[1]["content"]).startswith("[S]FFF\nFHFH\n")
-        assert str(shown.messages[1]["content"]).endswith("Answer with one of: left, down, right, up.")
-        lost = await session.step("I do not know.", truncated=False)
-        assert (lost.done, lost.reward, dict(lost.parts)) == (False, 0.0, {"no_action": 1.0})
-        steps = [await session.step(text, truncated=False) for text in ("not up but DOWN", "1", "right", "2", "down")]
-        assert "S[F]" not in str(steps[0].messages[0]["content"])
-        assert "\n[F]HFH" in str(steps[0].messages[0]["content"])
-        last = await session.step("right.", truncated=True)
-        assert [step.reward for step in (*steps, last)] == [0.0] * 5 + [1.0]
-        assert [step.done for step in (*steps, last)] == [False] * 5 + [True]
-        session.close()
-
-    asyncio.run(check())
+    session = env(task())
+    shown = await session.reset()
+    assert shown.messages[0]["content"] == "Reach G."
+    assert str(shown.messages[1]["content"]).startswith("[S]FFF\nFHFH\n")
+    assert str(shown.messages[1]["content"]).endswith("Answer with one of: left, down, right, up.")
+    lost = await session.step("I do not know.", truncated=False)
+    assert (lost.done, lost.reward, dict(lost.parts)) == (False, 0.0, {"no_action": 1.0})
+    steps = [await session.step(text, truncated=False) for text in ("not up but DOWN", "1", "right", "2", "down")]
+    assert "S[F]" not in str(steps[0].messages[0]["content"])
+    assert "\n[F]HFH" in str(steps[0].messages[0]["content"])
+    last = await session.step("right.", truncated=True)
+    assert [step.reward for step in (*steps, last)] == [0.0] * 5 + [1.0]
+    assert [step.done for step in (*steps, last)] == [False] * 5 + [True]
+    session.close()
 
 
-def test_an_episode_ends_by_its_turns_and_where_the_context_is_full():
-    async def check() -> None:
-        session = build_environment(f"{LAKE},max_turns=2")(task())
-        await session.reset()
-        assert not (await session.step("left", truncated=False)).done
-        assert (await session.step("what?", truncated=False)).done
-        session = build_environment(LAKE)(task())
-        await session.reset()
-        full = await session.step("", truncated=True)
-        assert (full.done, full.reward) == (True, 0.0)
-
-    asyncio.run(check())
+async def test_an_episode_ends_by_its_turns_and_where_the_context_is_full():
+    session = build_environment(f"{LAKE},max_turns=2")(task())
+    await session.reset()
+    assert not (await session.step("left", truncated=False)).done
+    assert (await session.step("what?", truncated=False)).done
+    session = build_environment(LAKE)(task())
+    await session.reset()
+    full = await session.step("", truncated=True)
+    assert (full.done, full.reward) == (True, 0.0)
 
 
 def test_the_same_seed_is_the_same_world_and_held_out_seeds_are_others():

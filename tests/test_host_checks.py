@@ -1,6 +1,5 @@
 """What is judged of hosts from their facts; and the doctor on real hosts."""
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,17 +91,14 @@ def test_disks_and_gaps_are_judged(tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
+async def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
     """It starts an engine and a trainer, and moves bytes between hosts."""
 
-    async def main() -> list[Finding]:
-        job = build_job("process:1")
-        assert isinstance(job, Job)
-        model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()))
-        (tmp_path / "runs").mkdir()
-        return await examine(job, folder=tmp_path / "runs", model=model, public=False, say=lambda text: None)
-
-    findings = asyncio.run(main())
+    job = build_job("process:1")
+    assert isinstance(job, Job)
+    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()))
+    (tmp_path / "runs").mkdir()
+    findings = await examine(job, folder=tmp_path / "runs", model=model, public=False, say=lambda text: None)
     speeds = ("matmul", "disk", "clock")  # of a machine that may be busy
     assert [each for each in findings if each.status != "ok" and each.check not in speeds] == []
     checks = [

@@ -50,69 +50,66 @@ async def agent_of(cluster: Cluster, host: str, before: int = 0) -> int:
 
 
 @pytest.mark.long
-def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
-            cluster.sharing.discard("b")  # its disks are its own
-            hosts = {name: psutil.Process(pid) for name, pid in hosts_of(os.getpid()).items()}
-            service = Service(new_service_name(), cluster, faults, recoverable=True)
+async def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
+        cluster.sharing.discard("b")  # its disks are its own
+        hosts = {name: psutil.Process(pid) for name, pid in hosts_of(os.getpid()).items()}
+        service = Service(new_service_name(), cluster, faults, recoverable=True)
 
-            async def start(host: str, index: int | None = None) -> tuple[Replica, int]:
-                replica = service.spawn(FakeActor, host=host, index=index)
-                await service.watch(replica, deadline_s=LONG_S)
-                return replica, await pid_of(service, replica.index)
+        async def start(host: str, index: int | None = None) -> tuple[Replica, int]:
+            replica = service.spawn(FakeActor, host=host, index=index)
+            await service.watch(replica, deadline_s=LONG_S)
+            return replica, await pid_of(service, replica.index)
 
-            # One that is killed, and one that is stopped, which would hold its device for ever.
-            for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "hung: its process was st")):
-                replica, pid = await start("a", None if not service.replicas else 0)
-                assert replica.tree.roots == {}, "the controller does not watch it itself"
-                send_signal(pid, ending)
-                assert said in await death_of(replica)
-                await gone(pid)
-
-            # An agent that is killed or stopped is replaced, and costs nobody else anything.
-            replica, pid = await start("a", 0)
-            child = await replica.ask("start_child", deadline_s=LONG_S)
-            for ending in (signal.SIGKILL, signal.SIGSTOP):
-                agent = await agent_of(cluster, "a")
-                send_signal(agent, ending)
-                await agent_of(cluster, "a", before=agent)
-                await gone(agent)
-            assert replica.alive
-            assert cluster.hosts == ("local", "a", "b")
-            send_signal(child, signal.SIGSTOP)
-            assert "was stopped" in await death_of(replica), "children count as well"
+        # One that is killed, and one that is stopped, which would hold its device for ever.
+        for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "hung: its process was st")):
+            replica, pid = await start("a", None if not service.replicas else 0)
+            assert replica.tree.roots == {}, "the controller does not watch it itself"
+            send_signal(pid, ending)
+            assert said in await death_of(replica)
             await gone(pid)
-            await service.processes.clean_up(replica)
-            await gone(child)
 
-            # A host all of whose processes are stopped is lost, with everything on it; the other is not.
-            replica, pid = await start("a", 0)
-            other, _ = await start("b")
-            assert not other.log.read_text()
-            await other.call("say", "on b", deadline_s=LONG_S)
-            async with asyncio.timeout(LONG_S):
-                while other.log.read_text() != "on b\nnatively on b\nchild on b\n":  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            stopped = [hosts["a"], *hosts["a"].children(recursive=True)]
-            for process in stopped:
-                process.suspend()
-            assert await death_of(replica) == "host a is gone: it has not answered for 3 s"
-            assert cluster.hosts == ("local", "b")
-            assert other.alive
-            for process in stopped:
-                process.kill()
+        # An agent that is killed or stopped is replaced, and costs nobody else anything.
+        replica, pid = await start("a", 0)
+        child = await replica.ask("start_child", deadline_s=LONG_S)
+        for ending in (signal.SIGKILL, signal.SIGSTOP):
+            agent = await agent_of(cluster, "a")
+            send_signal(agent, ending)
+            await agent_of(cluster, "a", before=agent)
+            await gone(agent)
+        assert replica.alive
+        assert cluster.hosts == ("local", "a", "b")
+        send_signal(child, signal.SIGSTOP)
+        assert "was stopped" in await death_of(replica), "children count as well"
+        await gone(pid)
+        await service.processes.clean_up(replica)
+        await gone(child)
 
-            # So is one that is killed.
-            hosts["b"].kill()
-            await death_of(other)
-            async with asyncio.timeout(LONG_S):
-                while "b" in cluster.hosts:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            faults.closing = True
-            await service.stop()
+        # A host all of whose processes are stopped is lost, with everything on it; the other is not.
+        replica, pid = await start("a", 0)
+        other, _ = await start("b")
+        assert not other.log.read_text()
+        await other.call("say", "on b", deadline_s=LONG_S)
+        async with asyncio.timeout(LONG_S):
+            while other.log.read_text() != "on b\nnatively on b\nchild on b\n":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        stopped = [hosts["a"], *hosts["a"].children(recursive=True)]
+        for process in stopped:
+            process.suspend()
+        assert await death_of(replica) == "host a is gone: it has not answered for 3 s"
+        assert cluster.hosts == ("local", "b")
+        assert other.alive
+        for process in stopped:
+            process.kill()
 
-    asyncio.run(check())
+        # So is one that is killed.
+        hosts["b"].kill()
+        await death_of(other)
+        async with asyncio.timeout(LONG_S):
+            while "b" in cluster.hosts:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        faults.closing = True
+        await service.stop()
 
 
 def test_a_process_whose_pid_was_reused_is_not_taken_for_the_former() -> None:
@@ -131,47 +128,41 @@ def test_a_process_whose_pid_was_reused_is_not_taken_for_the_former() -> None:
 @pytest.mark.parametrize(
     ("other", "looks"), [("none", 6), ("answers", 6), ("falls silent", 40), ("silent", 40), ("lost", 6)]
 )
-def test_a_silent_host_is_given_longer_while_no_other_answers(
+async def test_a_silent_host_is_given_longer_while_no_other_answers(
     other: str, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    async def check() -> None:
-        monkeypatch.setattr(host_watcher, "_LOOK_S", 0.005)
-        monkeypatch.setattr(host_watcher, "_LATELY_S", 0.01)
-        answers = {"answers": 60.0, "falls silent": 0.001}
-        heard = {} if other == "none" else {"b": asyncio.get_running_loop().time() + answers.get(other, -60.0)}
-        cluster: Any = SimpleNamespace(lost_hosts={"b": "killed"} if other == "lost" else {}, heard=heard)
-        watcher = HostWatcher("a", cluster)
-        watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=never))
-        with pytest.raises(ServiceError, match=f"not answered for {looks * 0.005:g} s"):
-            await watcher._report()
-
-    asyncio.run(check())
+    monkeypatch.setattr(host_watcher, "_LOOK_S", 0.005)
+    monkeypatch.setattr(host_watcher, "_LATELY_S", 0.01)
+    answers = {"answers": 60.0, "falls silent": 0.001}
+    heard = {} if other == "none" else {"b": asyncio.get_running_loop().time() + answers.get(other, -60.0)}
+    cluster: Any = SimpleNamespace(lost_hosts={"b": "killed"} if other == "lost" else {}, heard=heard)
+    watcher = HostWatcher("a", cluster)
+    watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=never))
+    with pytest.raises(ServiceError, match=f"not answered for {looks * 0.005:g} s"):
+        await watcher._report()
 
 
-def test_a_host_that_was_slow_is_given_longer_until_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        monkeypatch.setattr(host_watcher, "_LOOK_S", 0.02)
-        seconds = 0.0
+async def test_a_host_that_was_slow_is_given_longer_until_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_watcher, "_LOOK_S", 0.02)
+    seconds = 0.0
 
-        async def report(*_: object) -> list[object]:
-            await asyncio.sleep(seconds)
-            return []
+    async def report(*_: object) -> list[object]:
+        await asyncio.sleep(seconds)
+        return []
 
-        cluster: Any = SimpleNamespace(lost_hosts={}, heard={"b": asyncio.get_running_loop().time() + 600})
-        watcher = HostWatcher("a", cluster)
-        watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=report))
-        watcher._looks.append(5)
-        seconds = 60.0
-        with pytest.raises(ServiceError, match=r"not answered for 0\.2 s"):
-            await watcher._report()
-        seconds = 0.0
-        for _ in range(20):
-            await watcher._report()
-        seconds = 60.0
-        with pytest.raises(ServiceError, match=r"not answered for 0\.12 s"):
-            await watcher._report()
-
-    asyncio.run(check())
+    cluster: Any = SimpleNamespace(lost_hosts={}, heard={"b": asyncio.get_running_loop().time() + 600})
+    watcher = HostWatcher("a", cluster)
+    watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=report))
+    watcher._looks.append(5)
+    seconds = 60.0
+    with pytest.raises(ServiceError, match=r"not answered for 0\.2 s"):
+        await watcher._report()
+    seconds = 0.0
+    for _ in range(20):
+        await watcher._report()
+    seconds = 60.0
+    with pytest.raises(ServiceError, match=r"not answered for 0\.12 s"):
+        await watcher._report()

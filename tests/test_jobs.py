@@ -46,25 +46,22 @@ def test_a_table_of_a_config_file_is_a_text_of_the_flag(tmp_path: Path):
     assert parsed.raw_params == {"nodes": "2", "setup": "source env.sh, x=y", "exclusive": "true", "time": "1:00:00"}
 
 
-def test_a_host_whose_process_ends_is_reported_by_name():
-    async def main() -> tuple[str, str]:
-        job = build_job("process:2")
-        assert isinstance(job, Job)
-        lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        async with job.open(JobListener(on_lost=lambda *told: lost.put_nowait(told))) as hosts:
-            assert list(hosts) == ["host0", "host1"]
-            os.kill(hosts_of(os.getpid())["host1"], signal.SIGKILL)
-            found = await asyncio.wait_for(lost.get(), 10)
-            assert lost.empty()
-        assert lost.empty(), "hosts that are given back are not lost"
-        return found
-
-    name, cause = asyncio.run(main())
+async def test_a_host_whose_process_ends_is_reported_by_name():
+    job = build_job("process:2")
+    assert isinstance(job, Job)
+    lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    async with job.open(JobListener(on_lost=lambda *told: lost.put_nowait(told))) as hosts:
+        assert list(hosts) == ["host0", "host1"]
+        os.kill(hosts_of(os.getpid())["host1"], signal.SIGKILL)
+        found = await asyncio.wait_for(lost.get(), 10)
+        assert lost.empty()
+    assert lost.empty(), "hosts that are given back are not lost"
+    name, cause = found
     assert name == "host1"
     assert "ended" in cause
 
 
-def test_a_host_that_cannot_join_says_why_and_one_that_is_given_back_ends(tmp_path: Path):
+async def test_a_host_that_cannot_join_says_why_and_one_that_is_given_back_ends(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     job = build_job("process:2,most_replaced=1")
     assert isinstance(job, ReplacingJob)
@@ -79,7 +76,7 @@ def test_a_host_that_cannot_join_says_why_and_one_that_is_given_back_ends(tmp_pa
         await asyncio.wait([replacing])
         return cause, pid
 
-    cause, pid = asyncio.run(main())
+    cause, pid = await main()
     assert cause == f"its process exited with status 1: error: {tmp_path} is not a run folder"
     assert not psutil.pid_exists(pid)
 

@@ -196,35 +196,32 @@ def test_a_run_that_waits_says_why_and_ctrl_c_deletes_what_was_made(cluster: Api
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
+async def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
     cluster: ApiServer, kubeconfig: Path, tmp_path: Path
 ):
-    async def main() -> list[tuple[str, str]]:
-        lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        listener = JobListener(on_lost=lambda *told: lost.put_nowait(told))
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lost.put_nowait, ("all", "save"))
-        async with job_of(kubeconfig, hosts=3).open(listener) as hosts:
-            assert list(cluster.policies) == ["forgerl"]
-            faults = Faults()
-            faults.install()
-            made = Cluster(tmp_path, hosts=hosts)
-            service = Service(new_service_name(), made, faults)
-            for host in hosts:
-                await service.watch(service.spawn(FakeActor, host, host=host), deadline_s=60)
-            for number in range(3):
-                pid = await pid_of(service, replica=number)
-                assert psutil.Process(pid).environ()["POD_IP"] == f"127.0.1.{number + 1}"
-            faults.closing = True
-            await service.stop()
-            cluster.kill("forgerl-host1")
-            found = [await asyncio.wait_for(lost.get(), 10)]
-            cluster.delete("forgerl-host2", grace_s=0.5, cause="PreemptionByScheduler")
-            found += [await asyncio.wait_for(lost.get(), 10), await asyncio.wait_for(lost.get(), 10)]
-            await made.close()
-        assert lost.empty(), "hosts that are given back are not lost"
-        return found
-
-    assert asyncio.run(main()) == [
+    lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    listener = JobListener(on_lost=lambda *told: lost.put_nowait(told))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lost.put_nowait, ("all", "save"))
+    async with job_of(kubeconfig, hosts=3).open(listener) as hosts:
+        assert list(cluster.policies) == ["forgerl"]
+        faults = Faults()
+        faults.install()
+        made = Cluster(tmp_path, hosts=hosts)
+        service = Service(new_service_name(), made, faults)
+        for host in hosts:
+            await service.watch(service.spawn(FakeActor, host, host=host), deadline_s=60)
+        for number in range(3):
+            pid = await pid_of(service, replica=number)
+            assert psutil.Process(pid).environ()["POD_IP"] == f"127.0.1.{number + 1}"
+        faults.closing = True
+        await service.stop()
+        cluster.kill("forgerl-host1")
+        found = [await asyncio.wait_for(lost.get(), 10)]
+        cluster.delete("forgerl-host2", grace_s=0.5, cause="PreemptionByScheduler")
+        found += [await asyncio.wait_for(lost.get(), 10), await asyncio.wait_for(lost.get(), 10)]
+        await made.close()
+    assert lost.empty(), "hosts that are given back are not lost"
+    assert found == [
         ("host1", "the container exited with status 137: OOMKilled"),
         ("all", "save"),
         ("host2", "PreemptionByScheduler"),
@@ -331,7 +328,9 @@ def test_a_whole_run_trains_on_a_pod_decodes_on_two_and_replaces_one_that_dies(
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("nothing_left")
-def test_a_pod_that_joins_is_followed_to_its_end_and_deleted(cluster: ApiServer, kubeconfig: Path, tmp_path: Path):
+async def test_a_pod_that_joins_is_followed_to_its_end_and_deleted(
+    cluster: ApiServer, kubeconfig: Path, tmp_path: Path
+):
     """The run folder is empty, so that the pods' command fails after some seconds, unless it is ended before."""
     folder = tmp_path / "a run; touch injected"
     (folder / "logs").mkdir(parents=True)
@@ -345,18 +344,15 @@ def test_a_pod_that_joins_is_followed_to_its_end_and_deleted(cluster: ApiServer,
         await asyncio.wait([ending], timeout=60)
         return "cancelled" if ending.cancelled() else ending.result()
 
-    async def main() -> None:
-        failed = await ended_by("host1.1", lambda _: None)
-        assert failed.startswith("the container exited with status 1: Error: error: ")
-        evicted = await ended_by("host1.2", lambda _: cluster.delete("forgerl-host1.2", 5.0, cause="Preempted"))
-        assert evicted.startswith("Preempted")
-        assert await ended_by("host1.3", lambda _: cluster.delete("forgerl-host1.3", 5.0)) == "", "someone wished it"
-        loop = asyncio.get_running_loop()
-        assert await ended_by("host1.4", lambda task: loop.call_soon_threadsafe(task.cancel)) == "cancelled"
-        with pytest.raises(ConfigError, match=r"run folder / is not below .* where the pods mount the claim c"):
-            await job.replace("host1.5", Path("/"), print)
-
-    asyncio.run(main())
+    failed = await ended_by("host1.1", lambda _: None)
+    assert failed.startswith("the container exited with status 1: Error: error: ")
+    evicted = await ended_by("host1.2", lambda _: cluster.delete("forgerl-host1.2", 5.0, cause="Preempted"))
+    assert evicted.startswith("Preempted")
+    assert await ended_by("host1.3", lambda _: cluster.delete("forgerl-host1.3", 5.0)) == "", "someone wished it"
+    loop = asyncio.get_running_loop()
+    assert await ended_by("host1.4", lambda task: loop.call_soon_threadsafe(task.cancel)) == "cancelled"
+    with pytest.raises(ConfigError, match=r"run folder / is not below .* where the pods mount the claim c"):
+        await job.replace("host1.5", Path("/"), print)
     with cluster.changed:
         assert cluster.changed.wait_for(lambda: not cluster.pods, timeout=30)
     assert list(folder.iterdir()) == [folder / "logs"], "a folder's name is no code"

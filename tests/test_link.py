@@ -276,27 +276,24 @@ def test_a_call_that_is_given_up_is_cancelled_in_the_replica(shared: Shared):
     shared.run(main())
 
 
-def test_a_call_that_is_given_up_before_it_starts_does_not():
+async def test_a_call_that_is_given_up_before_it_starts_does_not():
     class Actor:
         started = 0
 
         async def start(self) -> None:
             self.started += 1
 
-    async def main() -> None:
-        actor = Actor()
-        end = LinkEnd(actor)
-        call, cancel = (7, "start", pickle.dumps(()), False), (7, "", b"", False)
-        end.post(pickle.dumps([call, cancel]))
-        assert pickle.loads(await end.collect(0.01)) == []
-        assert actor.started == 0
-        end.post(pickle.dumps([cancel, call]))  # what was given up is forgotten
-        ((number, _, value),) = pickle.loads(await end.collect(LONG_S))
-        assert (number, pickle.loads(value)) == (7, None)
-        end.post(pickle.dumps([cancel]))
-        assert actor.started == 1
-
-    asyncio.run(main())
+    actor = Actor()
+    end = LinkEnd(actor)
+    call, cancel = (7, "start", pickle.dumps(()), False), (7, "", b"", False)
+    end.post(pickle.dumps([call, cancel]))
+    assert pickle.loads(await end.collect(0.01)) == []
+    assert actor.started == 0
+    end.post(pickle.dumps([cancel, call]))  # what was given up is forgotten
+    ((number, _, value),) = pickle.loads(await end.collect(LONG_S))
+    assert (number, pickle.loads(value)) == (7, None)
+    end.post(pickle.dumps([cancel]))
+    assert actor.started == 1
 
 
 def test_a_stream_comes_item_by_item(shared: Shared):
@@ -322,22 +319,19 @@ def test_the_deadline_of_a_stream_is_for_each_item(shared: Shared):
     shared.run(main())
 
 
-def test_deadlines_go_on_after_their_timer_has_gone_off_or_was_cancelled() -> None:
-    async def main() -> None:
-        calls: dict[int, link_module._Pending] = {}
-        deadlines = link_module.Deadlines(calls)
-        for number in range(4):
-            call = calls[number] = link_module._Pending(number, "answer", 0.01)
+async def test_deadlines_go_on_after_their_timer_has_gone_off_or_was_cancelled() -> None:
+    calls: dict[int, link_module._Pending] = {}
+    deadlines = link_module.Deadlines(calls)
+    for number in range(4):
+        call = calls[number] = link_module._Pending(number, "answer", 0.01)
+        deadlines.start(call)
+        if number == 2:
+            deadlines.cancel()
             deadlines.start(call)
-            if number == 2:
-                deadlines.cancel()
-                deadlines.start(call)
-            _, text = await asyncio.wait_for(call, LONG_S)
-            assert text == b"no answer within 0.01 s"
-            del calls[number]
-            await asyncio.sleep(0.1)  # the timer goes off once more, with nothing left to wait for
-
-    asyncio.run(main())
+        _, text = await asyncio.wait_for(call, LONG_S)
+        assert text == b"no answer within 0.01 s"
+        del calls[number]
+        await asyncio.sleep(0.1)  # the timer goes off once more, with nothing left to wait for
 
 
 def test_a_stream_gives_what_came_before_its_error(shared: Shared):
@@ -397,7 +391,7 @@ def test_leaving_a_stream_early_ends_it_in_the_replica(shared: Shared):
     shared.run(main())
 
 
-def test_replies_wait_in_the_replica_until_the_controller_collects_some():
+async def test_replies_wait_in_the_replica_until_the_controller_collects_some():
     size, items = link_module._MOST_WAITING_BYTES // 4, 40
 
     class Actor:
@@ -423,7 +417,7 @@ def test_replies_wait_in_the_replica_until_the_controller_collects_some():
         assert end._waiting_bytes == 0
         assert sorted(number for number, *_ in found) == [0] * (items + 1) + list(range(1, items))
 
-    asyncio.run(main())
+    await main()
 
 
 def test_a_large_value_travels_in_slices():
@@ -455,7 +449,7 @@ class Large:
         return list, ([Part() for _ in range(9)],)
 
 
-def test_nothing_of_a_large_value_is_copied_or_freed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+async def test_nothing_of_a_large_value_is_copied_or_freed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
     sent, Part.freed_in = [], []
 
     class Sent(Replica):
@@ -468,42 +462,36 @@ def test_nothing_of_a_large_value_is_copied_or_freed_in_the_event_loop(monkeypat
 
     monkeypatch.setattr(replica_module, "_SLICE_BYTES", 100_000)
 
-    async def main() -> None:
-        await Sent().send([Large(), *(letter * 200_000 for letter in "xyz")], for_call="step", deadline_s=LONG_S)
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
+    await Sent().send([Large(), *(letter * 200_000 for letter in "xyz")], for_call="step", deadline_s=LONG_S)
+    await asyncio.sleep(0)
     assert len(Part.freed_in) == 9
     assert threading.get_ident() not in Part.freed_in
     assert [first for _, first, _ in sent] == [True] + [False] * (len(sent) - 1)
     assert len(sent) == 4
 
 
-def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path) as (service, faults):
-            (replica,) = service.replicas
-            stream = Streamed(replica, "count", -3)
-            assert await stream.take(3) == [0, 1, 2]
-            asks = [asyncio.create_task(replica.ask("hold", deadline_s=LONG_S)) for _ in range(20)]
+async def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):
+    async with fake_service(tmp_path) as (service, faults):
+        (replica,) = service.replicas
+        stream = Streamed(replica, "count", -3)
+        assert await stream.take(3) == [0, 1, 2]
+        asks = [asyncio.create_task(replica.ask("hold", deadline_s=LONG_S)) for _ in range(20)]
+        await replica.ask("answer", 0, deadline_s=LONG_S)
+        os.kill(await pid_of(service), signal.SIGKILL)
+        for error in await asyncio.gather(*asks, return_exceptions=True):
+            assert isinstance(error, ReplicaError)
+            assert "SIGKILL" in error.message
+            assert (error.service, error.replica, error.call) == (service.name, 0, "hold")
+        with pytest.raises(ReplicaError, match="SIGKILL"):
+            await stream.end
+        with pytest.raises(ReplicaError, match="SIGKILL"):
             await replica.ask("answer", 0, deadline_s=LONG_S)
-            os.kill(await pid_of(service), signal.SIGKILL)
-            for error in await asyncio.gather(*asks, return_exceptions=True):
-                assert isinstance(error, ReplicaError)
-                assert "SIGKILL" in error.message
-                assert (error.service, error.replica, error.call) == (service.name, 0, "hold")
-            with pytest.raises(ReplicaError, match="SIGKILL"):
-                await stream.end
-            with pytest.raises(ReplicaError, match="SIGKILL"):
-                await replica.ask("answer", 0, deadline_s=LONG_S)
-            assert replica.in_flight == 0
-            assert len(faults.seen) == 1
-            assert faults.waiting_for() is None
-
-    asyncio.run(main())
+        assert replica.in_flight == 0
+        assert len(faults.seen) == 1
+        assert faults.waiting_for() is None
 
 
-def test_a_service_that_stops_ends_what_is_in_flight(tmp_path: Path):
+async def test_a_service_that_stops_ends_what_is_in_flight(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path) as (service, faults), held(service) as replica:
             ask = asyncio.create_task(replica.ask("hold", deadline_s=LONG_S))
@@ -516,49 +504,39 @@ def test_a_service_that_stops_ends_what_is_in_flight(tmp_path: Path):
                 assert type(caught.value) is ServiceError
             assert faults.seen == []
 
-    async def checked() -> None:
-        await main()
-        await no_task_is_left()
-
-    asyncio.run(checked())
+    await main()
+    await no_task_is_left()
 
 
-def test_several_ranks_are_linked_by_their_first(tmp_path: Path):
+async def test_several_ranks_are_linked_by_their_first(tmp_path: Path):
     async def main() -> None:
         async with fake_service(tmp_path, ranks=2) as (service, _), held(service) as replica:
             assert await replica.ask("rank", deadline_s=LONG_S) == 0
 
-    async def checked() -> None:
-        await main()
-        await no_task_is_left()
-
-    asyncio.run(checked())
+    await main()
+    await no_task_is_left()
 
 
-def test_a_loop_that_does_not_answer_is_a_death_and_an_idle_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_loop_that_does_not_answer_is_a_death_and_an_idle_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(link_module, "POLL_S", 0.5)
     monkeypatch.setattr(replica_module, "_SILENT_POLLS", 8)
 
-    async def main() -> None:
-        async with fake_service(tmp_path, replicas=2) as (service, _):
-            blocked, idle = service.replicas
-            await idle.ask("answer", 0, deadline_s=LONG_S)
-            with pytest.raises(ReplicaError, match="hung: its event loop does not answer"):
-                await blocked.ask("block", 60.0, deadline_s=LONG_S)
-            assert idle.alive
-            assert await idle.ask("answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
-
-    asyncio.run(main())
+    async with fake_service(tmp_path, replicas=2) as (service, _):
+        blocked, idle = service.replicas
+        await idle.ask("answer", 0, deadline_s=LONG_S)
+        with pytest.raises(ReplicaError, match="hung: its event loop does not answer"):
+            await blocked.ask("block", 60.0, deadline_s=LONG_S)
+        assert idle.alive
+        assert await idle.ask("answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
 
 
-def test_a_service_without_calls_has_no_link(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path) as (service, _):
-            assert not service.replicas[0].link.open
-            await service.replicas[0].ask("answer", 0, deadline_s=LONG_S)
-            assert service.replicas[0].link.open
-
-    asyncio.run(main())
+async def test_a_service_without_calls_has_no_link(tmp_path: Path):
+    async with fake_service(tmp_path) as (service, _):
+        assert not service.replicas[0].link.open
+        await service.replicas[0].ask("answer", 0, deadline_s=LONG_S)
+        assert service.replicas[0].link.open
 
 
 def test_functions_with_arguments_travel(shared: Shared):

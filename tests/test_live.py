@@ -282,18 +282,15 @@ def test_a_broken_file_of_changes_is_refused(content: bytes, tmp_path: Path):
     assert "delete" in caught.value.hint
 
 
-def test_a_bound_holds_from_the_next_batch_on_not_in_the_one_that_is_waited_for():
-    async def check() -> None:
-        executor = rollouts(schedule=ScheduleConfig(max_lag=1))
-        await executor.next_batch()
-        executor.config = replace(executor.config, max_lag=3)
-        assert executor._scheduler.config.max_lag == 1
-        await executor.next_batch()
-        await run_until_idle()
-        assert executor._scheduler.config.max_lag == 3
-        await executor.close()
-
-    asyncio.run(check())
+async def test_a_bound_holds_from_the_next_batch_on_not_in_the_one_that_is_waited_for():
+    executor = rollouts(schedule=ScheduleConfig(max_lag=1))
+    await executor.next_batch()
+    executor.config = replace(executor.config, max_lag=3)
+    assert executor._scheduler.config.max_lag == 1
+    await executor.next_batch()
+    await run_until_idle()
+    assert executor._scheduler.config.max_lag == 3
+    await executor.close()
 
 
 def test_the_state_of_live_settings_is_known_as_such(tmp_path: Path):

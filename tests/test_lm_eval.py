@@ -84,21 +84,18 @@ def test_a_failure_is_told_by_its_last_line(tmp_path: Path):
     assert "lm-eval.log" in caught.value.hint
 
 
-def test_it_ends_with_the_task_that_waits_for_it(tmp_path: Path):
-    async def check() -> None:
-        settings = {"tasks": ["sleep"], "output_path": str(tmp_path / "out")}
-        started = asyncio.Event()
-        working = asyncio.ensure_future(
-            run_lm_eval(
-                peer(tmp_path), settings, "", progress=lambda what, done, of: done == 4 and started.set(), tell=print
-            )
+async def test_it_ends_with_the_task_that_waits_for_it(tmp_path: Path):
+    settings = {"tasks": ["sleep"], "output_path": str(tmp_path / "out")}
+    started = asyncio.Event()
+    working = asyncio.ensure_future(
+        run_lm_eval(
+            peer(tmp_path), settings, "", progress=lambda what, done, of: done == 4 and started.set(), tell=print
         )
-        await started.wait()
-        working.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await working
-
-    asyncio.run(check())
+    )
+    await started.wait()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "out" / "pid").read_text()), 0)
 

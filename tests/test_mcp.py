@@ -84,79 +84,70 @@ async def opened(env: McpEnv) -> McpSession:
     return session
 
 
-def test_a_command_serves_all_episodes_until_it_dies_and_another_one_after(server: str):
+async def test_a_command_serves_all_episodes_until_it_dies_and_another_one_after(server: str):
     made = build_environment(f'mcp:{server},timeout_s=60,tools=["add","count","read","die"],env={{"EXTRA": "x"}}')
     env = pickle.loads(pickle.dumps(made))
 
-    async def check() -> None:
-        session = env(TASK)
-        shown = await session.reset()
-        add = shown.tools[0]["function"]
-        assert (add["name"], add["description"]) == ("add", "Add two numbers.")
-        assert add["parameters"]["required"] == ["a", "b"]
-        assert [tool["function"]["name"] for tool in shown.tools] == ["add", "count", "read", "die"]
-        assert await call(session, "add", a=2, b=3) == "5"
-        told = await call(session, "read")
-        assert told == "here\nfile:///a.py\nprint('hello')\n[resource_link file:///b.py]"
-        assert (await call(session, "add", a="x")).lower().startswith("error")
-        assert "there is no tool 'wait'" in await call(session, "wait")
-        first = (await call(session, "count")).split()
-        second = await opened(env)
-        assert (await call(second, "count")).split() == ["2", *first[1:]]
-        assert first[2:] == ["x", "None"], "it gets no other variables"
-        with pytest.raises(ReplicaError, match="died during a call of die"):
-            await call(second, "die")
-        third = await opened(env)
-        again = (await call(third, "count")).split()
-        assert (again[0], again[1] != first[1]) == ("1", True)
-        assert (await third.step("It is 5.", truncated=False, calls=())).done
-        await third.close()  # the server is for the next episode
-        assert psutil.pid_exists(int(again[1]))
-
-    asyncio.run(check())
+    session = env(TASK)
+    shown = await session.reset()
+    add = shown.tools[0]["function"]
+    assert (add["name"], add["description"]) == ("add", "Add two numbers.")
+    assert add["parameters"]["required"] == ["a", "b"]
+    assert [tool["function"]["name"] for tool in shown.tools] == ["add", "count", "read", "die"]
+    assert await call(session, "add", a=2, b=3) == "5"
+    told = await call(session, "read")
+    assert told == "here\nfile:///a.py\nprint('hello')\n[resource_link file:///b.py]"
+    assert (await call(session, "add", a="x")).lower().startswith("error")
+    assert "there is no tool 'wait'" in await call(session, "wait")
+    first = (await call(session, "count")).split()
+    second = await opened(env)
+    assert (await call(second, "count")).split() == ["2", *first[1:]]
+    assert first[2:] == ["x", "None"], "it gets no other variables"
+    with pytest.raises(ReplicaError, match="died during a call of die"):
+        await call(second, "die")
+    third = await opened(env)
+    again = (await call(third, "count")).split()
+    assert (again[0], again[1] != first[1]) == ("1", True)
+    assert (await third.step("It is 5.", truncated=False, calls=())).done
+    await third.close()  # the server is for the next episode
+    assert psutil.pid_exists(int(again[1]))
 
 
-def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(server: str):
+async def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(server: str):
     env = McpEnv(server, per="session", timeout_s=1.0)
 
-    async def check() -> None:
-        one, two = await asyncio.gather(opened(env), opened(env))
-        assert await call(one, "wait") == "error: wait took longer than 1 s"
-        pids = []
-        for session in (one, two):
-            env_of = McpEnv(server, per="session")  # the time of a first call varies
-            assert env_of.per == "session"
-            pid = int((await session._connection.call("count", {}, 60.0)).split()[1])  # type: ignore[union-attr]
-            pids.append(pid)
-            await session.close()
-            assert not lives(pid)
-        assert pids[0] != pids[1]
-
-    asyncio.run(check())
+    one, two = await asyncio.gather(opened(env), opened(env))
+    assert await call(one, "wait") == "error: wait took longer than 1 s"
+    pids = []
+    for session in (one, two):
+        env_of = McpEnv(server, per="session")  # the time of a first call varies
+        assert env_of.per == "session"
+        pid = int((await session._connection.call("count", {}, 60.0)).split()[1])  # type: ignore[union-attr]
+        pids.append(pid)
+        await session.close()
+        assert not lives(pid)
+    assert pids[0] != pids[1]
 
 
-def test_a_shared_server_that_hangs_is_replaced_and_one_that_is_only_slow_is_not(server: str):
+async def test_a_shared_server_that_hangs_is_replaced_and_one_that_is_only_slow_is_not(server: str):
     env = McpEnv(server, timeout_s=2.0)
 
-    async def check() -> None:
-        session = await opened(env)
-        first, hung = (await call(session, "count")).split()[1], env._shared[0]
-        assert await call(session, "wait") == "error: wait took longer than 2 s"
-        assert (await call(session, "count")).split()[:2] == ["2", first]
-        assert await call(session, "block") == "error: block took longer than 2 s"
-        other = await opened(env)
-        assert (await call(other, "count")).split()[0] == "1"
-        number, second = (await call(session, "count")).split()[:2]
-        assert number == "2", "the episode goes on, with the same new server"
-        assert second != first
-        await env._shared[0].close()
-        await hung.close()  # it is killed while others go on
-        assert not psutil.pid_exists(int(first))
-
-    asyncio.run(check())
+    session = await opened(env)
+    first, hung = (await call(session, "count")).split()[1], env._shared[0]
+    assert await call(session, "wait") == "error: wait took longer than 2 s"
+    assert (await call(session, "count")).split()[:2] == ["2", first]
+    assert await call(session, "block") == "error: block took longer than 2 s"
+    other = await opened(env)
+    assert (await call(other, "count")).split()[0] == "1"
+    number, second = (await call(session, "count")).split()[:2]
+    assert number == "2", "the episode goes on, with the same new server"
+    assert second != first
+    await env._shared[0].close()
+    await hung.close()  # it is killed while others go on
+    assert not psutil.pid_exists(int(first))
 
 
-def test_a_server_over_http_is_waited_for_and_may_come_back(server: str):
+async def test_a_server_over_http_is_waited_for_and_may_come_back(server: str):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = McpEnv(f"http://127.0.0.1:{port}/mcp", timeout_s=60)
@@ -164,22 +155,19 @@ def test_a_server_over_http_is_waited_for_and_may_come_back(server: str):
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen([*server.split(), str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    async def check() -> None:
+    process = start()
+    try:
+        session = await opened(env)
+        assert await call(session, "add", a=2, b=3) == "5"
+        process.kill()
+        process.wait()
+        with pytest.raises(ReplicaError):
+            await call(session, "add", a=2, b=3)
         process = start()
-        try:
-            session = await opened(env)
-            assert await call(session, "add", a=2, b=3) == "5"
-            process.kill()
-            process.wait()
-            with pytest.raises(ReplicaError):
-                await call(session, "add", a=2, b=3)
-            process = start()
-            assert await call(await opened(env), "add", a=2, b=3) == "5"
-        finally:
-            process.kill()
-            process.wait()
-
-    asyncio.run(check())
+        assert await call(await opened(env), "add", a=2, b=3) == "5"
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -190,10 +178,10 @@ def test_a_server_over_http_is_waited_for_and_may_come_back(server: str):
         ('mcp:SERVER,tools=["nope"]', "has no tool nope"),
     ],
 )
-def test_a_server_that_does_not_start_says_so(server: str, text: str, message: str):
+async def test_a_server_that_does_not_start_says_so(server: str, text: str, message: str):
     env = build_environment(text.replace("SERVER", server))
     with pytest.raises(ForgeError, match=message):
-        asyncio.run(opened(env))  # type: ignore[arg-type]
+        await opened(env)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["mcp", "mcp:,max_turns=3", "mcp:x,per=run", "mcp:x,max_turns=0", "mcp:x,nonsense=1"])

@@ -83,25 +83,22 @@ def called(name: str, arguments: str) -> list[ToolCall]:
     return [ToolCall(id="c", name=name, arguments=arguments)]
 
 
-def test_a_completion_is_the_one_text_of_an_action_and_rewards_are_those_of_each_turn():
-    async def check() -> None:
-        answers = [seen(text="Begin."), seen(text="more", reward=0.5), seen(done=True, reward=1, text="end")]
-        async with running(Peer(TEXT, answers, full=2)) as peer:
-            session = OpenEnvFactory(peer.url, connect_s=30)(TASK)
-            shown = await session.reset()
-            assert [message["content"] for message in shown.messages] == ["Echo it.\n\nBegin."]
-            step = await session.step("print(1)", truncated=False, calls=())
-            assert (step.done, step.reward, step.messages[0]["content"]) == (False, 0.5, "more")
-            last = await session.step("print(2)", truncated=False, calls=())
-            assert (last.done, last.reward, last.messages) == (True, 1.0, ())
-            await session.close()
-        assert peer.asked == [
-            {"type": "reset", "data": {"seed": 7}},
-            {"type": "step", "data": {"code": "print(1)"}},
-            {"type": "step", "data": {"code": "print(2)"}},
-        ]
-
-    asyncio.run(check())
+async def test_a_completion_is_the_one_text_of_an_action_and_rewards_are_those_of_each_turn():
+    answers = [seen(text="Begin."), seen(text="more", reward=0.5), seen(done=True, reward=1, text="end")]
+    async with running(Peer(TEXT, answers, full=2)) as peer:
+        session = OpenEnvFactory(peer.url, connect_s=30)(TASK)
+        shown = await session.reset()
+        assert [message["content"] for message in shown.messages] == ["Echo it.\n\nBegin."]
+        step = await session.step("print(1)", truncated=False, calls=())
+        assert (step.done, step.reward, step.messages[0]["content"]) == (False, 0.5, "more")
+        last = await session.step("print(2)", truncated=False, calls=())
+        assert (last.done, last.reward, last.messages) == (True, 1.0, ())
+        await session.close()
+    assert peer.asked == [
+        {"type": "reset", "data": {"seed": 7}},
+        {"type": "step", "data": {"code": "print(1)"}},
+        {"type": "step", "data": {"code": "print(2)"}},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,78 +116,66 @@ def test_all_that_an_observation_says_is_shown(observation: dict[str, object], s
     assert session._shown({"observation": observation}) == shown
 
 
-def test_an_action_of_several_fields_is_json_and_what_does_not_fit_is_told():
+async def test_an_action_of_several_fields_is_json_and_what_does_not_fit_is_told():
     refused = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "Invalid", "errors": ["y is missing"]}}
 
-    async def check() -> None:
-        async with running(Peer(MOVE, [seen(board="...", turn=1), refused, seen(board="x..", turn=2)])) as peer:
-            session = OpenEnvFactory(peer.url, max_turns=4)(Task(id="1", source="s", messages=()))
-            shown = await session.reset()
-            board, _, form = str(shown.messages[-1]["content"]).partition("\n\n")
-            assert board == '{"board": "...", "turn": 1}'
-            assert form == f"Answer with an action: a JSON object of this schema. {json.dumps(MOVE)}"
-            told: list[Step] = []
-            for text in ("left", '{"x": 1}', 'I go {"x": 1, "y": 2}.', "{x}"):
-                told.append(await session.step(text, truncated=False, calls=()))
-            assert [str(step.messages[0]["content"]) if step.messages else "" for step in told] == [
-                "error: write the action as a JSON object",
-                "error: Invalid: ['y is missing']",
-                '{"board": "x..", "turn": 2}',
-                "",
-            ]
-            assert [step.done for step in told] == [False, False, False, True]
-            await session.close()
-
-    asyncio.run(check())
+    async with running(Peer(MOVE, [seen(board="...", turn=1), refused, seen(board="x..", turn=2)])) as peer:
+        session = OpenEnvFactory(peer.url, max_turns=4)(Task(id="1", source="s", messages=()))
+        shown = await session.reset()
+        board, _, form = str(shown.messages[-1]["content"]).partition("\n\n")
+        assert board == '{"board": "...", "turn": 1}'
+        assert form == f"Answer with an action: a JSON object of this schema. {json.dumps(MOVE)}"
+        told: list[Step] = []
+        for text in ("left", '{"x": 1}', 'I go {"x": 1, "y": 2}.', "{x}"):
+            told.append(await session.step(text, truncated=False, calls=()))
+        assert [str(step.messages[0]["content"]) if step.messages else "" for step in told] == [
+            "error: write the action as a JSON object",
+            "error: Invalid: ['y is missing']",
+            '{"board": "x..", "turn": 2}',
+            "",
+        ]
+        assert [step.done for step in told] == [False, False, False, True]
+        await session.close()
 
 
-def test_tools_of_the_server_are_the_models_and_a_completion_without_a_call_ends_the_episode():
+async def test_tools_of_the_server_are_the_models_and_a_completion_without_a_call_ends_the_episode():
     listed = seen(tools=[{"name": "echo", "description": "Echo.", "input_schema": {"type": "object"}}])
     result = {"content": [{"type": "text", "text": "Hi"}], "data": "Hi"}
     error = seen(tool_name="nope", error={"error_type": "tool_not_found", "message": "Unknown tool"})
 
-    async def check() -> None:
-        async with running(Peer(TOOLS, [seen(), listed, seen(tool_name="echo", result=result), error])) as peer:
-            session = OpenEnvFactory(peer.url)(TASK)
-            shown = await session.reset()
-            assert [tool["function"]["name"] for tool in shown.tools] == ["echo"]
-            texts = [
-                (await session.step("", truncated=False, calls=called(*one))).messages[0]["content"]
-                for one in (("echo", '{"message": "Hi"}'), ("nope", "{}"), ("echo", "{"), ("echo", "[]"))
-            ]
-            assert texts[:2] == ["Hi", "error: Unknown tool"]
-            assert all(str(text).startswith("error: ") for text in texts[2:])
-            assert (await session.step("Hi", truncated=False, calls=())).done
-            await session.close()
-
-    asyncio.run(check())
+    async with running(Peer(TOOLS, [seen(), listed, seen(tool_name="echo", result=result), error])) as peer:
+        session = OpenEnvFactory(peer.url)(TASK)
+        shown = await session.reset()
+        assert [tool["function"]["name"] for tool in shown.tools] == ["echo"]
+        texts = [
+            (await session.step("", truncated=False, calls=called(*one))).messages[0]["content"]
+            for one in (("echo", '{"message": "Hi"}'), ("nope", "{}"), ("echo", "{"), ("echo", "[]"))
+        ]
+        assert texts[:2] == ["Hi", "error: Unknown tool"]
+        assert all(str(text).startswith("error: ") for text in texts[2:])
+        assert (await session.step("Hi", truncated=False, calls=())).done
+        await session.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_server_that_goes_away_in_an_episode_is_infrastructure(late: bool):
-    async def check() -> None:
-        async with running(Peer(TEXT, [seen(text="Begin."), {"type": "gone"}])) as peer:
-            session = OpenEnvFactory(peer.url, deadline_s=0.2 if late else 60)(TASK)
-            await session.reset()
-            if late:
-                peer.answers[:] = []
-                session._socket.recv = asyncio.Event().wait
-            with pytest.raises(ReplicaError, match="no answer" if late else "connection was lost in `step`"):
-                await session.step("x", truncated=False, calls=())
-            await session.close()
-
-    asyncio.run(check())
+async def test_a_server_that_goes_away_in_an_episode_is_infrastructure(late: bool):
+    async with running(Peer(TEXT, [seen(text="Begin."), {"type": "gone"}])) as peer:
+        session = OpenEnvFactory(peer.url, deadline_s=0.2 if late else 60)(TASK)
+        await session.reset()
+        if late:
+            peer.answers[:] = []
+            session._socket.recv = asyncio.Event().wait
+        with pytest.raises(ReplicaError, match="no answer" if late else "connection was lost in `step`"):
+            await session.step("x", truncated=False, calls=())
+        await session.close()
 
 
-def test_a_server_that_is_full_not_there_or_no_such_server_is_told():
-    async def check() -> None:
-        async with running(Peer(TEXT, [], full=99)) as peer:
-            with pytest.raises(ForgeError, match="full"):
-                await OpenEnvFactory(peer.url, connect_s=0.5)(TASK).reset()
-        with pytest.raises(ForgeError, match="returned no action schema: ConnectError"):
-            await OpenEnvFactory("ws://127.0.0.1:1", connect_s=0.1)(TASK).reset()
-
-    asyncio.run(check())
+async def test_a_server_that_is_full_not_there_or_no_such_server_is_told():
+    async with running(Peer(TEXT, [], full=99)) as peer:
+        with pytest.raises(ForgeError, match="full"):
+            await OpenEnvFactory(peer.url, connect_s=0.5)(TASK).reset()
+    with pytest.raises(ForgeError, match="returned no action schema: ConnectError"):
+        await OpenEnvFactory("ws://127.0.0.1:1", connect_s=0.1)(TASK).reset()
     for text in ("openenv:localhost", "openenv", "openenv:ws://x,max_turns=0"):
         with pytest.raises(ConfigError):
             build_environment(text)
@@ -209,7 +194,7 @@ async def serving(**config: Any) -> AsyncIterator[str]:
         await running
 
 
-def test_a_world_of_ours_is_played_over_the_protocol_many_sessions_at_a_time():
+async def test_a_world_of_ours_is_played_over_the_protocol_many_sessions_at_a_time():
     async def play(url: str, seed: int) -> tuple[str, float | None, bool]:
         session = OpenEnvFactory(url, connect_s=30)(Task(id="1", source="s", messages=(), truth={"seed": seed}))
         shown = await session.reset()
@@ -227,10 +212,10 @@ def test_a_world_of_ours_is_played_over_the_protocol_many_sessions_at_a_time():
             with pytest.raises(websockets.InvalidStatus):  # a web page of the user's browser
                 await websockets.connect(f"{url}/ws", origin="https://evil.example", proxy=None)  # type: ignore[arg-type]
 
-    asyncio.run(check())
+    await check()
 
 
-def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made, file = key_of(Config(env="tools", out=tmp_path / "out"))
     assert (made, file.stat().st_mode & 0o777) == (file.read_text().strip(), 0o600)
     assert len(made) > 30
@@ -239,36 +224,33 @@ def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="open to other users"):
         key_of(Config(env="tools", api_key_file=tmp_path / "open"))
 
-    async def check() -> None:
-        async with serving(env="tools", tasks=("chain_sum",)) as url, httpx.AsyncClient(trust_env=False) as client:
-            bare = url.replace("forge:the-key@", "")
-            basic = {"Authorization": "Basic \xff"}
-            for wrong in ({}, {"Authorization": "Bearer the-kez"}, basic, {"x-api-key": "\xe9"}):
-                with pytest.raises(websockets.InvalidStatus):
-                    await websockets.connect(f"{bare}/ws", proxy=None, additional_headers=wrong)
-            for right in ({"Authorization": "Bearer the-key"}, {"x-api-key": "the-key"}):
-                async with websockets.connect(f"{bare}/ws", proxy=None, additional_headers=right):
-                    pass
-            plain = bare.replace("ws:", "http:")
-            assert (await client.get(f"{plain}/health")).status_code == 200
-            assert (await client.get(f"{plain}/schema")).status_code == 401
-            with pytest.raises(ForgeError) as caught:
-                await OpenEnvFactory(url.replace("the-key", "another-key"), connect_s=0.1)(TASK).reset()
-            assert "another-key" not in str(caught.value)
+    async with serving(env="tools", tasks=("chain_sum",)) as url, httpx.AsyncClient(trust_env=False) as client:
+        bare = url.replace("forge:the-key@", "")
+        basic = {"Authorization": "Basic \xff"}
+        for wrong in ({}, {"Authorization": "Bearer the-kez"}, basic, {"x-api-key": "\xe9"}):
+            with pytest.raises(websockets.InvalidStatus):
+                await websockets.connect(f"{bare}/ws", proxy=None, additional_headers=wrong)
+        for right in ({"Authorization": "Bearer the-key"}, {"x-api-key": "the-key"}):
+            async with websockets.connect(f"{bare}/ws", proxy=None, additional_headers=right):
+                pass
+        plain = bare.replace("ws:", "http:")
+        assert (await client.get(f"{plain}/health")).status_code == 200
+        assert (await client.get(f"{plain}/schema")).status_code == 401
+        with pytest.raises(ForgeError) as caught:
+            await OpenEnvFactory(url.replace("the-key", "another-key"), connect_s=0.1)(TASK).reset()
+        assert "another-key" not in str(caught.value)
 
-            monkeypatch.setenv("A_WORLDS_KEY", "the-key")  # no flag, and so no list of processes, shows it
-            named = OpenEnvFactory(bare, api_key_env="A_WORLDS_KEY", connect_s=0.1)
-            assert "the-key" not in repr(named)
-            session = named(TASK)
-            assert (await session.reset()).messages
-            await session.close()
-            monkeypatch.delenv("A_WORLDS_KEY")
-            for wrong in ("A_WORLDS_KEY", "the-key"):
-                with pytest.raises(ConfigError, match=r"api_key_env is not the name|A_WORLDS_KEY is not set") as caught:
-                    OpenEnvFactory(bare, api_key_env=wrong)
-                assert "the-key" not in str(caught.value)
-
-    asyncio.run(check())
+        monkeypatch.setenv("A_WORLDS_KEY", "the-key")  # no flag, and so no list of processes, shows it
+        named = OpenEnvFactory(bare, api_key_env="A_WORLDS_KEY", connect_s=0.1)
+        assert "the-key" not in repr(named)
+        session = named(TASK)
+        assert (await session.reset()).messages
+        await session.close()
+        monkeypatch.delenv("A_WORLDS_KEY")
+        for wrong in ("A_WORLDS_KEY", "the-key"):
+            with pytest.raises(ConfigError, match=r"api_key_env is not the name|A_WORLDS_KEY is not set") as caught:
+                OpenEnvFactory(bare, api_key_env=wrong)
+            assert "the-key" not in str(caught.value)
 
 
 @pytest.fixture(scope="session")
@@ -293,7 +275,7 @@ def process(*command: str) -> Iterator[str]:
 
 
 @pytest.mark.long
-def test_an_echo_world_of_the_real_package_is_played(openenv_python: str, nothing_left: None):
+async def test_an_echo_world_of_the_real_package_is_played(openenv_python: str, nothing_left: None):
     async def play(url: str, number: int) -> object:
         session = OpenEnvFactory(url, connect_s=120)(TASK)
         await session.reset()
@@ -305,7 +287,7 @@ def test_an_echo_world_of_the_real_package_is_played(openenv_python: str, nothin
         assert await asyncio.gather(*(play(url, number) for number in range(12))) == [str(each) for each in range(12)]
 
     with process(openenv_python, "-E", str(PEERS / "openenv_echo.py"), "PORT") as url:
-        asyncio.run(check(url))
+        await check(url)
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """Optimizer settings: the course of the learning rate, worked by hand, and refused values."""
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +34,7 @@ def test_linear_decay_begins_after_the_warm_up():
     assert course(6, decay="linear", warmup_updates=2) == [4, 8, 8, 6, 4, 2]
 
 
-def test_the_policys_rate_decays_over_the_steps_that_train_it(monkeypatch: pytest.MonkeyPatch):
+async def test_the_policys_rate_decays_over_the_steps_that_train_it(monkeypatch: pytest.MonkeyPatch):
     arguments: dict[str, object] = {}
 
     async def record(*_: object, **named: object) -> None:
@@ -48,7 +47,7 @@ def test_the_policys_rate_decays_over_the_steps_that_train_it(monkeypatch: pytes
     hosts = SimpleNamespace(cluster=None, placed=SimpleNamespace(of=lambda name: None))
     faults = SimpleNamespace(faults=None)
     prepared = SimpleNamespace(monitor=faults, checkpoint=None, folder=Path())
-    asyncio.run(services._start_trainer(checked, hosts, prepared, after=None))  # type: ignore[arg-type]
+    await services._start_trainer(checked, hosts, prepared, after=None)  # type: ignore[arg-type]
     assert arguments["total_steps"] == 6, "the first four train the critic alone"
 
 

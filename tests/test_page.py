@@ -426,33 +426,30 @@ def answer(url: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
             return error.code, error.read(), {name.lower(): value for name, value in error.headers.items()}
 
 
-def test_the_dashboard_gives_data_for_its_key_alone(tmp_path: Path) -> None:
+async def test_the_dashboard_gives_data_for_its_key_alone(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", "one_turn", steps=1, groups=1, size=2)
 
-    async def ask() -> None:
-        async with served(run) as (_, address, key):
+    async with served(run) as (_, address, key):
 
-            async def get(path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
-                return await asyncio.to_thread(answer, address + path, **headers)
+        async def get(path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+            return await asyncio.to_thread(answer, address + path, **headers)
 
-            bearer = {"Authorization": f"Bearer {key}"}
-            status, page, headers = await get("/")
-            assert status == 200
-            assert b"sums" not in page
-            assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'sha256-")
-            assert (headers["cache-control"], headers["x-frame-options"]) == ("no-store", "DENY")
-            for path in ("/data.json", "/episode/0/1-trained-0.json"):
-                assert (await get(path))[0] == 401
-                assert (await get(path, Authorization="Bearer wrong"))[0] == 401
-                assert (await get(path, Host="evil.example", **bearer))[0] == 403
-                assert (await get(path, Origin="https://evil.example", **bearer))[0] == 403
-                assert (await get(path, **bearer))[0] == 200
-            tag = (await get("/data.json", **bearer))[2]["etag"]
-            assert (await get("/data.json", **bearer, **{"If-None-Match": tag}))[0] == 304
-            for path in ("/episode/0/1-trained-9.json", "/episode/7/1-trained-0.json", "/episode/0/..%2f..%2fx.json"):
-                assert (await get(path, **bearer))[0] == 404
-
-    asyncio.run(ask())
+        bearer = {"Authorization": f"Bearer {key}"}
+        status, page, headers = await get("/")
+        assert status == 200
+        assert b"sums" not in page
+        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'sha256-")
+        assert (headers["cache-control"], headers["x-frame-options"]) == ("no-store", "DENY")
+        for path in ("/data.json", "/episode/0/1-trained-0.json"):
+            assert (await get(path))[0] == 401
+            assert (await get(path, Authorization="Bearer wrong"))[0] == 401
+            assert (await get(path, Host="evil.example", **bearer))[0] == 403
+            assert (await get(path, Origin="https://evil.example", **bearer))[0] == 403
+            assert (await get(path, **bearer))[0] == 200
+        tag = (await get("/data.json", **bearer))[2]["etag"]
+        assert (await get("/data.json", **bearer, **{"If-None-Match": tag}))[0] == 304
+        for path in ("/episode/0/1-trained-9.json", "/episode/7/1-trained-0.json", "/episode/0/..%2f..%2fx.json"):
+            assert (await get(path, **bearer))[0] == 404
 
 
 @needs_browser

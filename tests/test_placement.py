@@ -70,150 +70,129 @@ def apart() -> tuple[NotingServices, DeviceHandover]:
     return noted, DeviceHandover(noted, clock=lambda: noted.now)
 
 
-def test_shared_devices_are_left_before_the_other_takes_them() -> None:
-    async def main() -> None:
-        noted, devices = shared()
-        await devices.hand_to_engines()
-        assert noted.pop() == ["offload"], "engines are awake when they have started"
-        await devices.hand_to_engines()
-        assert noted.pop() == []
-        await devices.hand_to_trainer(idle=True)
-        assert noted.pop() == ["sleep", "onload"]
-        await devices.hand_to_engines()
+async def test_shared_devices_are_left_before_the_other_takes_them() -> None:
+    noted, devices = shared()
+    await devices.hand_to_engines()
+    assert noted.pop() == ["offload"], "engines are awake when they have started"
+    await devices.hand_to_engines()
+    assert noted.pop() == []
+    await devices.hand_to_trainer(idle=True)
+    assert noted.pop() == ["sleep", "onload"]
+    await devices.hand_to_engines()
+    assert noted.pop() == ["offload", "wake"]
+    assert devices.pop_metrics() == {
+        "transition/offload_s": 2,
+        "transition/sleep_s": 1,
+        "transition/onload_s": 1,
+        "transition/wake_s": 1,
+    }
+    assert devices.pop_metrics() == {}
+
+
+async def test_engines_with_devices_of_their_own_only_pause_and_not_when_idle() -> None:
+    noted, devices = apart()
+    await devices.hand_to_engines()
+    await devices.hand_to_trainer(idle=True)
+    async with devices.lend():
+        pass
+    await devices.hand_to_engines()
+    assert noted.pop() == [], "also where engines decode while a checkpoint is written"
+    await devices.hand_to_trainer()
+    await devices.hand_to_trainer()
+    await devices.hand_to_engines()
+    assert noted.pop() == ["pause", "resume"]
+    assert devices.pop_metrics() == {"transition/pause_s": 1, "transition/resume_s": 1}
+
+
+async def test_devices_are_lent_and_returned_unless_rollouts_start_meanwhile() -> None:
+    noted, devices = shared()
+    await devices.hand_to_trainer()
+    noted.pop()
+    async with devices.lend(), devices.lend():
         assert noted.pop() == ["offload", "wake"]
-        assert devices.pop_metrics() == {
-            "transition/offload_s": 2,
-            "transition/sleep_s": 1,
-            "transition/onload_s": 1,
-            "transition/wake_s": 1,
-        }
-        assert devices.pop_metrics() == {}
-
-    asyncio.run(main())
-
-
-def test_engines_with_devices_of_their_own_only_pause_and_not_when_idle() -> None:
-    async def main() -> None:
-        noted, devices = apart()
+    assert noted.pop() == ["sleep", "onload"]
+    async with devices.lend():
         await devices.hand_to_engines()
-        await devices.hand_to_trainer(idle=True)
-        async with devices.lend():
-            pass
-        await devices.hand_to_engines()
-        assert noted.pop() == [], "also where engines decode while a checkpoint is written"
-        await devices.hand_to_trainer()
-        await devices.hand_to_trainer()
-        await devices.hand_to_engines()
-        assert noted.pop() == ["pause", "resume"]
-        assert devices.pop_metrics() == {"transition/pause_s": 1, "transition/resume_s": 1}
-
-    asyncio.run(main())
-
-
-def test_devices_are_lent_and_returned_unless_rollouts_start_meanwhile() -> None:
-    async def main() -> None:
-        noted, devices = shared()
-        await devices.hand_to_trainer()
         noted.pop()
-        async with devices.lend(), devices.lend():
-            assert noted.pop() == ["offload", "wake"]
-        assert noted.pop() == ["sleep", "onload"]
+    assert noted.pop() == []
+
+
+async def test_loans_and_rollouts_at_the_same_time_end_where_the_last_call_says() -> None:
+    noted, devices = shared()
+    await devices.hand_to_trainer()
+
+    async def borrow() -> None:
         async with devices.lend():
-            await devices.hand_to_engines()
-            noted.pop()
-        assert noted.pop() == []
+            await asyncio.sleep(0)
 
-    asyncio.run(main())
-
-
-def test_loans_and_rollouts_at_the_same_time_end_where_the_last_call_says() -> None:
-    async def main() -> None:
-        noted, devices = shared()
-        await devices.hand_to_trainer()
-
-        async def borrow() -> None:
-            async with devices.lend():
-                await asyncio.sleep(0)
-
-        noted.pop()
-        await asyncio.gather(borrow(), devices.hand_to_engines(), borrow())
-        assert noted.pop() == ["offload", "wake"]
-        await asyncio.gather(devices.hand_to_trainer(), borrow())
-        assert noted.pop()[-2:] == ["sleep", "onload"]
-
-    asyncio.run(main())
+    noted.pop()
+    await asyncio.gather(borrow(), devices.hand_to_engines(), borrow())
+    assert noted.pop() == ["offload", "wake"]
+    await asyncio.gather(devices.hand_to_trainer(), borrow())
+    assert noted.pop()[-2:] == ["sleep", "onload"]
 
 
 @pytest.mark.parametrize("fails", ["sleep", "onload", "offload", "wake"])
-def test_after_a_transition_that_failed_the_next_one_is_whole(fails: str) -> None:
-    async def main() -> None:
-        noted, devices = shared()
-        await devices.hand_to_trainer()
-        if fails in ("sleep", "onload"):
-            await devices.hand_to_engines()
-        noted.fails = {fails}
-        with pytest.raises(ReplicaError):
-            await (devices.hand_to_engines() if fails in ("offload", "wake") else devices.hand_to_trainer())
-        noted.pop()
+async def test_after_a_transition_that_failed_the_next_one_is_whole(fails: str) -> None:
+    noted, devices = shared()
+    await devices.hand_to_trainer()
+    if fails in ("sleep", "onload"):
         await devices.hand_to_engines()
-        assert noted.pop() == ["offload", "wake"]
-
-    asyncio.run(main())
-
-
-def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_afterwards() -> None:
-    async def main() -> None:
-        noted, devices = shared()
-        await devices.hand_to_engines()
-        noted.pop()
-        await devices.free_devices()
-        assert noted.pop() == ["sleep"]
-        await devices.hand_to_engines()
-        assert noted.pop() == ["offload", "wake"]
-        noted, devices = apart()
-        await devices.hand_to_engines()
-        await devices.free_devices()
-        assert noted.pop() == []
-
-    asyncio.run(main())
+    noted.fails = {fails}
+    with pytest.raises(ReplicaError):
+        await (devices.hand_to_engines() if fails in ("offload", "wake") else devices.hand_to_trainer())
+    noted.pop()
+    await devices.hand_to_engines()
+    assert noted.pop() == ["offload", "wake"]
 
 
-def test_an_engine_that_starts_has_the_devices_and_keeps_them_until_it_has_started() -> None:
-    async def main() -> None:
-        noted, devices = shared()
-        await devices.hand_to_trainer()
-        noted.pop()
-        begun, may_end = asyncio.Event(), asyncio.Event()
+async def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_afterwards() -> None:
+    noted, devices = shared()
+    await devices.hand_to_engines()
+    noted.pop()
+    await devices.free_devices()
+    assert noted.pop() == ["sleep"]
+    await devices.hand_to_engines()
+    assert noted.pop() == ["offload", "wake"]
+    noted, devices = apart()
+    await devices.hand_to_engines()
+    await devices.free_devices()
+    assert noted.pop() == []
 
-        async def start() -> None:
-            async with devices.start_engine():
-                noted.calls.append("start")
-                begun.set()
-                await may_end.wait()
-                noted.calls.append("started")
 
-        starting = asyncio.create_task(start())
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert noted.pop() == [], "the trainer has them"
-        await devices.hand_to_engines()
-        await begun.wait()
-        assert noted.pop() == ["offload", "wake", "start"]
-        training, freeing = asyncio.create_task(devices.hand_to_trainer()), asyncio.create_task(devices.free_devices())
-        async with devices.lend():
-            pass
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert noted.pop() == []
-        may_end.set()
-        await asyncio.gather(starting, training, freeing)
-        assert noted.pop()[:2] == ["started", "sleep"]
-        noted, devices = apart()
-        await devices.hand_to_trainer()
+async def test_an_engine_that_starts_has_the_devices_and_keeps_them_until_it_has_started() -> None:
+    noted, devices = shared()
+    await devices.hand_to_trainer()
+    noted.pop()
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def start() -> None:
         async with devices.start_engine():
-            pass
+            noted.calls.append("start")
+            begun.set()
+            await may_end.wait()
+            noted.calls.append("started")
 
-    asyncio.run(main())
+    starting = asyncio.create_task(start())
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert noted.pop() == [], "the trainer has them"
+    await devices.hand_to_engines()
+    await begun.wait()
+    assert noted.pop() == ["offload", "wake", "start"]
+    training, freeing = asyncio.create_task(devices.hand_to_trainer()), asyncio.create_task(devices.free_devices())
+    async with devices.lend():
+        pass
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert noted.pop() == []
+    may_end.set()
+    await asyncio.gather(starting, training, freeing)
+    assert noted.pop()[:2] == ["started", "sleep"]
+    noted, devices = apart()
+    await devices.hand_to_trainer()
+    async with devices.start_engine():
+        pass
 
 
 def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +216,7 @@ def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch:
 
 
 @pytest.mark.parametrize(("gpus", "begun"), [(1, ["generator"]), (0, ["generator", "trainer"])])
-def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
+async def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
     gpus: int, begun: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starting: list[str] = []
@@ -265,28 +244,25 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
     placed = place(RunConfig(), {THIS_HOST: HostInfo.of_this_host()})
     hosts: Any = SimpleNamespace(cluster=None, placed=placed, without_model=())
 
-    async def run() -> None:
-        reward: Any = len
-        log = SimpleNamespace(event=print)
-        monitor: Any = SimpleNamespace(display=SimpleNamespace(startup=lambda *_: None), faults=None, log=log)
-        prepared: Any = SimpleNamespace(folder=tmp_path, checkpoint=None, monitor=monitor)
-        checked: CheckedRun[RunConfig] = CheckedRun(
-            config=RunConfig(), model=tmp_path, reference=False, values=False, shares_devices=True, sets={}
-        )
-        async with asyncio.TaskGroup() as group:
+    reward: Any = len
+    log = SimpleNamespace(event=print)
+    monitor: Any = SimpleNamespace(display=SimpleNamespace(startup=lambda *_: None), faults=None, log=log)
+    prepared: Any = SimpleNamespace(folder=tmp_path, checkpoint=None, monitor=monitor)
+    checked: CheckedRun[RunConfig] = CheckedRun(
+        config=RunConfig(), model=tmp_path, reference=False, values=False, shares_devices=True, sets={}
+    )
+    async with asyncio.TaskGroup() as group:
 
-            async def opened() -> None:
-                async with services.running_services(prepared, checked, hosts, reward=reward, environment=None):
-                    pass
+        async def opened() -> None:
+            async with services.running_services(prepared, checked, hosts, reward=reward, environment=None):
+                pass
 
-            group.create_task(opened())
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert [name for name in starting if name in ("generator", "trainer")] == begun
-            engines_up.set()
-        assert "trainer" in starting
-
-    asyncio.run(run())
+        group.create_task(opened())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert [name for name in starting if name in ("generator", "trainer")] == begun
+        engines_up.set()
+    assert "trainer" in starting
 
 
 class Waits:
@@ -309,26 +285,23 @@ class Waits:
         return self.guest.pop()
 
 
-def test_guests_decode_while_the_trainer_waits_longer_than_the_change_takes() -> None:
-    async def main() -> None:
-        here = Waits()
-        back = ["sleep", "onload"]
-        assert await here.wait(9) == ["offload", *back], "guests are awake when they have started"
-        assert await here.wait(9) == ["offload", "wake", *back]
-        assert await here.wait(1) == ["offload", "wake", *back]  # took 4 s
-        assert await here.wait(5) == [], "it waited 3 s before"
-        assert await here.wait(5) == ["offload", "wake", *back]
-        assert await here.wait(0) == [], "a batch that is ready is not waited for"
-        assert here.own.pop() == []
-        assert here.devices.pop_metrics()["transition/wake_s"] == 3
+async def test_guests_decode_while_the_trainer_waits_longer_than_the_change_takes() -> None:
+    here = Waits()
+    back = ["sleep", "onload"]
+    assert await here.wait(9) == ["offload", *back], "guests are awake when they have started"
+    assert await here.wait(9) == ["offload", "wake", *back]
+    assert await here.wait(1) == ["offload", "wake", *back]  # took 4 s
+    assert await here.wait(5) == [], "it waited 3 s before"
+    assert await here.wait(5) == ["offload", "wake", *back]
+    assert await here.wait(0) == [], "a batch that is ready is not waited for"
+    assert here.own.pop() == []
+    assert here.devices.pop_metrics()["transition/wake_s"] == 3
 
-        assert await here.wait(1) == []
-        for _ in range(20):
-            assert await here.wait(4) == [], "no longer than the change takes"
-        assert await here.wait(1) == ["offload", "wake", *back], "it may have become faster"
-        assert await here.wait(4) == []
-
-    asyncio.run(main())
+    assert await here.wait(1) == []
+    for _ in range(20):
+        assert await here.wait(4) == [], "no longer than the change takes"
+    assert await here.wait(1) == ["offload", "wake", *back], "it may have become faster"
+    assert await here.wait(4) == []
 
 
 @pytest.mark.parametrize("fails", ["body", "offload", "onload", "offload onload", "body offload"])
@@ -356,23 +329,20 @@ def test_devices_come_back_from_guests_if_the_wait_ends_in_an_error(fails: str) 
     asyncio.run(main())
 
 
-def test_a_guest_starts_again_while_its_devices_are_lent() -> None:
-    async def main() -> None:
-        here = Waits()
-        async with here.devices.start_engine():
-            pass  # an engine with devices of its own need not wait
+async def test_a_guest_starts_again_while_its_devices_are_lent() -> None:
+    here = Waits()
+    async with here.devices.start_engine():
+        pass  # an engine with devices of its own need not wait
 
-        async def start() -> None:
-            async with here.devices.start_engine(guest=True):
-                here.guest.calls.append("started")
-                await asyncio.sleep(0.02)
-                here.guest.now += 60
+    async def start() -> None:
+        async with here.devices.start_engine(guest=True):
+            here.guest.calls.append("started")
+            await asyncio.sleep(0.02)
+            here.guest.now += 60
 
-        starting = asyncio.create_task(start())
-        await asyncio.sleep(0.01)
-        assert here.guest.pop() == []
-        assert await here.wait(9) == ["offload", "started", "sleep", "onload"]
-        await starting
-        assert await here.wait(9) == ["offload", "wake", "sleep", "onload"], "its start is no part of the change"
-
-    asyncio.run(main())
+    starting = asyncio.create_task(start())
+    await asyncio.sleep(0.01)
+    assert here.guest.pop() == []
+    assert await here.wait(9) == ["offload", "started", "sleep", "onload"]
+    await starting
+    assert await here.wait(9) == ["offload", "wake", "sleep", "onload"], "its start is no part of the change"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,7 +219,7 @@ def test_a_rank_finds_its_own_interface_to_the_meeting_point():
         ("", True, [], (True, True)),
     ],
 )
-def test_a_host_that_does_not_see_the_runs_files_is_known(
+async def test_a_host_that_does_not_see_the_runs_files_is_known(
     problem: str,
     appears: bool,
     missing: list[Path],
@@ -249,4 +248,4 @@ def test_a_host_that_does_not_see_the_runs_files_is_known(
         probe,
         Path("model"),
     )
-    assert asyncio.run(asking) == ((CPU, "facts", "clock"), *sees)
+    assert await asking == ((CPU, "facts", "clock"), *sees)

@@ -194,7 +194,7 @@ def test_losses_of_pairs_refuse_other_groups_and_bad_settings() -> None:
         BradleyTerry(center=-1)
 
 
-def test_an_exported_reward_model_gives_the_scores_that_were_trained(tiny_model: Path, tmp_path: Path) -> None:
+async def test_an_exported_reward_model_gives_the_scores_that_were_trained(tiny_model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "base")
     template = folder / "chat_template.jinja"
     # Its conversations end with a token that is also padding, so the score is read before it.
@@ -227,23 +227,20 @@ def test_an_exported_reward_model_gives_the_scores_that_were_trained(tiny_model:
     values = unpack(rows, engine.values(rows.rows))
     model = RewardModel(path=tmp_path / "model", batch=3)
 
-    async def scores() -> list[float]:
-        model.load()
-        answers = [
-            (task, Episode(task=task, turns=(), output=str(task.truth[name])))
-            for task in tasks
-            for name in ("chosen", "rejected")
-        ]
-        return [score.total for score in await asyncio.gather(*(model(*each) for each in answers))]
-
-    found = asyncio.run(scores())
+    model.load()
+    answers = [
+        (task, Episode(task=task, turns=(), output=str(task.truth[name])))
+        for task in tasks
+        for name in ("chosen", "rejected")
+    ]
+    found = [score.total for score in await asyncio.gather(*(model(*each) for each in answers))]
     assert np.std(found) > 1
     assert found == pytest.approx([float(values[place]) for place in range(len(batch.episodes))], abs=1e-4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_recipes_of_pairs_learn_a_preference_and_leave_a_policy_or_a_reward_model(
+async def test_recipes_of_pairs_learn_a_preference_and_leave_a_policy_or_a_reward_model(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "pairs.jsonl"
@@ -263,9 +260,6 @@ def test_recipes_of_pairs_learn_a_preference_and_leave_a_policy_or_a_reward_mode
         Task(id="1", source="s", messages=({"role": "user", "content": "70 + 70?"},)),
     )
 
-    async def scores() -> list[float]:
-        answers = ("140", "I do not know 70.")
-        return [(await model(task, Episode(task=task, turns=(), output=each))).total for each in answers]
-
-    right, other = asyncio.run(scores())
+    answers = ("140", "I do not know 70.")
+    right, other = [(await model(task, Episode(task=task, turns=(), output=each))).total for each in answers]
     assert right > other

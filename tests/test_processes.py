@@ -164,86 +164,71 @@ def family() -> Iterator[tuple[ProcessTree, subprocess.Popen[str], psutil.Proces
                     process.kill()
 
 
-def test_a_tree_tells_at_once_how_a_root_ended():
-    async def main() -> None:
-        with family() as (tree, root, _):
-            status = asyncio.get_running_loop().create_future()
+async def test_a_tree_tells_at_once_how_a_root_ended():
+    with family() as (tree, root, _):
+        status = asyncio.get_running_loop().create_future()
+        tree.watch(root.pid, status.set_result)
+        tree.signal_roots(signal.SIGKILL)
+        assert await status == -signal.SIGKILL
+        assert root.wait(timeout=60) == -signal.SIGKILL  # not reaped
+        with pytest.raises((psutil.NoSuchProcess, ProcessLookupError)):
             tree.watch(root.pid, status.set_result)
-            tree.signal_roots(signal.SIGKILL)
-            assert await status == -signal.SIGKILL
-            assert root.wait(timeout=60) == -signal.SIGKILL  # not reaped
-            with pytest.raises((psutil.NoSuchProcess, ProcessLookupError)):
-                tree.watch(root.pid, status.set_result)
-
-    asyncio.run(main())
 
 
-def test_a_tree_that_is_not_watched_any_more_tells_nothing():
-    async def main() -> None:
-        with family() as (tree, root, _):
-            tree.watch(root.pid, lambda status: pytest.fail(f"told of {status}"))
-            tree.unwatch()
-            tree.signal_roots(signal.SIGKILL)
-            await asyncio.to_thread(root.wait)
-
-    asyncio.run(main())
+async def test_a_tree_that_is_not_watched_any_more_tells_nothing():
+    with family() as (tree, root, _):
+        tree.watch(root.pid, lambda status: pytest.fail(f"told of {status}"))
+        tree.unwatch()
+        tree.signal_roots(signal.SIGKILL)
+        await asyncio.to_thread(root.wait)
 
 
-def test_a_stopped_member_is_seen_if_it_is_near_enough():
-    async def main() -> None:
-        with family() as (tree, root, child):
-            tree.watch(root.pid, lambda status: None)
-            assert not tree.has_stopped(max_processes=64)
-            assert sorted(tree.members) == sorted([root.pid, child.pid])
-            child.suspend()
-            while child.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert tree.has_stopped(max_processes=64)
-            assert not tree.has_stopped(max_processes=1)
-            child.resume()
-            assert not tree.has_stopped(max_processes=64)
-            tree.unwatch()
-
-    asyncio.run(main())
+async def test_a_stopped_member_is_seen_if_it_is_near_enough():
+    with family() as (tree, root, child):
+        tree.watch(root.pid, lambda status: None)
+        assert not tree.has_stopped(max_processes=64)
+        assert sorted(tree.members) == sorted([root.pid, child.pid])
+        child.suspend()
+        while child.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert tree.has_stopped(max_processes=64)
+        assert not tree.has_stopped(max_processes=1)
+        child.resume()
+        assert not tree.has_stopped(max_processes=64)
+        tree.unwatch()
 
 
-def test_a_member_that_a_debugger_has_stopped_does_not_count_as_stopped():
+async def test_a_member_that_a_debugger_has_stopped_does_not_count_as_stopped():
     code = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
 
-    async def main() -> None:
-        traced = await asyncio.to_thread(psutil.Popen, [sys.executable, "-c", code])  # its tracer is this process
-        tree = ProcessTree("NOBODY", "none")
-        try:
-            while traced.status() != psutil.STATUS_TRACING_STOP:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            tree.watch(traced.pid, lambda status: None)
-            assert is_traced(traced.pid)
-            assert not is_traced(os.getpid())
-            assert not tree.has_stopped(max_processes=64)
-        finally:
-            tree.unwatch()
-            traced.kill()
-            traced.wait()
-
-    asyncio.run(main())
+    traced = await asyncio.to_thread(psutil.Popen, [sys.executable, "-c", code])  # its tracer is this process
+    tree = ProcessTree("NOBODY", "none")
+    try:
+        while traced.status() != psutil.STATUS_TRACING_STOP:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        tree.watch(traced.pid, lambda status: None)
+        assert is_traced(traced.pid)
+        assert not is_traced(os.getpid())
+        assert not tree.has_stopped(max_processes=64)
+    finally:
+        tree.unwatch()
+        traced.kill()
+        traced.wait()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_tree_is_killed_whole(watched: bool, stopped: bool):
-    async def main() -> None:
-        with family() as (tree, root, child):
-            if watched:
-                tree.watch(root.pid, lambda status: None)
-                tree.unwatch()
-            if stopped:
-                child.suspend()
-            assert await asyncio.to_thread(tree.kill, wait_s=30.0) == []
-            assert root.wait(timeout=60) == -signal.SIGKILL  # not reaped
-            with contextlib.suppress(psutil.NoSuchProcess):
-                assert child.status() == psutil.STATUS_ZOMBIE
-
-    asyncio.run(main())
+async def test_a_tree_is_killed_whole(watched: bool, stopped: bool):
+    with family() as (tree, root, child):
+        if watched:
+            tree.watch(root.pid, lambda status: None)
+            tree.unwatch()
+        if stopped:
+            child.suspend()
+        assert await asyncio.to_thread(tree.kill, wait_s=30.0) == []
+        assert root.wait(timeout=60) == -signal.SIGKILL  # not reaped
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_action_runs_when_a_process_ends_and_at_once_if_it_has():

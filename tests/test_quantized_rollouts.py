@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pickle
 from collections.abc import Iterator
@@ -134,7 +133,7 @@ def test_each_version_is_rounded_again_and_attested_as_it_was_received(tmp_path:
 
 
 @pytest.mark.parametrize(("quantization", "expected"), [("fp8", {"generator/quantized_bytes": 4096.0}), ("none", {})])
-def test_bytes_of_weights_in_8_bits_are_counted_over_the_engines_that_round_them(
+async def test_bytes_of_weights_in_8_bits_are_counted_over_the_engines_that_round_them(
     quantization: Quantization,
     expected: dict[str, float],
     tmp_path: Path,
@@ -143,14 +142,11 @@ def test_bytes_of_weights_in_8_bits_are_counted_over_the_engines_that_round_them
 ):
     monkeypatch.setattr(decode_layout, "_check_kernels", lambda settings: None)  # it refuses CPUs
 
-    async def check() -> None:
-        async with stage(tmp_path, quantization=quantization) as on:
-            assert on.generator.pop_metrics() == {}, "nothing is loaded"
-            on.orders.tell(1, quantized_bytes=4096)
-            await on.load(1)
-            assert on.generator.pop_metrics() == expected
-
-    asyncio.run(check())
+    async with stage(tmp_path, quantization=quantization) as on:
+        assert on.generator.pop_metrics() == {}, "nothing is loaded"
+        on.orders.tell(1, quantized_bytes=4096)
+        await on.load(1)
+        assert on.generator.pop_metrics() == expected
 
 
 @pytest.mark.parametrize(

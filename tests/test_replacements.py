@@ -88,88 +88,79 @@ async def asking(folder: Path, most: int, refusal: str = "") -> AsyncIterator[As
         await made.replacements.close()
 
 
-def test_a_host_that_dies_is_replaced_at_growing_intervals_up_to_the_bound(tmp_path: Path):
-    async def main() -> None:
-        async with asking(tmp_path, 3) as run:
-            run.cluster.lose("a", "killed")
-            assert run.cluster.awaited == {"a"}, "from the first moment on"
-            await run.settle()
-            assert list(run.job.hosts) == ["a.1"]
-            assert (run.replacements.waiting, run.replacements.place_of("a.1")) == (["a.1"], "a")
-            run.join("a.1")
-            assert (run.replacements.waiting, run.cluster.awaited) == ([], set())
-            run.cluster.lose("a.1", "killed")
-            assert run.cluster.awaited == {"a"}
-            await run.settle()
-            assert list(run.job.hosts) == ["a.1"], "another one is asked for once its job has ended"
-            await run.end("a.1", "Slurm job 7 lost a node")
-            run.cluster.lose("b", "killed")
-            await run.settle()
-            assert list(run.job.hosts) == ["a.1", "a.2", "b.3"]
-            await run.end("b.3", "it exited")
-            assert list(run.job.hosts) == ["a.1", "a.2", "b.3"]
-            assert run.said[-1] == "no host is asked for in the place of b: 3 were asked for, the most"
-            assert run.cluster.awaited == {"a"}
-            assert run.slept == [0.0, 10.0, 20.0]
-
-    asyncio.run(main())
+async def test_a_host_that_dies_is_replaced_at_growing_intervals_up_to_the_bound(tmp_path: Path):
+    async with asking(tmp_path, 3) as run:
+        run.cluster.lose("a", "killed")
+        assert run.cluster.awaited == {"a"}, "from the first moment on"
+        await run.settle()
+        assert list(run.job.hosts) == ["a.1"]
+        assert (run.replacements.waiting, run.replacements.place_of("a.1")) == (["a.1"], "a")
+        run.join("a.1")
+        assert (run.replacements.waiting, run.cluster.awaited) == ([], set())
+        run.cluster.lose("a.1", "killed")
+        assert run.cluster.awaited == {"a"}
+        await run.settle()
+        assert list(run.job.hosts) == ["a.1"], "another one is asked for once its job has ended"
+        await run.end("a.1", "Slurm job 7 lost a node")
+        run.cluster.lose("b", "killed")
+        await run.settle()
+        assert list(run.job.hosts) == ["a.1", "a.2", "b.3"]
+        await run.end("b.3", "it exited")
+        assert list(run.job.hosts) == ["a.1", "a.2", "b.3"]
+        assert run.said[-1] == "no host is asked for in the place of b: 3 were asked for, the most"
+        assert run.cluster.awaited == {"a"}
+        assert run.slept == [0.0, 10.0, 20.0]
 
 
-def test_intervals_grow_to_ten_minutes_and_refusals_end_the_questions(tmp_path: Path):
-    async def main() -> list[float]:
-        async with asking(tmp_path, 100, "sbatch refused: no such account") as run:
-            run.cluster.lose("a", "killed")
-            await run.settle()
-            assert "sbatch refused: no such account" in run.said[1]
-            assert run.said[-1] == "no host is asked for in the place of a: the last questions were refused"
-            assert run.cluster.awaited == set()
-            run.job.refusal, first = "", list(run.slept)
-        async with asking(tmp_path, 9) as run:
-            run.cluster.lose("a", "killed")
-            await run.settle()
-            for number in range(1, 9):
-                run.join(f"a.{number}")
-                await run.end(f"a.{number}", "killed")
-                assert run.cluster.lost_hosts[f"a.{number}"] == "killed"
-            assert run.slept[-2:] == [600.0, 600.0]
-        return first
-
-    assert asyncio.run(main()) == [0.0, 10.0, 20.0, 40.0, 80.0]
+async def test_intervals_grow_to_ten_minutes_and_refusals_end_the_questions(tmp_path: Path):
+    async with asking(tmp_path, 100, "sbatch refused: no such account") as run:
+        run.cluster.lose("a", "killed")
+        await run.settle()
+        assert "sbatch refused: no such account" in run.said[1]
+        assert run.said[-1] == "no host is asked for in the place of a: the last questions were refused"
+        assert run.cluster.awaited == set()
+        run.job.refusal, first = "", list(run.slept)
+    async with asking(tmp_path, 9) as run:
+        run.cluster.lose("a", "killed")
+        await run.settle()
+        for number in range(1, 9):
+            run.join(f"a.{number}")
+            await run.end(f"a.{number}", "killed")
+            assert run.cluster.lost_hosts[f"a.{number}"] == "killed"
+        assert run.slept[-2:] == [600.0, 600.0]
+    assert first == [0.0, 10.0, 20.0, 40.0, 80.0]
 
 
-def test_nothing_is_asked_for_hosts_that_are_let_go_or_after_the_end(tmp_path: Path):
-    async def main() -> None:
-        async with asking(tmp_path, 9) as run:
-            run.cluster.leaving.add("a")
-            run.cluster.lose("a", "it has left")
-            await run.settle()
-            assert not run.job.hosts
-            run.cluster.lose("b", "killed")
-            await run.settle()
-            run.join("b.1")
-            await run.end("b.1", "")
-            assert list(run.job.hosts) == ["b.1"]
-        async with asking(tmp_path, 9) as run:
-            run.cluster.lose("a", "killed")
-            await run.settle()
-            run.faults.closing = True
-            run.cluster.lose("b", "killed")
-            await run.settle()
-            assert list(run.job.hosts) == ["a.1"]
-        assert run.job.given_back == ["a.1"]
-        made = Asking(FakeJob(0), tmp_path)
-        made.replacements.begin(("a",))
-        made.cluster.lose("a", "killed")
-        await made.settle()
-        assert (made.cluster.awaited, made.job.hosts) == (set(), {})
-        made = Asking(FakeJob(1), tmp_path)
-        made.cluster.lose("a", "killed while the run started")
-        made.replacements.begin(("a",))
-        await made.settle()
-        assert list(made.job.hosts) == ["a.1"]
-        await made.replacements.close()
-
-    asyncio.run(main())
+async def test_nothing_is_asked_for_hosts_that_are_let_go_or_after_the_end(tmp_path: Path):
+    async with asking(tmp_path, 9) as run:
+        run.cluster.leaving.add("a")
+        run.cluster.lose("a", "it has left")
+        await run.settle()
+        assert not run.job.hosts
+        run.cluster.lose("b", "killed")
+        await run.settle()
+        run.join("b.1")
+        await run.end("b.1", "")
+        assert list(run.job.hosts) == ["b.1"]
+    async with asking(tmp_path, 9) as run:
+        run.cluster.lose("a", "killed")
+        await run.settle()
+        run.faults.closing = True
+        run.cluster.lose("b", "killed")
+        await run.settle()
+        assert list(run.job.hosts) == ["a.1"]
+    assert run.job.given_back == ["a.1"]
+    made = Asking(FakeJob(0), tmp_path)
+    made.replacements.begin(("a",))
+    made.cluster.lose("a", "killed")
+    await made.settle()
+    assert (made.cluster.awaited, made.job.hosts) == (set(), {})
+    made = Asking(FakeJob(1), tmp_path)
+    made.cluster.lose("a", "killed while the run started")
+    made.replacements.begin(("a",))
+    await made.settle()
+    assert list(made.job.hosts) == ["a.1"]
+    await made.replacements.close()
 
 
 def ranks_on(cluster: Cluster, waits_s: float) -> TrainerRanks:
@@ -181,54 +172,48 @@ def ranks_on(cluster: Cluster, waits_s: float) -> TrainerRanks:
     )
 
 
-def test_ranks_that_fit_nowhere_wait_for_a_host_that_was_asked_for(tmp_path: Path):
-    async def main() -> None:
-        async with asking(tmp_path, 1) as run:
-            ranks = ranks_on(run.cluster, 60.0)
-            await ranks.wait_for_room()
-            run.cluster.lose("a", "killed")
-            waiting = asyncio.create_task(ranks.wait_for_room())
-            await run.settle()
-            assert not waiting.done()
-            ranks.join("a.1", ("0",), 1)
-            await run.settle()
-            assert not waiting.done(), "one GPU is not enough"
-            ranks.join("a.2", ("0", "1"), 1)
-            await run.settle()
-            assert waiting.done()
-        async with asking(tmp_path, 1) as run:
-            run.cluster.lose("a", "killed")
-            await run.settle()
-            for waits_s in (0.0, 0.1):
-                with pytest.raises(ConfigError, match=r"2 ranks do not fit .* none has joined within 0"):
-                    await ranks_on(run.cluster, waits_s).wait_for_room()
-            waiting = asyncio.create_task(ranks_on(run.cluster, 60.0).wait_for_room())
-            await run.settle()
-            assert not waiting.done()
-            await run.end("a.1", "it could not join")
-            assert waiting.done(), "nobody comes: the ranks are started, which says why they cannot be"
-
-    asyncio.run(main())
+async def test_ranks_that_fit_nowhere_wait_for_a_host_that_was_asked_for(tmp_path: Path):
+    async with asking(tmp_path, 1) as run:
+        ranks = ranks_on(run.cluster, 60.0)
+        await ranks.wait_for_room()
+        run.cluster.lose("a", "killed")
+        waiting = asyncio.create_task(ranks.wait_for_room())
+        await run.settle()
+        assert not waiting.done()
+        ranks.join("a.1", ("0",), 1)
+        await run.settle()
+        assert not waiting.done(), "one GPU is not enough"
+        ranks.join("a.2", ("0", "1"), 1)
+        await run.settle()
+        assert waiting.done()
+    async with asking(tmp_path, 1) as run:
+        run.cluster.lose("a", "killed")
+        await run.settle()
+        for waits_s in (0.0, 0.1):
+            with pytest.raises(ConfigError, match=r"2 ranks do not fit .* none has joined within 0"):
+                await ranks_on(run.cluster, waits_s).wait_for_room()
+        waiting = asyncio.create_task(ranks_on(run.cluster, 60.0).wait_for_room())
+        await run.settle()
+        assert not waiting.done()
+        await run.end("a.1", "it could not join")
+        assert waiting.done(), "nobody comes: the ranks are started, which says why they cannot be"
 
 
-def test_a_replica_without_a_place_waits_for_a_host_that_was_asked_for(tmp_path: Path):
-    async def main() -> None:
-        async with asking(tmp_path, 1) as run:
-            service = Service("generator", run.cluster, Faults())
-            seats = Seats(run.cluster, ServiceHosts(names=("a",), gpus={"a": ("0",)}))
-            supervisor = Supervisor(service, cast(Any, None), Restart(), seats=seats)
-            seats.take(0)
-            await supervisor._host_for(0)
-            run.cluster.lose("a", "killed")
-            waiting = asyncio.create_task(supervisor._host_for(0))
-            await run.settle()
-            assert not waiting.done()
-            seats.add("a.1", ("0",), 1)
-            await run.settle()
-            assert waiting.done()
-            assert seats.take(0).host == "a.1"
-
-    asyncio.run(main())
+async def test_a_replica_without_a_place_waits_for_a_host_that_was_asked_for(tmp_path: Path):
+    async with asking(tmp_path, 1) as run:
+        service = Service("generator", run.cluster, Faults())
+        seats = Seats(run.cluster, ServiceHosts(names=("a",), gpus={"a": ("0",)}))
+        supervisor = Supervisor(service, cast(Any, None), Restart(), seats=seats)
+        seats.take(0)
+        await supervisor._host_for(0)
+        run.cluster.lose("a", "killed")
+        waiting = asyncio.create_task(supervisor._host_for(0))
+        await run.settle()
+        assert not waiting.done()
+        seats.add("a.1", ("0",), 1)
+        await run.settle()
+        assert waiting.done()
+        assert seats.take(0).host == "a.1"
 
 
 def test_no_host_can_be_asked_for_into_a_private_network():

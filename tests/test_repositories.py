@@ -90,16 +90,16 @@ def test_a_checkout_has_the_files_of_its_revision_and_shares_those_that_are_equa
         ("", "0" * 40, "git fetch failed"),
     ],
 )
-def test_what_is_no_repository_or_revision_is_refused(
+async def test_what_is_no_repository_or_revision_is_refused(
     repository_: str, revision: str, error: str, repository: Path, tmp_path: Path
 ):
     store = RepositoryStore(tmp_path / "store")
     with pytest.raises((ConfigError, SandboxError), match=error):
-        asyncio.run(files(store, repository_ or repository, revision))
+        await files(store, repository_ or repository, revision)
     assert os.listdir(tmp_path / "store" / "trees") in ([], [f"{revision}.lock"])
 
 
-def test_nothing_that_a_repository_contains_is_run(repository: Path, tmp_path: Path):
+async def test_nothing_that_a_repository_contains_is_run(repository: Path, tmp_path: Path):
     hurt = f"touch {tmp_path / 'hurt'}"
     for name in ("post-checkout", "reference-transaction", "post-index-change"):
         hook = repository / ".git" / "hooks" / name
@@ -126,13 +126,13 @@ def test_nothing_that_a_repository_contains_is_run(repository: Path, tmp_path: P
             return found.left_out, (found.folder / "a\nb").read_text(), (found.folder / "big").exists()
 
     with pytest.warns(UserWarning, match=r"left out are submodule x, LFS large.bin"):
-        found = asyncio.run(main())
+        found = await main()
     assert found == (("submodule x", "LFS large.bin"), "$Id$\n", True)
     assert not (tmp_path / "hurt").exists()
 
 
 @pytest.mark.parametrize("path", ["../hurt", ".git/config", "a/.GIT/x"])
-def test_a_tree_with_paths_that_lead_out_is_refused(path: str, repository: Path, tmp_path: Path):
+async def test_a_tree_with_paths_that_lead_out_is_refused(path: str, repository: Path, tmp_path: Path):
     blob = git(repository, "hash-object", "-w", "--stdin", data=b"hurt")
     names = path.split("/")
     tree = f"100644 blob {blob}\t{names[-1]}"
@@ -143,7 +143,7 @@ def test_a_tree_with_paths_that_lead_out_is_refused(path: str, repository: Path,
     revision = git(repository, "commit-tree", made, "-m", "x")
     git(repository, "update-ref", "refs/heads/hostile", revision)
     with pytest.raises(SandboxError, match=r"git fetch failed|it was made to do harm"):
-        asyncio.run(files(RepositoryStore(tmp_path / "store"), repository, revision))
+        await files(RepositoryStore(tmp_path / "store"), repository, revision)
     assert not (tmp_path / "hurt").exists()
 
 

@@ -90,7 +90,7 @@ def test_a_repaired_repository_is_rewarded_and_its_output_shown(environment: Rep
     assert (end.done, end.reward, dict(end.parts)) == (True, 1.0, {"tests_passed": 1.0})
 
 
-def test_a_session_that_dies_between_commands_is_replaced_with_its_files(environment: RepositoryEnv):
+async def test_a_session_that_dies_between_commands_is_replaced_with_its_files(environment: RepositoryEnv):
     async def main() -> Step:
         env = environment(environment.tasks[0])
         try:
@@ -104,10 +104,10 @@ def test_a_session_that_dies_between_commands_is_replaced_with_its_files(environ
         finally:
             await env.close()
 
-    assert asyncio.run(main()).reward == 1.0
+    assert (await main()).reward == 1.0
 
 
-def test_a_server_that_dies_costs_no_turn(environment: RepositoryEnv):
+async def test_a_server_that_dies_costs_no_turn(environment: RepositoryEnv):
     async def killed_in(work: Awaitable[str]) -> str:
         running = asyncio.ensure_future(work)
         await asyncio.sleep(0.5)
@@ -130,13 +130,13 @@ def test_a_server_that_dies_costs_no_turn(environment: RepositoryEnv):
         finally:
             await env.close()
 
-    shown, end = asyncio.run(main())
+    shown, end = await main()
     assert (shown[0], shown[2]) == ("1 in", "1")
     assert "1 file changed" in shown[1]
     assert end.reward == 1.0
 
 
-def test_commands_that_cannot_be_rerun_are_an_error_of_the_episode(environment: RepositoryEnv):
+async def test_commands_that_cannot_be_rerun_are_an_error_of_the_episode(environment: RepositoryEnv):
     async def main() -> None:
         env = environment(environment.tasks[0])
         try:
@@ -149,7 +149,7 @@ def test_commands_that_cannot_be_rerun_are_an_error_of_the_episode(environment: 
             await env.close()
 
     with pytest.raises(DivergedError, match="command 1 of an episode showed"):
-        asyncio.run(main())
+        await main()
 
 
 def test_edited_tests_do_not_count_and_part_of_the_tests_is_a_part(environment: RepositoryEnv):
@@ -163,7 +163,7 @@ def test_edited_tests_do_not_count_and_part_of_the_tests_is_a_part(environment: 
     assert (end.reward, dict(end.parts)) == (0.0, {"tests_passed": 0.5})
 
 
-def test_a_model_trained_to_call_tools_sees_and_calls_the_shell(environment: RepositoryEnv):
+async def test_a_model_trained_to_call_tools_sees_and_calls_the_shell(environment: RepositoryEnv):
     async def main() -> tuple[str, Step]:
         env = RepositoryEnv(environment.file, store=environment.store, tool=True)(environment.tasks[0])
         try:
@@ -173,7 +173,7 @@ def test_a_model_trained_to_call_tools_sees_and_calls_the_shell(environment: Rep
         finally:
             await env.close()
 
-    tool, step = asyncio.run(main())
+    tool, step = await main()
     assert '"name": "shell"' in tool
     assert [each["content"] for each in step.messages] == ["def add(a, b):"]
 

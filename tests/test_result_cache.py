@@ -42,28 +42,25 @@ async def get(cache: ResultCache, at: int, text: str = "x" * 100) -> bool:
     return (await cache.get(content_key(at), compute))[1]
 
 
-def test_equal_calls_run_one_and_later_processes_and_runs_find_its_result(tmp_path: Path):
-    async def main() -> None:
-        work, cache = Work("é\ud800"), ResultCache(tmp_path / "cache")
-        calls = [asyncio.create_task(cache.get(content_key(1), work)) for _ in range(9)]
-        await asyncio.sleep(0)
-        calls[5].cancel()  # that one waits for another
-        work.go_on.set()
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [each for each in results if isinstance(each, tuple)] == [("é\ud800", False)] + [("é\ud800", True)] * 7
-        assert await cache.get(content_key(1), work) == ("é\ud800", True)
-        cache.close()
-        later = ResultCache(tmp_path / "cache")
-        assert await later.get(content_key(1), work) == ("é\ud800", True)
-        assert work.runs == 1
-        assert (dict(cache.counts), dict(later.counts)) == ({"ran": 1, "joined": 7, "memory": 1}, {"file": 1})
-        assert (tmp_path / "cache").stat().st_mode & 0o77 == (tmp_path / "cache" / FILE).stat().st_mode & 0o77 == 0
-        later.close()
-
-    asyncio.run(main())
+async def test_equal_calls_run_one_and_later_processes_and_runs_find_its_result(tmp_path: Path):
+    work, cache = Work("é\ud800"), ResultCache(tmp_path / "cache")
+    calls = [asyncio.create_task(cache.get(content_key(1), work)) for _ in range(9)]
+    await asyncio.sleep(0)
+    calls[5].cancel()  # that one waits for another
+    work.go_on.set()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [each for each in results if isinstance(each, tuple)] == [("é\ud800", False)] + [("é\ud800", True)] * 7
+    assert await cache.get(content_key(1), work) == ("é\ud800", True)
+    cache.close()
+    later = ResultCache(tmp_path / "cache")
+    assert await later.get(content_key(1), work) == ("é\ud800", True)
+    assert work.runs == 1
+    assert (dict(cache.counts), dict(later.counts)) == ({"ran": 1, "joined": 7, "memory": 1}, {"file": 1})
+    assert (tmp_path / "cache").stat().st_mode & 0o77 == (tmp_path / "cache" / FILE).stat().st_mode & 0o77 == 0
+    later.close()
 
 
-def test_a_forgotten_result_is_not_read_from_a_file_that_still_holds_it(
+async def test_a_forgotten_result_is_not_read_from_a_file_that_still_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     go_on, write = threading.Event(), _ResultFile._write
@@ -72,78 +69,66 @@ def test_a_forgotten_result_is_not_read_from_a_file_that_still_holds_it(
         assert go_on.wait(30)
         write(file, *args)
 
-    async def main() -> None:
-        first = ResultCache(tmp_path)
-        await get(first, 1)
-        first.close()
-        monkeypatch.setattr(_ResultFile, "_write", slow)
-        cache = ResultCache(tmp_path)
-        assert await get(cache, 1)
-        cache.forget(content_key(1))
-        assert not await get(cache, 1), "it is run again"
-        go_on.set()
-        cache.close()
-        later = ResultCache(tmp_path)
-        assert await get(later, 1), "the new one is kept"
-        later.forget(content_key(1))
-        later.close()
-        last = ResultCache(tmp_path)
-        assert not await get(last, 1)
-        last.close()
-
-    asyncio.run(main())
+    first = ResultCache(tmp_path)
+    await get(first, 1)
+    first.close()
+    monkeypatch.setattr(_ResultFile, "_write", slow)
+    cache = ResultCache(tmp_path)
+    assert await get(cache, 1)
+    cache.forget(content_key(1))
+    assert not await get(cache, 1), "it is run again"
+    go_on.set()
+    cache.close()
+    later = ResultCache(tmp_path)
+    assert await get(later, 1), "the new one is kept"
+    later.forget(content_key(1))
+    later.close()
+    last = ResultCache(tmp_path)
+    assert not await get(last, 1)
+    last.close()
 
 
 @pytest.mark.parametrize(
     "work", [lambda: Work(keep=False), lambda: Work(error=OSError("gone")), lambda: Work("x" * 99)]
 )
-def test_what_fails_is_too_large_or_is_not_to_be_kept_is_run_by_each(work: Callable[[], Work], tmp_path: Path):
-    async def main() -> None:
-        each, cache = work(), ResultCache(tmp_path, value_bytes=98)
-        calls = [asyncio.create_task(cache.get(content_key(1), each)) for _ in range(3)]
-        await asyncio.sleep(0)
-        each.go_on.set()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert each.runs == 3
-        cache.close()
-
-    asyncio.run(main())
+async def test_what_fails_is_too_large_or_is_not_to_be_kept_is_run_by_each(work: Callable[[], Work], tmp_path: Path):
+    each, cache = work(), ResultCache(tmp_path, value_bytes=98)
+    calls = [asyncio.create_task(cache.get(content_key(1), each)) for _ in range(3)]
+    await asyncio.sleep(0)
+    each.go_on.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert each.runs == 3
+    cache.close()
 
 
-def test_a_cancelled_call_leaves_the_work_to_one_that_waits_for_it(tmp_path: Path):
-    async def main() -> None:
-        work, cache = Work(), ResultCache(tmp_path)
-        first, second = [asyncio.create_task(cache.get(content_key(1), work)) for _ in range(2)]
-        await asyncio.sleep(0)
-        first.cancel()
-        work.go_on.set()
-        assert await second == ("x", False)
-        assert work.runs == 2
-        cache.close()
-
-    asyncio.run(main())
+async def test_a_cancelled_call_leaves_the_work_to_one_that_waits_for_it(tmp_path: Path):
+    work, cache = Work(), ResultCache(tmp_path)
+    first, second = [asyncio.create_task(cache.get(content_key(1), work)) for _ in range(2)]
+    await asyncio.sleep(0)
+    first.cancel()
+    work.go_on.set()
+    assert await second == ("x", False)
+    assert work.runs == 2
+    cache.close()
 
 
-def test_the_least_recently_used_results_are_evicted(tmp_path: Path):
-    async def main() -> None:
-        cache = ResultCache(tmp_path, most_bytes=20_000, memory_bytes=0)
-        for at in range(300):
-            await get(cache, at)
-            if at > 20:
-                assert await get(cache, 7)
-            if at % 10 == 0:  # a batch of writes is one use
-                cache.close()
-        cache.close()
-        with sqlite3.connect(tmp_path / FILE) as database:
-            total, counted, rows = database.execute(
-                "select sum(bytes), (select bytes from total), count(*) from results"
-            ).fetchone()
-        assert total == counted <= 20_000
-        assert rows > 60
-        assert [await get(cache, at) for at in (299, 290, 7, 0, 30)] == [True, True, True, False, False]
-        cache.close()
-
-    asyncio.run(main())
+async def test_the_least_recently_used_results_are_evicted(tmp_path: Path):
+    cache = ResultCache(tmp_path, most_bytes=20_000, memory_bytes=0)
+    for at in range(300):
+        await get(cache, at)
+        if at > 20:
+            assert await get(cache, 7)
+        if at % 10 == 0:  # a batch of writes is one use
+            cache.close()
+    cache.close()
+    with sqlite3.connect(tmp_path / FILE) as database:
+        total, counted, rows = database.execute(
+            "select sum(bytes), (select bytes from total), count(*) from results"
+        ).fetchone()
+    assert total == counted <= 20_000
+    assert rows > 60
+    assert [await get(cache, at) for at in (299, 290, 7, 0, 30)] == [True, True, True, False, False]
+    cache.close()
 
 
 def garbage(path: Path) -> None:
@@ -167,7 +152,7 @@ def no_table(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:(the cache|results)")
 @pytest.mark.parametrize("while_open", [False, True])
 @pytest.mark.parametrize("damage", [garbage, cut, other_values, no_table])
-def test_a_damaged_file_costs_its_results_only(damage: Callable[[Path], None], while_open: bool, tmp_path: Path):
+async def test_a_damaged_file_costs_its_results_only(damage: Callable[[Path], None], while_open: bool, tmp_path: Path):
     async def main() -> None:
         cache = ResultCache(tmp_path, memory_bytes=0)
         for at in range(200):
@@ -184,17 +169,14 @@ def test_a_damaged_file_costs_its_results_only(damage: Callable[[Path], None], w
         assert all([await get(after, at) for at in range(200)])
         after.close()
 
-    asyncio.run(main())
+    await main()
 
 
 @pytest.mark.filterwarnings("ignore:results of tools are kept in memory only")
-def test_a_folder_that_cannot_be_used_costs_no_call(tmp_path: Path):
-    async def main() -> None:
-        (tmp_path / "file").touch()
-        cache = ResultCache(tmp_path / "file" / "folder")
-        assert [await get(cache, 1), await get(cache, 1)] == [False, True]
-
-    asyncio.run(main())
+async def test_a_folder_that_cannot_be_used_costs_no_call(tmp_path: Path):
+    (tmp_path / "file").touch()
+    cache = ResultCache(tmp_path / "file" / "folder")
+    assert [await get(cache, 1), await get(cache, 1)] == [False, True]
 
 
 _PROGRAM = """

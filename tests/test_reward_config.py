@@ -215,7 +215,7 @@ def test_a_text_that_cannot_work_is_one_clear_message(text: str, message: str, h
         ("slow", "no answer within 0.2 s"),
     ],
 )
-def test_a_function_that_gives_no_score_is_one_clear_message(
+async def test_a_function_that_gives_no_score_is_one_clear_message(
     function: str, message: str, mine: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
@@ -227,7 +227,7 @@ def test_a_function_that_gives_no_score_is_one_clear_message(
 
     stopped: list[int] = []
     with pytest.raises(ForgeError, match=message):
-        asyncio.run(main())
+        await main()
 
 
 def test_each_bundled_reward_is_documented_pickles_and_has_documented_options(
@@ -274,7 +274,7 @@ def test_a_resumed_run_sees_the_files_of_all_parts(mine: Path):
     assert all(before[name] != after[name] for name in before)
 
 
-def test_a_judge_that_was_asked_again_is_not_asked_again_by_the_run():
+async def test_a_judge_that_was_asked_again_is_not_asked_again_by_the_run():
     class Spent:
         calls = 0
 
@@ -284,7 +284,7 @@ def test_a_judge_that_was_asked_again_is_not_asked_again_by_the_run():
 
     judge = Spent()
     with pytest.raises(SpendingError):
-        asyncio.run(score_again(judge, [EPISODE]))
+        await score_again(judge, [EPISODE])
     assert judge.calls == 1
 
 

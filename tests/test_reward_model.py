@@ -184,65 +184,59 @@ class Apart:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_part_with_replicas_of_its_own_is_scored_there_and_the_others_beside_it(classifier: Path, tmp_path: Path):
+async def test_a_part_with_replicas_of_its_own_is_scored_there_and_the_others_beside_it(
+    classifier: Path, tmp_path: Path
+):
     episodes = [episode_of(text, task_of()) for text in ("four", "a longer answer")]
 
-    async def main() -> None:
-        model = RewardModel(path=classifier)
-        parts: dict[str, tuple[RewardFunction, float]] = {
-            "apart": (Apart(1), 0.0), "length": (length, 1.0), "pid": (pid, 0.0), "model": (model, 0.0)
-        }  # fmt: skip
-        async with cluster(tmp_path) as (made, faults):
-            start = RewardService.start(
-                RewardService.Config(), made, faults, function=WeightedSum(parts), deadline_s=120.0
-            )
-            service = await start
-            try:
-                assert service.form == "episode"
-                first, second = await service.score(episodes)
-                assert (first.total, second.total) == (4.0, 15.0)
-                assert list(first.parts) == list(parts)
-                assert first.parts["model"] != second.parts["model"]
-                process, loads = divmod(first.parts["apart"], 1)
-                assert loads == pytest.approx(0.1)
-                assert process != first.parts["pid"]
-                # It comes back, loaded.
-                os.kill(int(process), signal.SIGKILL)
-                [again] = await service.score(episodes[:1])
-                assert again.parts["apart"] % 1 == pytest.approx(0.1)
-                assert int(again.parts["apart"]) not in (int(process), int(again.parts["pid"]))
-                # A new sum that has it too keeps its process, and ends those of what it has not.
-                await service.replace(WeightedSum({"apart": (Apart(1), 1.0), "length": (negative, 0.0)}))
-                [kept] = await service.score(episodes[:1])
-                assert kept.parts == {"apart": again.parts["apart"], "length": -1.0}
-                await service.replace(length)
-                assert [score.total for score in await service.score(episodes)] == [4.0, 15.0]
-                assert [fault.service for fault in faults.seen] == ["reward-apart"]
-            finally:
-                faults.closing = True
-                await service.stop()
-
-    asyncio.run(main())
+    model = RewardModel(path=classifier)
+    parts: dict[str, tuple[RewardFunction, float]] = {
+        "apart": (Apart(1), 0.0), "length": (length, 1.0), "pid": (pid, 0.0), "model": (model, 0.0)
+    }  # fmt: skip
+    async with cluster(tmp_path) as (made, faults):
+        start = RewardService.start(RewardService.Config(), made, faults, function=WeightedSum(parts), deadline_s=120.0)
+        service = await start
+        try:
+            assert service.form == "episode"
+            first, second = await service.score(episodes)
+            assert (first.total, second.total) == (4.0, 15.0)
+            assert list(first.parts) == list(parts)
+            assert first.parts["model"] != second.parts["model"]
+            process, loads = divmod(first.parts["apart"], 1)
+            assert loads == pytest.approx(0.1)
+            assert process != first.parts["pid"]
+            # It comes back, loaded.
+            os.kill(int(process), signal.SIGKILL)
+            [again] = await service.score(episodes[:1])
+            assert again.parts["apart"] % 1 == pytest.approx(0.1)
+            assert int(again.parts["apart"]) not in (int(process), int(again.parts["pid"]))
+            # A new sum that has it too keeps its process, and ends those of what it has not.
+            await service.replace(WeightedSum({"apart": (Apart(1), 1.0), "length": (negative, 0.0)}))
+            [kept] = await service.score(episodes[:1])
+            assert kept.parts == {"apart": again.parts["apart"], "length": -1.0}
+            await service.replace(length)
+            assert [score.total for score in await service.score(episodes)] == [4.0, 15.0]
+            assert [fault.service for fault in faults.seen] == ["reward-apart"]
+        finally:
+            faults.closing = True
+            await service.stop()
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_what_is_scored_while_the_reward_is_replaced_has_the_old_score_or_the_new_one(tmp_path: Path):
-    async def main() -> None:
-        old = WeightedSum({"length": (length, 1.0), "again": (length, 0.0)})
-        async with cluster(tmp_path) as (made, faults):
-            config = RewardService.Config(replicas=2)
-            service = await RewardService.start(config, made, faults, function=old, deadline_s=120.0)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    scored = [group.create_task(service.score([episode_of("four", task_of())])) for _ in range(20)]
-                    replacing = group.create_task(service.replace(negative))
-                    while not replacing.done():
-                        [score] = await service.score([episode_of("four", task_of())])
-                        assert score.total in (4.0, -1.0)
-                assert {each.result()[0].total for each in scored} == {4.0}
-                assert (await service.score([episode_of("four", task_of())]))[0].total == -1.0
-            finally:
-                faults.closing = True
-                await service.stop()
-
-    asyncio.run(main())
+async def test_what_is_scored_while_the_reward_is_replaced_has_the_old_score_or_the_new_one(tmp_path: Path):
+    old = WeightedSum({"length": (length, 1.0), "again": (length, 0.0)})
+    async with cluster(tmp_path) as (made, faults):
+        config = RewardService.Config(replicas=2)
+        service = await RewardService.start(config, made, faults, function=old, deadline_s=120.0)
+        try:
+            async with asyncio.TaskGroup() as group:
+                scored = [group.create_task(service.score([episode_of("four", task_of())])) for _ in range(20)]
+                replacing = group.create_task(service.replace(negative))
+                while not replacing.done():
+                    [score] = await service.score([episode_of("four", task_of())])
+                    assert score.total in (4.0, -1.0)
+            assert {each.result()[0].total for each in scored} == {4.0}
+            assert (await service.score([episode_of("four", task_of())]))[0].total == -1.0
+        finally:
+            faults.closing = True
+            await service.stop()

@@ -61,44 +61,38 @@ async def full_strength(service: RewardService) -> None:
             changed.clear()
 
 
-def test_answers_are_scored_by_every_kind_of_function(tmp_path: Path):
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.length) as (service, _):
-            task = task_of()
-            assert await score(service, task, "four") == 4.0
-            await service.replace(lambda task, text: 7)
-            assert await score(service, task, "") == 7.0
-            await service.replace(fake_envs.Meeting())  # async: side by side
-            assert await asyncio.gather(score(service, task, ""), score(service, task, "")) == [2.0, 2.0]
-            await service.replace(fake_envs.Alone())  # plain: one by one
-            assert await asyncio.gather(*(score(service, task, "") for _ in range(8))) == [1.0] * 8
+async def test_answers_are_scored_by_every_kind_of_function(tmp_path: Path):
+    async with reward(tmp_path, fake_envs.length) as (service, _):
+        task = task_of()
+        assert await score(service, task, "four") == 4.0
+        await service.replace(lambda task, text: 7)
+        assert await score(service, task, "") == 7.0
+        await service.replace(fake_envs.Meeting())  # async: side by side
+        assert await asyncio.gather(score(service, task, ""), score(service, task, "")) == [2.0, 2.0]
+        await service.replace(fake_envs.Alone())  # plain: one by one
+        assert await asyncio.gather(*(score(service, task, "") for _ in range(8))) == [1.0] * 8
 
-            async def awaited() -> float:
-                return 9.0
+        async def awaited() -> float:
+            return 9.0
 
-            await service.replace(lambda task, text: awaited())  # plain, but what it gives is not
-            assert await score(service, task, "") == 9.0
-
-    asyncio.run(main())
+        await service.replace(lambda task, text: awaited())  # plain, but what it gives is not
+        assert await score(service, task, "") == 9.0
 
 
-def test_what_a_function_raises_is_no_death(tmp_path: Path):
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.obedient) as (service, faults):
-            with pytest.raises(ServiceError, match="ValueError: mine") as caught:
-                await score(service, task_of(), "raise mine")
-            assert type(caught.value) is ServiceError
-            assert (caught.value.service, caught.value.call) == ("reward", "score")
-            for value in ("nan", "inf"):
-                with pytest.raises(ForgeError, match=f"the reward of t is {value}"):
-                    await score(service, task_of(), f"number {value}")
-            with pytest.raises(ServiceError, match="pickle"):
-                await service.replace(_Holds(threading.Lock()))
-            assert await score(service, task_of(), "number 3") == 3.0
-            assert "obedient" in repr(service)
-            assert faults.seen == []
-
-    asyncio.run(main())
+async def test_what_a_function_raises_is_no_death(tmp_path: Path):
+    async with reward(tmp_path, fake_envs.obedient) as (service, faults):
+        with pytest.raises(ServiceError, match="ValueError: mine") as caught:
+            await score(service, task_of(), "raise mine")
+        assert type(caught.value) is ServiceError
+        assert (caught.value.service, caught.value.call) == ("reward", "score")
+        for value in ("nan", "inf"):
+            with pytest.raises(ForgeError, match=f"the reward of t is {value}"):
+                await score(service, task_of(), f"number {value}")
+        with pytest.raises(ServiceError, match="pickle"):
+            await service.replace(_Holds(threading.Lock()))
+        assert await score(service, task_of(), "number 3") == 3.0
+        assert "obedient" in repr(service)
+        assert faults.seen == []
 
 
 class _Holds:
@@ -109,155 +103,131 @@ class _Holds:
         return 0.0
 
 
-def test_a_score_whose_replica_dies_is_had_elsewhere(tmp_path: Path):
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.length, replicas=2) as (service, faults):
-            scores = [score(service, task_of(once=tmp_path / "once"), "x" * n) for n in range(20)]
-            assert await asyncio.gather(*scores) == [float(n) for n in range(20)]
-            assert ["status 5" in fault.cause for fault in faults.seen] == [True]
-            assert faults.fatal is None
-
-    asyncio.run(main())
+async def test_a_score_whose_replica_dies_is_had_elsewhere(tmp_path: Path):
+    async with reward(tmp_path, fake_envs.length, replicas=2) as (service, faults):
+        scores = [score(service, task_of(once=tmp_path / "once"), "x" * n) for n in range(20)]
+        assert await asyncio.gather(*scores) == [float(n) for n in range(20)]
+        assert ["status 5" in fault.cause for fault in faults.seen] == [True]
+        assert faults.fatal is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signals, tmp_path: Path):
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.pid, replicas=1) as (service, faults):
-            first = int(await score(service, task_of(), ""))
-            send_signal(first, number)
-            waiting = asyncio.create_task(score(service, task_of(), ""))
-            assert int(await waiting) not in (first, 0)
-            assert (await score(service, task_of(), "")) == waiting.result()
-            # Replaced while none is there.
-            send_signal(int(waiting.result()), number)
-            await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
-            await service.replace(fake_envs.negative)
-            assert await score(service, task_of(), "") == -1.0
-            assert [fault.fatal for fault in faults.seen] == [False, False]
-
-    asyncio.run(main())
+async def test_a_new_replica_scores_with_the_function_of_the_day(number: signal.Signals, tmp_path: Path):
+    async with reward(tmp_path, fake_envs.pid, replicas=1) as (service, faults):
+        first = int(await score(service, task_of(), ""))
+        send_signal(first, number)
+        waiting = asyncio.create_task(score(service, task_of(), ""))
+        assert int(await waiting) not in (first, 0)
+        assert (await score(service, task_of(), "")) == waiting.result()
+        # Replaced while none is there.
+        send_signal(int(waiting.result()), number)
+        await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
+        await service.replace(fake_envs.negative)
+        assert await score(service, task_of(), "") == -1.0
+        assert [fault.fatal for fault in faults.seen] == [False, False]
 
 
-def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
+async def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.pid) as (service, _):
-            original, given = Replica.call, asyncio.Event()
-            go_on = asyncio.Event()
+    async with reward(tmp_path, fake_envs.pid) as (service, _):
+        original, given = Replica.call, asyncio.Event()
+        go_on = asyncio.Event()
 
-            async def call(replica: Replica, method: str, *args: object, **settings: object) -> object:
-                answer = await original(replica, method, *args, **settings)  # type: ignore[arg-type]
-                if method == "replace" and not given.is_set():
-                    given.set()
-                    await go_on.wait()
-                return answer
+        async def call(replica: Replica, method: str, *args: object, **settings: object) -> object:
+            answer = await original(replica, method, *args, **settings)  # type: ignore[arg-type]
+            if method == "replace" and not given.is_set():
+                given.set()
+                await go_on.wait()
+            return answer
 
-            monkeypatch.setattr(Replica, "call", call)
-            os.kill(int(await score(service, task_of(), "")), signal.SIGKILL)
-            await given.wait()
-            await service.replace(fake_envs.negative)
-            go_on.set()
-            assert await score(service, task_of(), "") == -1.0
-
-    asyncio.run(main())
+        monkeypatch.setattr(Replica, "call", call)
+        os.kill(int(await score(service, task_of(), "")), signal.SIGKILL)
+        await given.wait()
+        await service.replace(fake_envs.negative)
+        go_on.set()
+        assert await score(service, task_of(), "") == -1.0
 
 
-def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(link_module, "POLL_S", 0.5)
     monkeypatch.setattr(replica_module, "_SILENT_POLLS", 4)
 
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.obedient) as (service, faults):
-            assert await score(service, task_of(), "sleep 4") == 1.0
-            assert faults.seen == []
-
-    asyncio.run(main())
+    async with reward(tmp_path, fake_envs.obedient) as (service, faults):
+        assert await score(service, task_of(), "sleep 4") == 1.0
+        assert faults.seen == []
 
 
-def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others(tmp_path: Path):
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.obedient, deadline_s=1.0) as (service, faults):
-            with pytest.raises(HangError, match=r"no answer within 1 s for s t \(.*fake_envs.py:\d+\)") as caught:
-                await score_again(service, [Episode(task=task_of(), turns=(), output="sleep 600")])
-            assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 0, "score")
-            await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
-            assert await score(service, task_of(), "number 4") == 4.0
-            assert [fault.cause for fault in faults.seen] == [
-                "its reward function did not come back within its deadline"
-            ], "it is not tried again"
-            log = await asyncio.to_thread((tmp_path / "reward-0.log").read_text)
-            assert "in obedient" in log, "its stack is printed"
-            # One that only waited for others is no reason.
-            many = [score(service, task_of(), "sleep 0.4") for _ in range(5)]
-            assert await asyncio.gather(*many) == [1.0] * 5
-            assert len(faults.seen) == 1
-
-    asyncio.run(main())
+async def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others(tmp_path: Path):
+    async with reward(tmp_path, fake_envs.obedient, deadline_s=1.0) as (service, faults):
+        with pytest.raises(HangError, match=r"no answer within 1 s for s t \(.*fake_envs.py:\d+\)") as caught:
+            await score_again(service, [Episode(task=task_of(), turns=(), output="sleep 600")])
+        assert (caught.value.service, caught.value.replica, caught.value.call) == ("reward", 0, "score")
+        await asyncio.wait_for(asyncio.shield(service._shared.service.replicas[0].death), LONG_S)
+        assert await score(service, task_of(), "number 4") == 4.0
+        assert [fault.cause for fault in faults.seen] == [
+            "its reward function did not come back within its deadline"
+        ], "it is not tried again"
+        log = await asyncio.to_thread((tmp_path / "reward-0.log").read_text)
+        assert "in obedient" in log, "its stack is printed"
+        # One that only waited for others is no reason.
+        many = [score(service, task_of(), "sleep 0.4") for _ in range(5)]
+        assert await asyncio.gather(*many) == [1.0] * 5
+        assert len(faults.seen) == 1
 
 
-def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_on(tmp_path: Path):
+async def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_on(tmp_path: Path):
     async def late(task: Task, text: str) -> float:
         await overcome_an_error()
         await asyncio.Event().wait()
         return 2.0
 
-    async def main() -> None:
-        async with reward(tmp_path, late, deadline_s=1.0) as (service, faults):
-            with pytest.raises(DeadlineError, match="no answer within 1 s"):
-                await score(service, task_of(), "")
-            assert faults.seen == []
-            told: list[None] = []
-            service.replaced.add(lambda: told.append(None))
-            await service.replace(fake_envs.length)
-            assert told == [None]
-            assert await score(service, task_of(), "four") == 4.0
-
-    asyncio.run(main())
+    async with reward(tmp_path, late, deadline_s=1.0) as (service, faults):
+        with pytest.raises(DeadlineError, match="no answer within 1 s"):
+            await score(service, task_of(), "")
+        assert faults.seen == []
+        told: list[None] = []
+        service.replaced.add(lambda: told.append(None))
+        await service.replace(fake_envs.length)
+        assert told == [None]
+        assert await score(service, task_of(), "four") == 4.0
 
 
-def test_an_answer_that_kills_its_scorer_costs_itself_and_no_other(tmp_path: Path):
-    async def main() -> None:
-        def deadly(task: Task, text: str) -> float:
-            return os._exit(6) if text == "poison" else float(len(text))
+async def test_an_answer_that_kills_its_scorer_costs_itself_and_no_other(tmp_path: Path):
+    def deadly(task: Task, text: str) -> float:
+        return os._exit(6) if text == "poison" else float(len(text))
 
-        async with reward(tmp_path, deadly) as (service, faults):
-            others = [asyncio.create_task(score(service, replace(task_of(), id=f"{n}"), "fine")) for n in range(20)]
-            for number in range(3):
-                task = replace(task_of(), id=f"p{number}")
-                episode = Episode(task=task, turns=(), output="poison")
-                with pytest.raises(PoisonError, match=f"scoring .* p{number} killed 3 replicas.*status 6"):
-                    await score_again(service, [episode])
-                assert await score(service, task_of(), "fine") == 4.0
-            assert await asyncio.gather(*others) == [4.0] * 20
-            assert len(faults.seen) == 9
-            await full_strength(service)
-            assert faults.fatal is None
-
-    asyncio.run(main())
+    async with reward(tmp_path, deadly) as (service, faults):
+        others = [asyncio.create_task(score(service, replace(task_of(), id=f"{n}"), "fine")) for n in range(20)]
+        for number in range(3):
+            task = replace(task_of(), id=f"p{number}")
+            episode = Episode(task=task, turns=(), output="poison")
+            with pytest.raises(PoisonError, match=f"scoring .* p{number} killed 3 replicas.*status 6"):
+                await score_again(service, [episode])
+            assert await score(service, task_of(), "fine") == 4.0
+        assert await asyncio.gather(*others) == [4.0] * 20
+        assert len(faults.seen) == 9
+        await full_strength(service)
+        assert faults.fatal is None
 
 
-def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
+async def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
     def raising(task: Task, text: str) -> float:
         raise KeyError("absent")
 
-    async def main() -> None:
-        async with reward(tmp_path, fake_envs.length) as (service, faults):
-            task, told = task_of(), list[str]()
-            service.try_on(lambda: [[Episode(task=task, turns=(), score=Score(total=4.0), output="four")]])
-            service.replaced.add(lambda: told.append("replaced"))
-            with pytest.raises(ConfigError, match=r"fails on s t.*KeyError: 'absent' \(.*test_reward_service.py:\d+\)"):
-                await service.replace(raising)
-            with pytest.raises(ConfigError, match="the reward of t is nan"):
-                await service.replace(lambda task, text: float("nan"))
-            assert await score(service, task, "four") == 4.0
-            assert (told, service.function, faults.seen) == ([], fake_envs.length, [])
-            await service.replace(lambda task, text: 7.0)
-            assert await score(service, task, "four") == 7.0
-            assert told == ["replaced"]
-
-    asyncio.run(main())
+    async with reward(tmp_path, fake_envs.length) as (service, faults):
+        task, told = task_of(), list[str]()
+        service.try_on(lambda: [[Episode(task=task, turns=(), score=Score(total=4.0), output="four")]])
+        service.replaced.add(lambda: told.append("replaced"))
+        with pytest.raises(ConfigError, match=r"fails on s t.*KeyError: 'absent' \(.*test_reward_service.py:\d+\)"):
+            await service.replace(raising)
+        with pytest.raises(ConfigError, match="the reward of t is nan"):
+            await service.replace(lambda task, text: float("nan"))
+        assert await score(service, task, "four") == 4.0
+        assert (told, service.function, faults.seen) == ([], fake_envs.length, [])
+        await service.replace(lambda task, text: 7.0)
+        assert await score(service, task, "four") == 7.0
+        assert told == ["replaced"]
 
 
 def test_settings_are_checked():

@@ -47,102 +47,90 @@ async def in_flight(service: Service, method: str, *args: object, deadline_s: fl
     return task
 
 
-def test_calls_are_answered(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path, replicas=2) as (service, faults):
-            first, second = service.replicas
-            assert await first.call("echo", {"a": (1, 2)}, deadline_s=LONG_S) == ("actor 0", {"a": (1, 2)})
-            assert await second.call("echo", None, deadline_s=LONG_S) == ("actor 1", None)
-            assert len({os.getpid(), await pid_of(service, 0), await pid_of(service, 1)}) == 3
-            assert faults.seen == []
-            assert faults.waiting_for() is None
+async def test_calls_are_answered(tmp_path: Path):
+    async with fake_service(tmp_path, replicas=2) as (service, faults):
+        first, second = service.replicas
+        assert await first.call("echo", {"a": (1, 2)}, deadline_s=LONG_S) == ("actor 0", {"a": (1, 2)})
+        assert await second.call("echo", None, deadline_s=LONG_S) == ("actor 1", None)
+        assert len({os.getpid(), await pid_of(service, 0), await pid_of(service, 1)}) == 3
+        assert faults.seen == []
+        assert faults.waiting_for() is None
 
-            # Many at a time, on one replica: nothing waits for what hangs.
-            hanging = await in_flight(service, "hang")
-            answers = [first.call("echo", i, deadline_s=LONG_S) for i in range(20)]
-            assert [value for _, value in await asyncio.gather(*answers)] == list(range(20))
-            assert first.in_flight == 1
-            # The idle one is preferred.
-            assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
-            await first.call("release", deadline_s=LONG_S)
-            assert await hanging is None
-            assert first.in_flight == 0
-            assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
-
-    asyncio.run(main())
+        # Many at a time, on one replica: nothing waits for what hangs.
+        hanging = await in_flight(service, "hang")
+        answers = [first.call("echo", i, deadline_s=LONG_S) for i in range(20)]
+        assert [value for _, value in await asyncio.gather(*answers)] == list(range(20))
+        assert first.in_flight == 1
+        # The idle one is preferred.
+        assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 1", 1)
+        await first.call("release", deadline_s=LONG_S)
+        assert await hanging is None
+        assert first.in_flight == 0
+        assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
 
-def test_errors_cross_with_what_they_carry(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path) as (service, faults):
-            (replica,) = service.replicas
-            sent = DeadlineError("late", service="sandbox", replica=4, call="run", hint="wait")
-            sent.phase = "rollout"
-            for error in (ConfigError("3 is too few", hint="set --n to 4"), sent):
-                with pytest.raises(ForgeError) as caught:
-                    await replica.call("fail", error, deadline_s=LONG_S)
-                assert type(caught.value) is type(error)
-                assert vars(caught.value) == vars(error)
+async def test_errors_cross_with_what_they_carry(tmp_path: Path):
+    async with fake_service(tmp_path) as (service, faults):
+        (replica,) = service.replicas
+        sent = DeadlineError("late", service="sandbox", replica=4, call="run", hint="wait")
+        sent.phase = "rollout"
+        for error in (ConfigError("3 is too few", hint="set --n to 4"), sent):
+            with pytest.raises(ForgeError) as caught:
+                await replica.call("fail", error, deadline_s=LONG_S)
+            assert type(caught.value) is type(error)
+            assert vars(caught.value) == vars(error)
 
-            with pytest.raises(ServiceError, match="ValueError: no such thing") as other:
-                await replica.call("fail", ValueError("no such thing"), deadline_s=LONG_S)
-            assert type(other.value) is ServiceError
-            assert (other.value.service, other.value.replica, other.value.call) == (service.name, 0, "fail")
-            assert other.value.hint == f"see {tmp_path}/{service.name}-0.log"
+        with pytest.raises(ServiceError, match="ValueError: no such thing") as other:
+            await replica.call("fail", ValueError("no such thing"), deadline_s=LONG_S)
+        assert type(other.value) is ServiceError
+        assert (other.value.service, other.value.replica, other.value.call) == (service.name, 0, "fail")
+        assert other.value.hint == f"see {tmp_path}/{service.name}-0.log"
 
-            # None of these is the replica's death.
-            assert replica.alive
-            assert faults.seen == []
-            assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
-
-    asyncio.run(main())
+        # None of these is the replica's death.
+        assert replica.alive
+        assert faults.seen == []
+        assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
 
-def test_what_takes_too_long_is_named(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path) as (service, faults):
-            (replica,) = service.replicas
-            with pytest.raises(DeadlineError, match=r"no answer within 0.2 s") as call:
-                await replica.call("hang", deadline_s=0.2)
-            assert (call.value.service, call.value.replica, call.value.call) == (service.name, 0, "hang")
-            await asyncio.sleep(0)
-            assert not [task for task in asyncio.all_tasks() if "_call_one" in repr(task)], "it is given up"
+async def test_what_takes_too_long_is_named(tmp_path: Path):
+    async with fake_service(tmp_path) as (service, faults):
+        (replica,) = service.replicas
+        with pytest.raises(DeadlineError, match=r"no answer within 0.2 s") as call:
+            await replica.call("hang", deadline_s=0.2)
+        assert (call.value.service, call.value.replica, call.value.call) == (service.name, 0, "hang")
+        await asyncio.sleep(0)
+        assert not [task for task in asyncio.all_tasks() if "_call_one" in repr(task)], "it is given up"
 
-            late = r"phase train did not end within its 0.2 s"
-            with pytest.raises(DeadlineError, match=late) as phase, faults.deadline("train", 0.2):
-                await replica.call("hang", deadline_s=LONG_S)
-            assert (phase.value.service, phase.value.replica, phase.value.call) == (service.name, 0, "hang")
-            assert replica.in_flight == 0
-            assert faults.waiting_for() is None
-            assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
+        late = r"phase train did not end within its 0.2 s"
+        with pytest.raises(DeadlineError, match=late) as phase, faults.deadline("train", 0.2):
+            await replica.call("hang", deadline_s=LONG_S)
+        assert (phase.value.service, phase.value.replica, phase.value.call) == (service.name, 0, "hang")
+        assert replica.in_flight == 0
+        assert faults.waiting_for() is None
+        assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
-            # A process that has just been stopped is not dead; whoever calls it is told.
-            send_signal(await pid_of(service), signal.SIGSTOP)
-            with pytest.raises(DeadlineError) as stopped:
-                await replica.call("echo", 1, deadline_s=0.1)
-            assert (stopped.value.service, stopped.value.replica, stopped.value.call) == (service.name, 0, "echo")
-            # It is still stopped when the service stops, and must end all the same.
-
-    asyncio.run(main())
+        # A process that has just been stopped is not dead; whoever calls it is told.
+        send_signal(await pid_of(service), signal.SIGSTOP)
+        with pytest.raises(DeadlineError) as stopped:
+            await replica.call("echo", 1, deadline_s=0.1)
+        assert (stopped.value.service, stopped.value.replica, stopped.value.call) == (service.name, 0, "echo")
+        # It is still stopped when the service stops, and must end all the same.
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.Signals, tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path) as (service, faults):
-            (replica,) = service.replicas
-            hanging = await in_flight(service, "hang")
-            os.kill(await pid_of(service), number)
-            with pytest.raises(ReplicaError, match=number.name) as caught:
-                await hanging
-            assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "hang")
-            assert [(fault.service, fault.replica) for fault in faults.seen] == [(service.name, 0)]
-            assert number.name in faults.seen[0].cause
-            assert not replica.alive
-            with pytest.raises(ServiceError, match=number.name):
-                await replica.call("echo", 1, deadline_s=LONG_S)
-
-    asyncio.run(main())
+async def test_a_process_killed_during_a_call_is_named_with_its_cause(number: signal.Signals, tmp_path: Path):
+    async with fake_service(tmp_path) as (service, faults):
+        (replica,) = service.replicas
+        hanging = await in_flight(service, "hang")
+        os.kill(await pid_of(service), number)
+        with pytest.raises(ReplicaError, match=number.name) as caught:
+            await hanging
+        assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "hang")
+        assert [(fault.service, fault.replica) for fault in faults.seen] == [(service.name, 0)]
+        assert number.name in faults.seen[0].cause
+        assert not replica.alive
+        with pytest.raises(ServiceError, match=number.name):
+            await replica.call("echo", 1, deadline_s=LONG_S)
 
 
 def test_a_process_whose_log_cannot_be_written_goes_on():
@@ -151,108 +139,90 @@ def test_a_process_whose_log_cannot_be_written_goes_on():
     assert subprocess.run([sys.executable, "-c", run + prints], cwd=ROOT, timeout=60).returncode == 7
 
 
-def test_an_exit_during_a_call_is_named_with_its_status(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path) as (service, faults):
-            with pytest.raises(ReplicaError, match="its process exited with status 7") as caught:
-                await service.replicas[0].call("exit", 7, deadline_s=LONG_S)
-            assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "exit")
-            assert (await faults.wait()).message == "its process exited with status 7"
-
-    asyncio.run(main())
+async def test_an_exit_during_a_call_is_named_with_its_status(tmp_path: Path):
+    async with fake_service(tmp_path) as (service, faults):
+        with pytest.raises(ReplicaError, match="its process exited with status 7") as caught:
+            await service.replicas[0].call("exit", 7, deadline_s=LONG_S)
+        assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "exit")
+        assert (await faults.wait()).message == "its process exited with status 7"
 
 
-def test_a_process_killed_while_idle_is_noticed_and_left_out(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path, replicas=2) as (service, faults):
-            os.kill(await pid_of(service, 0), signal.SIGKILL)
-            error = await asyncio.wait_for(faults.wait(), LONG_S)
-            assert (error.service, error.replica) == (service.name, 0)
-            assert "SIGKILL" in error.message
-            assert [replica.alive for replica in service.replicas] == [False, True]
-            for i in range(3):
-                assert await service.route("answer", i, deadline_s=LONG_S) == ("actor 1", i)
-            os.kill(await pid_of(service, 1), signal.SIGKILL)
-            await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
-            with pytest.raises(ServiceError, match=r"no replica is left; replica 0: .*SIGKILL.*; replica 1: ") as dead:
-                await service.route("answer", 1, deadline_s=LONG_S)
-            assert (dead.value.service, dead.value.replica) == (service.name, None)
-            assert not isinstance(dead.value, ReplicaError)
-            # A new replica takes its place.
-            fresh = service.spawn(FakeActor, "fresh")
-            await service.watch(fresh, deadline_s=LONG_S)
-            assert await service.route("answer", 1, deadline_s=LONG_S) == ("fresh", 1)
-
-    asyncio.run(main())
+async def test_a_process_killed_while_idle_is_noticed_and_left_out(tmp_path: Path):
+    async with fake_service(tmp_path, replicas=2) as (service, faults):
+        os.kill(await pid_of(service, 0), signal.SIGKILL)
+        error = await asyncio.wait_for(faults.wait(), LONG_S)
+        assert (error.service, error.replica) == (service.name, 0)
+        assert "SIGKILL" in error.message
+        assert [replica.alive for replica in service.replicas] == [False, True]
+        for i in range(3):
+            assert await service.route("answer", i, deadline_s=LONG_S) == ("actor 1", i)
+        os.kill(await pid_of(service, 1), signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
+        with pytest.raises(ServiceError, match=r"no replica is left; replica 0: .*SIGKILL.*; replica 1: ") as dead:
+            await service.route("answer", 1, deadline_s=LONG_S)
+        assert (dead.value.service, dead.value.replica) == (service.name, None)
+        assert not isinstance(dead.value, ReplicaError)
+        # A new replica takes its place.
+        fresh = service.spawn(FakeActor, "fresh")
+        await service.watch(fresh, deadline_s=LONG_S)
+        assert await service.route("answer", 1, deadline_s=LONG_S) == ("fresh", 1)
 
 
-def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path, ranks=2) as (service, faults):
-            (replica,) = service.replicas
-            assert await pid_of(service, rank=0) != await pid_of(service, rank=1)
-            assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
-            for bad in (0, 1):
-                with pytest.raises(ServiceError, match=f"ValueError: rank {bad} says no"):
-                    await replica.call_ranks("rank_of", lambda rank, bad=bad: (rank, bad), deadline_s=LONG_S)
-            assert replica.in_flight == 0
+async def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait(tmp_path: Path):
+    async with fake_service(tmp_path, ranks=2) as (service, faults):
+        (replica,) = service.replicas
+        assert await pid_of(service, rank=0) != await pid_of(service, rank=1)
+        assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
+        for bad in (0, 1):
+            with pytest.raises(ServiceError, match=f"ValueError: rank {bad} says no"):
+                await replica.call_ranks("rank_of", lambda rank, bad=bad: (rank, bad), deadline_s=LONG_S)
+        assert replica.in_flight == 0
 
-            # One rank's death is the replica's.
-            calls = asyncio.create_task(replica.call_ranks("hang", lambda _: (), deadline_s=LONG_S))
-            await replica.call("echo", 0, deadline_s=LONG_S, rank=0)
-            os.kill(await pid_of(service, rank=1), signal.SIGKILL)
-            with pytest.raises(ServiceError, match="SIGKILL"):
-                await calls
-            assert not replica.alive
-            assert len(faults.seen) == 1
-
-    asyncio.run(main())
+        # One rank's death is the replica's.
+        calls = asyncio.create_task(replica.call_ranks("hang", lambda _: (), deadline_s=LONG_S))
+        await replica.call("echo", 0, deadline_s=LONG_S, rank=0)
+        os.kill(await pid_of(service, rank=1), signal.SIGKILL)
+        with pytest.raises(ServiceError, match="SIGKILL"):
+            await calls
+        assert not replica.alive
+        assert len(faults.seen) == 1
 
 
-def test_a_call_that_is_given_up_in_its_mesh_names_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_call_that_is_given_up_in_its_mesh_names_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def given_up(*_: object) -> None:
         raise asyncio.CancelledError
 
-    async def check() -> None:
-        async with fake_service(tmp_path, ranks=2) as (service, _):
-            replica = service.replicas[0]
-            monkeypatch.setattr(replica_module, "_call_one", given_up)
-            with pytest.raises(ReplicaError, match="its mesh has stopped"):
-                await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S)
-            monkeypatch.undo()
-
-    asyncio.run(check())
+    async with fake_service(tmp_path, ranks=2) as (service, _):
+        replica = service.replicas[0]
+        monkeypatch.setattr(replica_module, "_call_one", given_up)
+        with pytest.raises(ReplicaError, match="its mesh has stopped"):
+            await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S)
+        monkeypatch.undo()
 
 
-def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    async def main() -> None:
-        async with fake_service(tmp_path) as (service, _):
-            (replica,) = service.replicas
-            await replica.call("say", "hello", deadline_s=LONG_S)
-            assert replica.log == tmp_path / f"{service.name}-0.log"
-            assert {"hello", "natively hello", "child hello"} <= set(replica.log.read_text().splitlines())
-
-    asyncio.run(main())
+async def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    async with fake_service(tmp_path) as (service, _):
+        (replica,) = service.replicas
+        await replica.call("say", "hello", deadline_s=LONG_S)
+        assert replica.log == tmp_path / f"{service.name}-0.log"
+        assert {"hello", "natively hello", "child hello"} <= set(replica.log.read_text().splitlines())
     assert "hello" not in "".join(capfd.readouterr())
 
 
-def test_stopping_ends_the_processes_and_is_no_fault(tmp_path: Path):
-    async def main() -> None:
-        async with fake_service(tmp_path, replicas=2) as (service, faults):
-            processes = [psutil.Process(await pid_of(service, replica)) for replica in range(2)]
-            faults.closing = True
-            await service.stop()
-            assert service.replicas == []
-            _, alive = psutil.wait_procs(processes, timeout=30)
-            assert alive == []
-            assert faults.seen == []
-            with pytest.raises(ServiceError, match="the service has been stopped"):
-                await service.route("answer", 1, deadline_s=LONG_S)
-
-    asyncio.run(main())
+async def test_stopping_ends_the_processes_and_is_no_fault(tmp_path: Path):
+    async with fake_service(tmp_path, replicas=2) as (service, faults):
+        processes = [psutil.Process(await pid_of(service, replica)) for replica in range(2)]
+        faults.closing = True
+        await service.stop()
+        assert service.replicas == []
+        _, alive = psutil.wait_procs(processes, timeout=30)
+        assert alive == []
+        assert faults.seen == []
+        with pytest.raises(ServiceError, match="the service has been stopped"):
+            await service.route("answer", 1, deadline_s=LONG_S)
 
 
-def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_me")  # as torch does
     kept_back = ["AWS_ACCESS_KEY_ID", "DATABASE_URL", "HTTPS_PROXY", "FAKE_API_KEY"]
     for name in kept_back:
@@ -287,93 +257,87 @@ def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.M
             faults.closing = True
             await service.stop()
 
-    asyncio.run(main())
+    await main()
 
 
-def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
-    async def main() -> None:
-        now = 0.0
-        async with cluster(tmp_path, lambda: now) as (made, faults):
-            service = Service(new_service_name(), made, faults)
-            replica = service.spawn(FakeActor)
+async def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
+    now = 0.0
+    async with cluster(tmp_path, lambda: now) as (made, faults):
+        service = Service(new_service_name(), made, faults)
+        replica = service.spawn(FakeActor)
+        await service.watch(replica, deadline_s=LONG_S)
+        assert service.drain_busy_s() == [0]
+        now += 5
+        hanging = await in_flight(service, "hang")
+        now += 2
+        assert service.drain_busy_s() == [2]
+        now += 4
+        await replica.call("release", deadline_s=LONG_S)
+        await hanging
+        now += 8
+        assert service.drain_busy_s() == [4]
+        faults.closing = True
+        await service.stop()
+
+
+async def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
+    async with cluster_of(tmp_path, "a", "b") as (made, faults):
+        assert made.hosts == (THIS_HOST, "a", "b")
+        service = Service(new_service_name(), made, faults)
+        with pytest.raises(ConfigError, match="there is no host 'c'") as unknown:
+            service.spawn(FakeActor, host="c")
+        assert "local, a, b" in unknown.value.hint
+        assert service.replicas == []
+
+        for host in ("a", "b", THIS_HOST):
+            env = {"FORGE_RL_FAKE": host}
+            replica = service.spawn(FakeActor, f"on {host}", ranks=2, env=env, host=host)
             await service.watch(replica, deadline_s=LONG_S)
-            assert service.drain_busy_s() == [0]
-            now += 5
-            hanging = await in_flight(service, "hang")
-            now += 2
-            assert service.drain_busy_s() == [2]
-            now += 4
-            await replica.call("release", deadline_s=LONG_S)
-            await hanging
-            now += 8
-            assert service.drain_busy_s() == [4]
-            faults.closing = True
-            await service.stop()
+            assert replica.host == host
+            assert dict(replica.meshes[0].procs.extent) == {"ranks": 2}
+            assert await replica.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S, rank=1) == host
+            assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
+            await replica.call("say", f"hello from {host}", deadline_s=LONG_S, rank=1)
+            assert {f"hello from {host}", f"child hello from {host}"} <= set(replica.log.read_text().splitlines())
+        parents = [psutil.Process(await pid_of(service, i, rank)).ppid() for i in range(3) for rank in range(2)]
+        assert len(set(parents[0:2])) == len(set(parents[2:4])) == 1
+        assert len({os.getpid(), *parents}) == 3
+        assert set(parents[4:6]) == {os.getpid()}
 
-    asyncio.run(main())
+        # One replica may be on several hosts.
+        wide = Service(new_service_name(), made, faults, recoverable=True)
+        replica = wide.spawn(FakeActor, "wide", ranks={"b": 1, "a": 2})
+        await wide.watch(replica, deadline_s=LONG_S)
+        assert (replica.hosts, replica.host) == (("b", "a", "a"), "b")
+        wide_pids = await replica.call_ranks("process_id", lambda _: (), deadline_s=LONG_S)
+        assert [psutil.Process(pid).ppid() for pid in wide_pids] == [parents[2], parents[0], parents[0]]
+        assert await replica.ask("answer", 3, deadline_s=LONG_S) == ("wide", 3)
 
+        # A death there is noticed as it is here.
+        os.kill(await pid_of(service, 0, rank=1), signal.SIGKILL)
+        error = await asyncio.wait_for(faults.wait(), LONG_S)
+        assert (error.service, error.replica) == (service.name, 0)
+        assert "SIGKILL" in error.message
+        assert [replica.alive for replica in service.replicas] == [False, True, True]
+        # So is that of a whole host.
+        os.kill(parents[2], signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
+        await asyncio.wait_for(asyncio.shield(replica.death), LONG_S)
+        await wide.stop()
+        assert not any(map(psutil.pid_exists, wide_pids))
 
-def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
-    async def main() -> None:
-        async with cluster_of(tmp_path, "a", "b") as (made, faults):
-            assert made.hosts == (THIS_HOST, "a", "b")
-            service = Service(new_service_name(), made, faults)
-            with pytest.raises(ConfigError, match="there is no host 'c'") as unknown:
-                service.spawn(FakeActor, host="c")
-            assert "local, a, b" in unknown.value.hint
-            assert service.replicas == []
-
-            for host in ("a", "b", THIS_HOST):
-                env = {"FORGE_RL_FAKE": host}
-                replica = service.spawn(FakeActor, f"on {host}", ranks=2, env=env, host=host)
-                await service.watch(replica, deadline_s=LONG_S)
-                assert replica.host == host
-                assert dict(replica.meshes[0].procs.extent) == {"ranks": 2}
-                assert await replica.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S, rank=1) == host
-                assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
-                await replica.call("say", f"hello from {host}", deadline_s=LONG_S, rank=1)
-                assert {f"hello from {host}", f"child hello from {host}"} <= set(replica.log.read_text().splitlines())
-            parents = [psutil.Process(await pid_of(service, i, rank)).ppid() for i in range(3) for rank in range(2)]
-            assert len(set(parents[0:2])) == len(set(parents[2:4])) == 1
-            assert len({os.getpid(), *parents}) == 3
-            assert set(parents[4:6]) == {os.getpid()}
-
-            # One replica may be on several hosts.
-            wide = Service(new_service_name(), made, faults, recoverable=True)
-            replica = wide.spawn(FakeActor, "wide", ranks={"b": 1, "a": 2})
-            await wide.watch(replica, deadline_s=LONG_S)
-            assert (replica.hosts, replica.host) == (("b", "a", "a"), "b")
-            wide_pids = await replica.call_ranks("process_id", lambda _: (), deadline_s=LONG_S)
-            assert [psutil.Process(pid).ppid() for pid in wide_pids] == [parents[2], parents[0], parents[0]]
-            assert await replica.ask("answer", 3, deadline_s=LONG_S) == ("wide", 3)
-
-            # A death there is noticed as it is here.
-            os.kill(await pid_of(service, 0, rank=1), signal.SIGKILL)
-            error = await asyncio.wait_for(faults.wait(), LONG_S)
-            assert (error.service, error.replica) == (service.name, 0)
-            assert "SIGKILL" in error.message
-            assert [replica.alive for replica in service.replicas] == [False, True, True]
-            # So is that of a whole host.
-            os.kill(parents[2], signal.SIGKILL)
-            await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
-            await asyncio.wait_for(asyncio.shield(replica.death), LONG_S)
-            await wide.stop()
-            assert not any(map(psutil.pid_exists, wide_pids))
-
-            # Nor does anything live on a host that the job says is gone.
-            other = Service(new_service_name(), made, faults, recoverable=True)
-            replica = other.spawn(FakeActor, host="a")
-            await other.watch(replica, deadline_s=LONG_S)
-            made.lose("a", "the scheduler took it back")
-            assert "a" not in made.hosts
-            assert replica.death.result() == "host a is gone: the scheduler took it back"
-            with pytest.raises(ConfigError, match="the scheduler took it back"):
-                other.spawn(FakeActor, host="a", index=0)
-            await other.stop()
-            faults.closing = True
-            await service.stop()
-
-    asyncio.run(main())
+        # Nor does anything live on a host that the job says is gone.
+        other = Service(new_service_name(), made, faults, recoverable=True)
+        replica = other.spawn(FakeActor, host="a")
+        await other.watch(replica, deadline_s=LONG_S)
+        made.lose("a", "the scheduler took it back")
+        assert "a" not in made.hosts
+        assert replica.death.result() == "host a is gone: the scheduler took it back"
+        with pytest.raises(ConfigError, match="the scheduler took it back"):
+            other.spawn(FakeActor, host="a", index=0)
+        await other.stop()
+        faults.closing = True
+        await service.stop()
 
 
 class Hosts:
@@ -472,7 +436,7 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), RuntimeError("supervision"), None])
-def test_a_mesh_that_fails_to_stop_cancels_nobody(error: BaseException | None, tmp_path: Path) -> None:
+async def test_a_mesh_that_fails_to_stop_cancels_nobody(error: BaseException | None, tmp_path: Path) -> None:
     class Procs:
         async def stop(self) -> None:
             if error is None:
@@ -480,9 +444,6 @@ def test_a_mesh_that_fails_to_stop_cancels_nobody(error: BaseException | None, t
             else:
                 raise error
 
-    async def main() -> None:
-        cluster = Cluster(tmp_path)
-        cluster._meshes["gone"] = SpawnedMesh(name="gone", procs=cast(Any, Procs()), host="", ranks=1, log=tmp_path)
-        await cluster.stop("gone", deadline_s=0.01)
-
-    asyncio.run(main())
+    cluster = Cluster(tmp_path)
+    cluster._meshes["gone"] = SpawnedMesh(name="gone", procs=cast(Any, Procs()), host="", ranks=1, log=tmp_path)
+    await cluster.stop("gone", deadline_s=0.01)

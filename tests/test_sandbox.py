@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,31 +256,28 @@ def test_a_cancelled_cell_ends_its_session(sandbox: SharedPool):
 
 
 @pytest.mark.usefixtures("sandbox")  # which skips where there can be none
-def test_who_waits_gets_a_place_in_order_and_a_full_pool_says_so():
-    async def work():
-        order = []
-        async with Pool(warm=0, sessions=1, servers=1) as pool:
-            first = await pool.open()
-            with pytest.raises(SandboxError, match="all 1 sessions are open"):
-                await pool.open(wait_s=0.05)
-            with pytest.raises(SandboxError, match="none can be forked"):
-                await first.fork()
+async def test_who_waits_gets_a_place_in_order_and_a_full_pool_says_so():
+    order = []
+    async with Pool(warm=0, sessions=1, servers=1) as pool:
+        first = await pool.open()
+        with pytest.raises(SandboxError, match="all 1 sessions are open"):
+            await pool.open(wait_s=0.05)
+        with pytest.raises(SandboxError, match="none can be forked"):
+            await first.fork()
 
-            async def wait(name):
-                async with pool.session():
-                    order.append(name)
+        async def wait(name):
+            async with pool.session():
+                order.append(name)
 
-            async with asyncio.TaskGroup() as group:
-                for name in "abc":
-                    group.create_task(wait(name))
-                    await asyncio.sleep(0)
-                await first.close()
-        return order
-
-    assert asyncio.run(work()) == ["a", "b", "c"]
+        async with asyncio.TaskGroup() as group:
+            for name in "abc":
+                group.create_task(wait(name))
+                await asyncio.sleep(0)
+            await first.close()
+    assert order == ["a", "b", "c"]
 
 
-def test_a_strict_session_is_alone_and_its_fork_outlives_it(sandbox: SharedPool):
+async def test_a_strict_session_is_alone_and_its_fork_outlives_it(sandbox: SharedPool):
     async def work():
         async with Pool(profile="strict", warm=0, servers=1) as pool, pool.session() as session:
             names = ("user", "pid", "mnt", "net", "ipc", "uts")
@@ -293,7 +289,7 @@ def test_a_strict_session_is_alone_and_its_fork_outlives_it(sandbox: SharedPool)
                 await session.close()
                 return inside, after, await fork.run("x + 1")
 
-    inside, after, last = asyncio.run(work())
+    inside, after, last = await work()
     spaces, files = ast.literal_eval(inside.value)
     assert len(spaces) == 6
     assert not {os.stat(f"/proc/self/ns/{name}").st_ino for name in os.listdir("/proc/self/ns")} & set(spaces)
@@ -324,29 +320,26 @@ def test_a_session_and_its_fork_are_each_in_limited_cgroups(sandbox: SharedPool)
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_sessions_with_limits_of_their_own_are_kept_warm_too():
+async def test_sessions_with_limits_of_their_own_are_kept_warm_too():
     """As rewards that run code ask for; and none with limits that nobody asks for any more."""
     own, once = replace(LIMITS, output_bytes=1 << 20), replace(LIMITS, output_bytes=1 << 19)
 
-    async def work() -> tuple[Counter[str], list[Limits]]:
-        async with Pool(limits=LIMITS, sessions=8, warm=2, servers=1) as pool:
-            for limits in (own, once, *[own] * 18):
-                async with pool.session(limits=limits) as session:
-                    assert (await session.run("2 + 2")).value == "4"
-                    assert session.limits == limits
-                    async with asyncio.timeout(60):
-                        while pool._warming.total():  # noqa: ASYNC110 -- a pool has no event for it
-                            await asyncio.sleep(0.01)
-            return pool.opened, [limits for limits, _ in pool._warm]
-
-    opened, warm = asyncio.run(work())
+    async with Pool(limits=LIMITS, sessions=8, warm=2, servers=1) as pool:
+        for limits in (own, once, *[own] * 18):
+            async with pool.session(limits=limits) as session:
+                assert (await session.run("2 + 2")).value == "4"
+                assert session.limits == limits
+                async with asyncio.timeout(60):
+                    while pool._warming.total():  # noqa: ASYNC110 -- a pool has no event for it
+                        await asyncio.sleep(0.01)
+        opened, warm = pool.opened, [limits for limits, _ in pool._warm]
     assert opened["warm"] >= 15
     assert opened.total() == 20
     assert warm == [own] * 2
 
 
 @pytest.mark.usefixtures("sandbox")
-def test_a_warm_session_that_cannot_start_costs_nothing(monkeypatch: pytest.MonkeyPatch):
+async def test_a_warm_session_that_cannot_start_costs_nothing(monkeypatch: pytest.MonkeyPatch):
     starting, failed = Pool._start, list[str]()
 
     async def start(pool: Pool, limits: Limits, workspace: str | None = None) -> object:
@@ -364,20 +357,17 @@ def test_a_warm_session_that_cannot_start_costs_nothing(monkeypatch: pytest.Monk
 
     opening: asyncio.Task[object] | None = None
     monkeypatch.setattr(Pool, "_start", start)
-    assert asyncio.run(work()) == "4"
+    assert await work() == "4"
     assert failed
 
 
-def test_all_sessions_together_are_limited():
-    async def work():
-        async with Pool(warm=0, servers=1, sessions=8, memory_bytes=64 << 20) as pool:
-            async with asyncio.TaskGroup() as group:
-                code = "x = b'x' * (24 << 20)\nimport time; time.sleep(0.3)"  # each has 512 MiB of its own
-                cells = [group.create_task(_cell(pool, code)) for _ in range(6)]
-            async with pool.session() as session:
-                return [cell.result() for cell in cells], (await session.run("1")).value
-
-    results, after = asyncio.run(work())
+async def test_all_sessions_together_are_limited():
+    async with Pool(warm=0, servers=1, sessions=8, memory_bytes=64 << 20) as pool:
+        async with asyncio.TaskGroup() as group:
+            code = "x = b'x' * (24 << 20)\nimport time; time.sleep(0.3)"  # each has 512 MiB of its own
+            cells = [group.create_task(_cell(pool, code)) for _ in range(6)]
+        async with pool.session() as session:
+            results, after = [cell.result() for cell in cells], (await session.run("1")).value
     assert "OutOfMemory" in {result.error.name for result in results if result.error is not None}
     assert after == "1"
 
@@ -437,7 +427,7 @@ def test_a_killed_server_is_replaced_and_leaves_nothing(victim: str):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("sandbox")
-def test_work_that_is_retried_ends_right_while_servers_and_sessions_are_killed():
+async def test_work_that_is_retried_ends_right_while_servers_and_sessions_are_killed():
     picks = random.Random(1)
 
     async def episode(pool: Pool, at: int) -> str | None:
@@ -466,7 +456,7 @@ def test_work_that_is_retried_ends_right_while_servers_and_sessions_are_killed()
             assert killing.cancel()
         return values, [tree for name in seen for tree in left_in_cgroups(name)]
 
-    values, left = asyncio.run(work())
+    values, left = await work()
     assert values == [str(at + 5) for at in range(200)]
     assert left == []
 
@@ -550,13 +540,13 @@ def test_a_wrong_setting_is_refused_before_anything_starts(arguments: dict, mess
         Pool(**{name: value() if callable(value) else value for name, value in arguments.items()})
 
 
-def test_a_module_that_cannot_be_preloaded_is_named(sandbox: SharedPool):
+async def test_a_module_that_cannot_be_preloaded_is_named(sandbox: SharedPool):
     async def work():
         async with Pool(preload=["no_such_module"], servers=1):
             pass
 
     with pytest.raises(SandboxError, match="cannot import no_such_module"):
-        asyncio.run(work())
+        await work()
 
 
 def test_a_session_begins_without_the_modules_that_would_slow_its_fork(sandbox: SharedPool):
@@ -583,10 +573,8 @@ def test_importing_the_sandbox_loads_little():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("sandbox")
-def test_a_server_holds_more_sessions_than_each_may_have_files():
-    async def work() -> list[str | None]:
-        async with Pool(profile="strict") as pool, contextlib.AsyncExitStack() as stack:
-            sessions = [await stack.enter_async_context(pool.session()) for _ in range(270)]
-            return [(await sessions[at].run("import resource; resource.getrlimit(7)")).value for at in (0, -1)]
-
-    assert asyncio.run(work()) == ["(256, 256)"] * 2
+async def test_a_server_holds_more_sessions_than_each_may_have_files():
+    async with Pool(profile="strict") as pool, contextlib.AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(pool.session()) for _ in range(270)]
+        result = [(await sessions[at].run("import resource; resource.getrlimit(7)")).value for at in (0, -1)]
+    assert result == ["(256, 256)"] * 2

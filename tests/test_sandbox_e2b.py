@@ -24,7 +24,7 @@ def pool_of(server: E2BServer, **options: object) -> E2BPool:
     return E2BPool(limits=LIMITS, api_url=server.url, sandbox_url=url, **options)  # type: ignore[arg-type]
 
 
-def test_cells_files_images_and_errors_come_back_as_from_a_pool(caplog: pytest.LogCaptureFixture):
+async def test_cells_files_images_and_errors_come_back_as_from_a_pool(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
 
     async def use(pool: SandboxPool):
@@ -44,7 +44,7 @@ def test_cells_files_images_and_errors_come_back_as_from_a_pool(caplog: pytest.L
                 answers = await use(pool)
             return *answers, server.sandboxes, server.asked
 
-    (first, error, image), other, left, asked = asyncio.run(work())
+    (first, error, image), other, left, asked = await work()
     assert (first.value, first.stdout, first.cut, other.value) == ("6", "y" * 100, True, "7")
     assert (error.error.name, error.value, "1 / 0" in error.error.message) == ("ZeroDivisionError", None, False)
     assert (image.image.media_type, image.image.data) == ("image/png", PNG)
@@ -55,41 +55,37 @@ def test_cells_files_images_and_errors_come_back_as_from_a_pool(caplog: pytest.L
     assert "token-of" not in caplog.text
 
 
-def test_a_sandbox_lives_longer_than_its_cell_may_take():
-    async def work():
-        async with E2BServer() as server, pool_of(server, idle_s=50) as pool, pool.session() as session:
-            await session.run("1", wall_s=1)
-            await session.run("1", wall_s=1000)
-            await session.run("1", wall_s=1000)
-            return [body["timeout"] for _, path, body in server.asked if path.endswith("timeout")]
-
-    assert asyncio.run(work()) == [1055]
+async def test_a_sandbox_lives_longer_than_its_cell_may_take():
+    async with E2BServer() as server, pool_of(server, idle_s=50) as pool, pool.session() as session:
+        await session.run("1", wall_s=1)
+        await session.run("1", wall_s=1000)
+        await session.run("1", wall_s=1000)
+        result = [body["timeout"] for _, path, body in server.asked if path.endswith("timeout")]
+    assert result == [1055]
 
 
-def test_a_cell_that_takes_too_long_ends_its_sandbox_and_frees_its_place():
-    async def work():
-        async with E2BServer() as server, pool_of(server, sessions=1) as pool:
-            async with pool.session() as session:
-                with pytest.raises(SandboxError, match="all 1 sessions are open"):
-                    await pool.open(wait_s=0.01)
-                late = await session.run("sleep", wall_s=0.2)
-                assert not session.alive
-                assert server.sandboxes == {}
-                with pytest.raises(SandboxError, match="the session has ended"):
-                    await session.run("1")
-            async with pool.session() as other:
-                cell = asyncio.create_task(other.run("sleep"))
-                await asyncio.sleep(0.1)
-                cell.cancel()
-                await asyncio.wait([cell])
-                assert server.sandboxes == {}
-            async with pool.session() as third:
-                server.sandboxes.clear()  # E2B has ended it
-                with pytest.raises(SandboxError, match=r"refused|failed"):
-                    await third.run("1", wall_s=900)
-            return late.error
-
-    assert asyncio.run(work()).name == "CellOverrun"
+async def test_a_cell_that_takes_too_long_ends_its_sandbox_and_frees_its_place():
+    async with E2BServer() as server, pool_of(server, sessions=1) as pool:
+        async with pool.session() as session:
+            with pytest.raises(SandboxError, match="all 1 sessions are open"):
+                await pool.open(wait_s=0.01)
+            late = await session.run("sleep", wall_s=0.2)
+            assert not session.alive
+            assert server.sandboxes == {}
+            with pytest.raises(SandboxError, match="the session has ended"):
+                await session.run("1")
+        async with pool.session() as other:
+            cell = asyncio.create_task(other.run("sleep"))
+            await asyncio.sleep(0.1)
+            cell.cancel()
+            await asyncio.wait([cell])
+            assert server.sandboxes == {}
+        async with pool.session() as third:
+            server.sandboxes.clear()  # E2B has ended it
+            with pytest.raises(SandboxError, match=r"refused|failed"):
+                await third.run("1", wall_s=900)
+        result = late.error
+    assert result.name == "CellOverrun"
 
 
 @pytest.mark.parametrize(
@@ -111,35 +107,30 @@ def test_a_cell_that_takes_too_long_ends_its_sandbox_and_frees_its_place():
         ("/49999/i0/execute", JSONResponse({}, 500), r"failed \(500\)"),
     ],
 )
-def test_an_answer_is_not_trusted(path: str, answer: bytes | Response, message: str):
-    async def work():
-        async with E2BServer() as server, pool_of(server) as pool:
-            server.answers[path] = answer if isinstance(answer, Response) else Response(answer, 201)
-            with pytest.raises(SandboxError, match=message) as error:
-                async with pool.session() as session:
-                    await session.run("1")
-            return f"{error.value} {error.value!r}"
-
-    assert "e2b-secret" not in asyncio.run(work())
-
-
-def test_what_e2b_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch):
-    async def work():
-        async with E2BServer() as server, pool_of(server) as pool:
-            with pytest.raises(SandboxError, match="no earlier state"):
-                await pool.open(undo=True)
+async def test_an_answer_is_not_trusted(path: str, answer: bytes | Response, message: str):
+    async with E2BServer() as server, pool_of(server) as pool:
+        server.answers[path] = answer if isinstance(answer, Response) else Response(answer, 201)
+        with pytest.raises(SandboxError, match=message) as error:
             async with pool.session() as session:
-                for refused in (session.fork(), session.restore(), session.run("1", cpu_s=1)):
-                    with pytest.raises(SandboxError, match="E2B"):
-                        await refused
-                with pytest.raises(SandboxError, match="transfer_bytes is 65536"):
-                    await session.put("x", bytes(1 << 17))
-            monkeypatch.setenv("OTHER", "wrong")
-            async with pool_of(server, api_key_env="OTHER") as other:
-                with pytest.raises(SandboxError, match=r"refused \(401\)"):
-                    await other.open()
+                await session.run("1")
+        result = f"{error.value} {error.value!r}"
+    assert "e2b-secret" not in result
 
-    asyncio.run(work())
+
+async def test_what_e2b_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch):
+    async with E2BServer() as server, pool_of(server) as pool:
+        with pytest.raises(SandboxError, match="no earlier state"):
+            await pool.open(undo=True)
+        async with pool.session() as session:
+            for refused in (session.fork(), session.restore(), session.run("1", cpu_s=1)):
+                with pytest.raises(SandboxError, match="E2B"):
+                    await refused
+            with pytest.raises(SandboxError, match="transfer_bytes is 65536"):
+                await session.put("x", bytes(1 << 17))
+        monkeypatch.setenv("OTHER", "wrong")
+        async with pool_of(server, api_key_env="OTHER") as other:
+            with pytest.raises(SandboxError, match=r"refused \(401\)"):
+                await other.open()
     monkeypatch.delenv("E2B_API_KEY")
     with pytest.raises(ConfigError, match="E2B_API_KEY is not set"):
         E2BPool()

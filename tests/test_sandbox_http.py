@@ -93,7 +93,7 @@ def error_of(response: httpx.Response) -> str:
     return response.json()["error"]["message"]
 
 
-def test_a_remote_pool_does_what_a_pool_does(served: Served):
+async def test_a_remote_pool_does_what_a_pool_does(served: Served):
     async def use(pool: SandboxPool):
         async with pool.session(limits=Limits(**{**vars(LIMITS), "wall_s": 9}), undo=True) as session:
             await session.put("folder/data", b"\x00\xff" * 9)
@@ -115,7 +115,7 @@ def test_a_remote_pool_does_what_a_pool_does(served: Served):
         async with RemotePool(served.url) as pool:
             return await use(pool)
 
-    wall_s, first, error, (mine, forked, file), image, ended = asyncio.run(work())
+    wall_s, first, error, (mine, forked, file), image, ended = await work()
     assert wall_s == 9
     assert (first.stdout, first.value, first.error) == ("é\n", "[18]", None)
     assert (error.error.name, "line 2" in error.error.traceback) == ("ZeroDivisionError", True)
@@ -137,7 +137,7 @@ def test_every_field_of_a_result_survives_json_and_a_wrong_one_is_refused():
             result_from_json({**json.loads(sent), name: wrong}, LIMITS)
 
 
-def test_a_key_reaches_its_own_sessions_only(served: Served):
+async def test_a_key_reaches_its_own_sessions_only(served: Served):
     async def work():
         async with (
             RemotePool(served.url) as mine,
@@ -155,26 +155,24 @@ def test_a_key_reaches_its_own_sessions_only(served: Served):
             assert (await theirs.run("2")).value == "2"
             return [one.status_code for one in tried], renewed.json(), listed.json(), session._name
 
-    tried, renewed, listed, name = asyncio.run(work())
+    tried, renewed, listed, name = await work()
     assert tried == [404] * 5
     assert renewed == {"sessions": []}
     assert listed == {"sessions": {name: True}}
 
 
-def test_a_key_has_so_many_sessions_and_other_keys_still_get_theirs(served: Served):
-    async def work():
-        async with RemotePool(served.url) as mine, RemotePool(served.url, api_key_env="OTHER_KEY") as other:
-            sessions = [await mine.open() for _ in range(3)]
-            for refused in (mine.open(), sessions[0].fork()):
-                with pytest.raises(SandboxError, match=r"\(429\): the key has 3 open sessions"):
-                    await refused
-            async with other.session() as theirs:
-                assert (await theirs.run("1")).value == "1"
-            await sessions[0].close()
-            async with mine.session() as again:
-                return (await again.run("1")).value
-
-    assert asyncio.run(work()) == "1"
+async def test_a_key_has_so_many_sessions_and_other_keys_still_get_theirs(served: Served):
+    async with RemotePool(served.url) as mine, RemotePool(served.url, api_key_env="OTHER_KEY") as other:
+        sessions = [await mine.open() for _ in range(3)]
+        for refused in (mine.open(), sessions[0].fork()):
+            with pytest.raises(SandboxError, match=r"\(429\): the key has 3 open sessions"):
+                await refused
+        async with other.session() as theirs:
+            assert (await theirs.run("1")).value == "1"
+        await sessions[0].close()
+        async with mine.session() as again:
+            result = (await again.run("1")).value
+    assert result == "1"
 
 
 @pytest.mark.parametrize(
@@ -212,31 +210,27 @@ def test_what_is_wrong_is_refused_with_a_clear_error(
     assert (response.status_code, message in error_of(response)) == (status, True), response.text
 
 
-def test_a_session_can_be_given_addresses_that_the_server_allows(served: Served):
-    async def work():
-        async with RemotePool(served.url) as pool, pool.session(network=["127.0.0.1:9"]) as session:
-            return await session.run("import socket; socket.create_connection(('127.0.0.1', 9))")
-
-    assert "it cannot be reached: Connection refused" in asyncio.run(work()).error.message
+async def test_a_session_can_be_given_addresses_that_the_server_allows(served: Served):
+    async with RemotePool(served.url) as pool, pool.session(network=["127.0.0.1:9"]) as session:
+        result = await session.run("import socket; socket.create_connection(('127.0.0.1', 9))")
+    assert "it cannot be reached: Connection refused" in result.error.message
 
 
-def test_a_path_leads_nowhere_that_the_session_cannot_go(served: Served):
-    async def work():
-        async with RemotePool(served.url) as pool, pool.session() as session, pool.session() as other:
-            await other.put("secret", b"s")
-            folder = (await other.run("import os; os.getcwd()")).value.strip("'")
-            await session.run("import os; os.symlink('/etc/shadow', 'link')")
-            for path in ("../../etc/shadow", "/etc/shadow", "link", f"{folder}/secret", "/proc/1/environ", "x\0y", ""):
-                with pytest.raises(SandboxError, match="could not transfer"):
-                    await session.get(path)
-                with pytest.raises(SandboxError, match="could not transfer"):
-                    await session.put(path, b"x")
-            with pytest.raises(SandboxError, match="transfer_bytes is 65536"):
-                await session.put("large", b"x" * (65 << 10))
-            assert (await session.run("1")).value == "1"
-            return await other.get("secret")
-
-    assert asyncio.run(work()) == b"s"
+async def test_a_path_leads_nowhere_that_the_session_cannot_go(served: Served):
+    async with RemotePool(served.url) as pool, pool.session() as session, pool.session() as other:
+        await other.put("secret", b"s")
+        folder = (await other.run("import os; os.getcwd()")).value.strip("'")
+        await session.run("import os; os.symlink('/etc/shadow', 'link')")
+        for path in ("../../etc/shadow", "/etc/shadow", "link", f"{folder}/secret", "/proc/1/environ", "x\0y", ""):
+            with pytest.raises(SandboxError, match="could not transfer"):
+                await session.get(path)
+            with pytest.raises(SandboxError, match="could not transfer"):
+                await session.put(path, b"x")
+        with pytest.raises(SandboxError, match="transfer_bytes is 65536"):
+            await session.put("large", b"x" * (65 << 10))
+        assert (await session.run("1")).value == "1"
+        result = await other.get("secret")
+    assert result == b"s"
 
 
 def test_a_slow_body_is_given_up(served: Served):
@@ -281,7 +275,7 @@ def test_requests_beyond_a_keys_rate_are_refused():
     server._caller(Headers({"authorization": "Bearer two"}))
 
 
-def test_the_clients_key_is_in_no_message_and_a_hostile_answer_is_refused(monkeypatch: pytest.MonkeyPatch):
+async def test_the_clients_key_is_in_no_message_and_a_hostile_answer_is_refused(monkeypatch: pytest.MonkeyPatch):
     answers = iter((b"[1]", b"{" * 9999, b'{"id": "../x", "lease_s": 9, "limits": {}}', b'{"id": "x", "lease_s": 9}'))
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -305,7 +299,7 @@ def test_the_clients_key_is_in_no_message_and_a_hostile_answer_is_refused(monkey
                     told.append(f"{error.value!r} {error.value} {pool!r}")
             return told
 
-        told = asyncio.run(work())
+        told = await work()
         thread.join()
     assert "very-secret" not in "".join(told)
     for wrong, message in zip(told, ("JSON object", "JSON object", "no name", "not a session"), strict=True):

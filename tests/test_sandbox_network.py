@@ -1,6 +1,5 @@
 """Named network addresses of sessions: what they reach, and that they reach nothing else."""
 
-import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
@@ -127,6 +126,6 @@ def test_addresses_are_hosts_with_ports():
             named_addresses([wrong])
 
 
-def test_commands_are_given_no_network():
+async def test_commands_are_given_no_network():
     with pytest.raises(ConfigError, match="commands have no network"):
-        asyncio.run(Pool(profile="process", sessions=1).open(network=["example.org:443"]))
+        await Pool(profile="process", sessions=1).open(network=["example.org:443"])

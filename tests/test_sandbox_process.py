@@ -222,7 +222,7 @@ async def _with_stdin(pool: SharedPool) -> None:
 
 
 @pytest.mark.usefixtures("process_pool")
-def test_without_bubblewrap_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+async def test_without_bubblewrap_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(commands, "_SEARCHED", "/nowhere")
 
     async def work():
@@ -230,5 +230,5 @@ def test_without_bubblewrap_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
             pass
 
     with pytest.raises(SandboxError, match="bubblewrap: there is no bwrap") as raised:
-        asyncio.run(work())
+        await work()
     assert "apt-get install bubblewrap" in str(raised.value)

@@ -83,20 +83,17 @@ def test_turns_siblings_attempts_epochs_evaluations_and_runs_draw_by_other_seeds
     assert [seed for seed, count in Counter(seeds).items() if count > 1] == []
 
 
-def test_a_resumed_run_draws_what_it_would_have_drawn() -> None:
-    async def run() -> None:
-        undisturbed = StagedGenerator()
-        executor = rollouts_of(undisturbed)
+async def test_a_resumed_run_draws_what_it_would_have_drawn() -> None:
+    undisturbed = StagedGenerator()
+    executor = rollouts_of(undisturbed)
+    await executor.next_batch()
+    state, before = executor.state(), len(undisturbed.seen)
+    for _ in range(2):
         await executor.next_batch()
-        state, before = executor.state(), len(undisturbed.seen)
-        for _ in range(2):
-            await executor.next_batch()
 
-        resumed = StagedGenerator()
-        executor = rollouts_of(resumed)
-        await executor.restore(state)
-        for _ in range(2):
-            await executor.next_batch()
-        assert Counter(seeds_of(resumed)) == Counter(seeds_of(undisturbed)[before:])
-
-    asyncio.run(run())
+    resumed = StagedGenerator()
+    executor = rollouts_of(resumed)
+    await executor.restore(state)
+    for _ in range(2):
+        await executor.next_batch()
+    assert Counter(seeds_of(resumed)) == Counter(seeds_of(undisturbed)[before:])

@@ -155,25 +155,19 @@ def test_files_of_tasks_are_read_before_anything_starts_and_evaluated_on_by_thei
 
 
 @pytest.mark.parametrize("parses", [False, True])
-def test_control_tokens_in_messages_are_parsed_only_if_asked_for(
+async def test_control_tokens_in_messages_are_parsed_only_if_asked_for(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, parses: bool
 ) -> None:
-    async def check() -> None:
-        async with start(replace(config_of(tmp_path), parse_control_tokens=parses)) as run:
-            assert run.rollouts._dispatcher.tokenizer.parse_control_tokens is parses
-
-    asyncio.run(check())
+    async with start(replace(config_of(tmp_path), parse_control_tokens=parses)) as run:
+        assert run.rollouts._dispatcher.tokenizer.parse_control_tokens is parses
 
 
-def test_a_run_that_reached_its_steps_leaves_a_summary(
+async def test_a_run_that_reached_its_steps_leaves_a_summary(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def check() -> None:
-        async with start(config_of(tmp_path)) as run:
-            run.scores.update({0: 0.25, 10: 0.5})
-            monkeypatch.setattr(run._checkpointer, "step", 10)
-
-    asyncio.run(check())
+    async with start(config_of(tmp_path)) as run:
+        run.scores.update({0: 0.25, 10: 0.5})
+        monkeypatch.setattr(run._checkpointer, "step", 10)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("seconds") >= 0
     scores = {"score_before": 0.25, "score_after": 0.5}
@@ -198,7 +192,7 @@ def test_when_one_service_does_not_start_the_others_are_stopped_and_the_folder_i
         asyncio.run(check())
 
 
-def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
+async def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
@@ -212,7 +206,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
             raise AssertionError("it started")
 
     with pytest.raises(ModelError, match="model_type 'mamba'"):
-        asyncio.run(check())
+        await check()
     assert staged[0] == [], "nothing was started that had to be stopped"
 
 
@@ -224,7 +218,7 @@ def test_an_environment_that_runs_the_answers_of_a_reward_for_code_is_refused(tm
 
 
 @pytest.mark.parametrize("when", ["while a service starts", "in the body"])
-def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
+async def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     when: str, staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     stopped, instead = staged
@@ -238,18 +232,15 @@ def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
         async with start(config_of(tmp_path)):
             await never()
 
-    async def check() -> None:
-        running = asyncio.create_task(body())
-        async with asyncio.timeout(60):
-            await waiting.wait()
-        await asyncio.sleep(0.05)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
     if when == "while a service starts":
         instead["generator"] = never
-    asyncio.run(check())
+    running = asyncio.create_task(body())
+    async with asyncio.timeout(60):
+        await waiting.wait()
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert "a second signal stops immediately" in events(tmp_path)
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
 
@@ -263,7 +254,7 @@ class Bad(rl.Loss):
 """
 
 
-def test_a_loss_that_fails_in_a_run_is_in_its_events_with_the_users_line_and_the_trace(
+async def test_a_loss_that_fails_in_a_run_is_in_its_events_with_the_users_line_and_the_trace(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     (tmp_path / "badloss.py").write_text(BAD_LOSS)
@@ -277,14 +268,14 @@ def test_a_loss_that_fails_in_a_run_is_in_its_events_with_the_users_line_and_the
                 raise pickle.loads(pickle.dumps(error)) from None
 
     with pytest.raises(LossError):
-        asyncio.run(check())
+        await check()
     (ended,) = [json.loads(line) for line in events(tmp_path / "run").splitlines() if "ended by" in line]
     assert "the loss raised AttributeError" in ended["text"]
     assert f"({tmp_path}/badloss.py:6)" in ended["text"]
     assert 'badloss.py", line 6, in __call__' in ended["text"], "the trace, which other processes' errors lose"
 
 
-def test_a_fatal_fault_ends_the_body_with_its_name(
+async def test_a_fatal_fault_ends_the_body_with_its_name(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from forge_rl.runtime.faults import Faults
@@ -298,12 +289,12 @@ def test_a_fatal_fault_ends_the_body_with_its_name(
             await asyncio.Event().wait()
 
     with pytest.raises(ServiceError, match=r"reward.*SIGSEGV"):
-        asyncio.run(check())
+        await check()
     assert "stopping" not in events(tmp_path)
     assert sorted(staged[0]) == sorted(NAMES)
 
 
-def test_a_source_without_a_teacher_is_refused_before_anything_starts_and_teachers_start_with_the_rest(
+async def test_a_source_without_a_teacher_is_refused_before_anything_starts_and_teachers_start_with_the_rest(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped, _ = staged
@@ -331,11 +322,11 @@ def test_a_source_without_a_teacher_is_refused_before_anything_starts_and_teache
             with pytest.raises(ConfigError, match="the run has no teachers"):
                 _ = run.teachers
 
-    asyncio.run(check())
+    await check()
     assert stopped.count("teachers") == 1
 
 
-def test_a_tool_parser_that_does_not_exist_is_refused_before_anything_starts(
+async def test_a_tool_parser_that_does_not_exist_is_refused_before_anything_starts(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -343,7 +334,7 @@ def test_a_tool_parser_that_does_not_exist_is_refused_before_anything_starts(
             raise AssertionError("it started")
 
     with pytest.raises(ConfigError, match=r"(?s)no tool parser 'hermez'.*set --tool-parser to one of .*hermes"):
-        asyncio.run(check())
+        await check()
     assert staged[0] == [], "nothing was started that would have to be stopped"
 
 

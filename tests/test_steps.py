@@ -38,47 +38,38 @@ class Engine:
         return found
 
 
-def test_an_engine_hangs_when_it_has_work_and_ends_no_step() -> None:
-    async def check() -> None:
-        engine = Engine()
-        assert not await engine.watch_for(20)
-        assert await engine.watch_for(30)
+async def test_an_engine_hangs_when_it_has_work_and_ends_no_step() -> None:
+    engine = Engine()
+    assert not await engine.watch_for(20)
+    assert await engine.watch_for(30)
 
-        engine.steps.set()
-        engine.pings = 0
-        assert not await engine.watch_for(100)
-        assert engine.pings > 20
-
-    asyncio.run(check())
+    engine.steps.set()
+    engine.pings = 0
+    assert not await engine.watch_for(100)
+    assert engine.pings > 20
 
 
-def test_an_engine_without_work_or_with_other_work_than_steps_does_not_hang() -> None:
-    async def check() -> None:
-        engine = Engine()
-        engine.works = False
-        assert not await engine.watch_for(100)
-        assert engine.pings == 0
+async def test_an_engine_without_work_or_with_other_work_than_steps_does_not_hang() -> None:
+    engine = Engine()
+    engine.works = False
+    assert not await engine.watch_for(100)
+    assert engine.pings == 0
 
-        engine.works = True
-        watch = asyncio.create_task(watch_steps(engine.ping, lambda: engine.works, stall_s=20, sleep=engine.sleep))
-        for _ in range(20):
-            engine.works = not engine.works  # such as loads, one after the other
-            begun = engine.seconds
-            while engine.seconds < begun + 15 and not watch.done():  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        assert not watch.done()
-        watch.cancel()
-
-    asyncio.run(check())
+    engine.works = True
+    watch = asyncio.create_task(watch_steps(engine.ping, lambda: engine.works, stall_s=20, sleep=engine.sleep))
+    for _ in range(20):
+        engine.works = not engine.works  # such as loads, one after the other
+        begun = engine.seconds
+        while engine.seconds < begun + 15 and not watch.done():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert not watch.done()
+    watch.cancel()
 
 
-def test_a_ping_that_fails_is_told() -> None:
-    async def check() -> None:
-        async def broken() -> None:
-            raise RuntimeError("the engine died")
+async def test_a_ping_that_fails_is_told() -> None:
+    async def broken() -> None:
+        raise RuntimeError("the engine died")
 
-        engine = Engine()
-        with pytest.raises(RuntimeError, match="the engine died"):
-            await watch_steps(broken, lambda: True, stall_s=20, sleep=engine.sleep)
-
-    asyncio.run(check())
+    engine = Engine()
+    with pytest.raises(RuntimeError, match="the engine died"):
+        await watch_steps(broken, lambda: True, stall_s=20, sleep=engine.sleep)

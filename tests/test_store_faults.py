@@ -38,206 +38,185 @@ from tests.fake_store import (
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def test_what_is_published_is_read_by_the_controller_and_by_other_processes(tmp_path: Path, shm: Path):
-    async def main() -> None:
-        async with real(tmp_path, shm) as (store, users, _):
-            assert await latest(store) is None
-            with pytest.raises(WeightsError, match="held: none"):
-                async with store.lease():
-                    pass
-            manifest = await publish(store, 3)
-            assert len(manifest.buckets) == 2
-            assert await latest(store) == 3
-            for version in (None, 3):
-                async with store.lease(version) as leased:
-                    assert leased == manifest
-                    assert await read(store.transport(), leased) == all_of(3)
+async def test_what_is_published_is_read_by_the_controller_and_by_other_processes(tmp_path: Path, shm: Path):
+    async with real(tmp_path, shm) as (store, users, _):
+        assert await latest(store) is None
+        with pytest.raises(WeightsError, match="held: none"):
+            async with store.lease():
+                pass
+        manifest = await publish(store, 3)
+        assert len(manifest.buckets) == 2
+        assert await latest(store) == 3
+        for version in (None, 3):
+            async with store.lease(version) as leased:
+                assert leased == manifest
+                assert await read(store.transport(), leased) == all_of(3)
 
-            # Another process writes, and a third version comes while it holds a lease.
-            async with store.publishing(4, specs(), torch.float32) as publication:
-                ranks = [await use(users, "write", store.transport(), publication.draft, rank) for rank in range(RANKS)]
-                await publication.commit(ranks)
-            holding = asyncio.create_task(hold(store, users, None))
-            await use(users, "halfway")
-            for version in (5, 6, 7):
-                await publish(store, version)
-            assert len(segments(shm)) == 3 * 2
-            await use(users, "end")
-            assert await holding == all_of(4)
-            with pytest.raises(WeightsError, match="there is no version 4 of the weights; held: 6, 7"):
-                async with store.lease(4):
-                    pass
-            await publish(store, 8)
-            assert len(segments(shm)) == 2 * 2
-            mapped = Path(f"/proc/{await pid_of(store._service)}/maps").read_text()  # noqa: ASYNC240
-            assert "libtorch" not in mapped, "the store's own process moves no tensors, and shall not load it"
-
-    run(main())
+        # Another process writes, and a third version comes while it holds a lease.
+        async with store.publishing(4, specs(), torch.float32) as publication:
+            ranks = [await use(users, "write", store.transport(), publication.draft, rank) for rank in range(RANKS)]
+            await publication.commit(ranks)
+        holding = asyncio.create_task(hold(store, users, None))
+        await use(users, "halfway")
+        for version in (5, 6, 7):
+            await publish(store, version)
+        assert len(segments(shm)) == 3 * 2
+        await use(users, "end")
+        assert await holding == all_of(4)
+        with pytest.raises(WeightsError, match="there is no version 4 of the weights; held: 6, 7"):
+            async with store.lease(4):
+                pass
+        await publish(store, 8)
+        assert len(segments(shm)) == 2 * 2
+        mapped = Path(f"/proc/{await pid_of(store._service)}/maps").read_text()  # noqa: ASYNC240
+        assert "libtorch" not in mapped, "the store's own process moves no tensors, and shall not load it"
 
 
-def test_a_writer_that_is_killed_midway_leaves_its_version_unseen_and_no_segment(tmp_path: Path, shm: Path):
-    async def main() -> None:
-        async with real(tmp_path, shm) as (store, users, faults):
-            await publish(store, 1)
-            drafts = []
+async def test_a_writer_that_is_killed_midway_leaves_its_version_unseen_and_no_segment(tmp_path: Path, shm: Path):
+    async with real(tmp_path, shm) as (store, users, faults):
+        await publish(store, 1)
+        drafts = []
 
-            async def die() -> None:
-                async with store.publishing(2, specs(), torch.float32) as publication:
-                    drafts.append(publication.draft)
-                    writing = asyncio.create_task(use(users, "write_half", store.transport(), publication.draft, 0))
-                    await use(users, "halfway")
-                    os.kill(await pid_of(users), signal.SIGKILL)
-                    await writing
+        async def die() -> None:
+            async with store.publishing(2, specs(), torch.float32) as publication:
+                drafts.append(publication.draft)
+                writing = asyncio.create_task(use(users, "write_half", store.transport(), publication.draft, 0))
+                await use(users, "halfway")
+                os.kill(await pid_of(users), signal.SIGKILL)
+                await writing
 
-            with pytest.raises(ServiceError, match="SIGKILL"):
-                await die()
-            (draft,) = drafts
-            assert await latest(store) == 1
-            with pytest.raises(WeightsError, match="there is no version 2 of the weights; held: 1"):
-                async with store.lease(2):
-                    pass
-            assert not any(exist(replace(draft, buckets=draft.written)))
+        with pytest.raises(ServiceError, match="SIGKILL"):
+            await die()
+        (draft,) = drafts
+        assert await latest(store) == 1
+        with pytest.raises(WeightsError, match="there is no version 2 of the weights; held: 1"):
+            async with store.lease(2):
+                pass
+        assert not any(exist(replace(draft, buckets=draft.written)))
+        async with store.lease() as manifest:
+            assert await read(store.transport(), manifest) == all_of(1)
+
+        for version in (2, 3):
+            await publish(store, version)
             async with store.lease() as manifest:
-                assert await read(store.transport(), manifest) == all_of(1)
+                assert await read(store.transport(), manifest) == all_of(version)
+        assert len(segments(shm)) == 2 * 2
+        assert [fault.service for fault in faults.seen] == [users.name]
 
-            for version in (2, 3):
+
+async def test_the_lease_of_a_reader_that_is_killed_ends(tmp_path: Path, shm: Path):
+    async with real(tmp_path, shm) as (store, users, _):
+        manifest = await publish(store, 1)
+        holding = asyncio.create_task(hold(store, users, 1))
+        await use(users, "halfway")
+        for version in (2, 3, 4):
+            await publish(store, version)
+        assert all(exist(manifest))
+        assert len(segments(shm)) == 3 * 2
+        os.kill(await pid_of(users), signal.SIGKILL)
+        with pytest.raises(ServiceError, match="SIGKILL"):
+            await holding
+        async with asyncio.timeout(10):  # the store hears of the death by itself
+            while len(segments(shm)) > 2 * 2:
+                version += 1
                 await publish(store, version)
-                async with store.lease() as manifest:
-                    assert await read(store.transport(), manifest) == all_of(version)
-            assert len(segments(shm)) == 2 * 2
-            assert [fault.service for fault in faults.seen] == [users.name]
-
-    run(main())
+        assert not any(exist(manifest))
+        with pytest.raises(WeightsError, match=f"no version 1 of the weights; held: {version - 1}, {version}"):
+            async with store.lease(1):
+                pass
 
 
-def test_the_lease_of_a_reader_that_is_killed_ends(tmp_path: Path, shm: Path):
-    async def main() -> None:
-        async with real(tmp_path, shm) as (store, users, _):
-            manifest = await publish(store, 1)
-            holding = asyncio.create_task(hold(store, users, 1))
-            await use(users, "halfway")
-            for version in (2, 3, 4):
-                await publish(store, version)
-            assert all(exist(manifest))
-            assert len(segments(shm)) == 3 * 2
-            os.kill(await pid_of(users), signal.SIGKILL)
-            with pytest.raises(ServiceError, match="SIGKILL"):
-                await holding
-            async with asyncio.timeout(10):  # the store hears of the death by itself
-                while len(segments(shm)) > 2 * 2:
-                    version += 1
-                    await publish(store, version)
-            assert not any(exist(manifest))
-            with pytest.raises(WeightsError, match=f"no version 1 of the weights; held: {version - 1}, {version}"):
-                async with store.lease(1):
-                    pass
+async def test_a_store_that_dies_is_started_again_with_its_versions_and_leases(tmp_path: Path, shm: Path):
+    async with real(tmp_path, shm) as (store, users, faults):
+        await publish(store, 1)
+        await publish(store, 2)
+        reserve = store.transport().reserve
+        transport = store.transport()
 
-    run(main())
+        async def kill_and_reserve(drafted: Manifest) -> Manifest:
+            os.kill(store_process, signal.SIGKILL)
+            return await reserve(drafted)
 
+        store_process = await pid_of(store._service)
+        async with store.lease(1) as held:
+            transport.reserve = kill_and_reserve  # type: ignore[method-assign]
+            with pytest.raises(ServiceError, match="SIGKILL") as caught:
+                await asyncio.wait_for(publish(store, 3), 20)
+            assert (caught.value.service, caught.value.replica, caught.value.call) == ("weights", 0, "reserve")
+            assert "weights-0.log" in caught.value.hint
 
-def test_a_store_that_dies_is_started_again_with_its_versions_and_leases(tmp_path: Path, shm: Path):
-    async def main() -> None:
-        async with real(tmp_path, shm) as (store, users, faults):
-            await publish(store, 1)
-            await publish(store, 2)
-            reserve = store.transport().reserve
-            transport = store.transport()
-
-            async def kill_and_reserve(drafted: Manifest) -> Manifest:
-                os.kill(store_process, signal.SIGKILL)
-                return await reserve(drafted)
-
-            store_process = await pid_of(store._service)
-            async with store.lease(1) as held:
-                transport.reserve = kill_and_reserve  # type: ignore[method-assign]
-                with pytest.raises(ServiceError, match="SIGKILL") as caught:
-                    await asyncio.wait_for(publish(store, 3), 20)
-                assert (caught.value.service, caught.value.replica, caught.value.call) == ("weights", 0, "reserve")
-                assert "weights-0.log" in caught.value.hint
-
-                # Its successor holds the same bytes at the same places; calls that wait for it get what they ask for.
-                assert await latest(store) == 2
-                assert await pid_of(store._service) != store_process
-                async with store.lease() as manifest:
-                    assert await read(store.transport(), manifest) == all_of(2)
-                for version in (3, 4, 5):
-                    await publish(store, version)
-                assert all(exist(held))
-                assert await read(store.transport(), held) == all_of(1)
-                assert len(segments(shm)) == 3 * 2
-            await publish(store, 6)
-            assert len(segments(shm)) == 2 * 2
-            assert [(fault.service, fault.fatal, fault.recovered_s is None) for fault in faults.seen] == [
-                ("weights", False, False)
-            ]
-
-            # What was rolled back stays forgotten, also by a later successor.
-            await store.rollback(5)
-            os.kill(await pid_of(store._service), signal.SIGKILL)
-            assert await latest(store) == 5
-            await publish(store, 6, all_of(60))
+            # Its successor holds the same bytes at the same places; calls that wait for it get what they ask for.
+            assert await latest(store) == 2
+            assert await pid_of(store._service) != store_process
             async with store.lease() as manifest:
-                assert (manifest.version, manifest.epoch) == (6, 1)
-                assert await read(store.transport(), manifest) == all_of(60)
-            await users.stop()
-            faults.closing = True
-            await store.stop()
-            assert nothing_in(shm)
-            with pytest.raises(ServiceError, match="weights, call rollback: it has been stopped"):
-                await store.rollback(0)
+                assert await read(store.transport(), manifest) == all_of(2)
+            for version in (3, 4, 5):
+                await publish(store, version)
+            assert all(exist(held))
+            assert await read(store.transport(), held) == all_of(1)
+            assert len(segments(shm)) == 3 * 2
+        await publish(store, 6)
+        assert len(segments(shm)) == 2 * 2
+        assert [(fault.service, fault.fatal, fault.recovered_s is None) for fault in faults.seen] == [
+            ("weights", False, False)
+        ]
 
-    run(main())
-
-
-def test_a_store_that_may_not_be_started_again_is_named_at_once_and_leaves_nothing(tmp_path: Path, shm: Path):
-    async def main() -> None:
-        async with real(tmp_path, shm, restart=Restart(max_restarts=0)) as (store, users, faults):
-            manifest = await publish(store, 1)
-            mapped = [readable(bucket.segment) for bucket in manifest.buckets if bucket.segment]
-            holding = asyncio.create_task(hold(store, users, 1))
-            await use(users, "halfway")
-            os.kill(await pid_of(store._service), signal.SIGKILL)
-            async with asyncio.timeout(10):
-                for work in (store.rollback(0), publish(store, 2), store.lease().__aenter__()):
-                    with pytest.raises(ServiceError, match="SIGKILL"):
-                        await work
-            assert faults.fatal is not None
-            assert len(segments(shm)) == 2
-
-            # Who has mapped a version keeps it; so does a reader in another process.
-            assert {float(value) for memory in mapped for value in memory.view(torch.float32).unique()} <= {0.0, 1.0}
-            await use(users, "end")
-            assert await holding == all_of(1)
-            await users.stop()
-            faults.closing = True
-            await store.stop()
-            assert nothing_in(shm)
-
-    run(main())
+        # What was rolled back stays forgotten, also by a later successor.
+        await store.rollback(5)
+        os.kill(await pid_of(store._service), signal.SIGKILL)
+        assert await latest(store) == 5
+        await publish(store, 6, all_of(60))
+        async with store.lease() as manifest:
+            assert (manifest.version, manifest.epoch) == (6, 1)
+            assert await read(store.transport(), manifest) == all_of(60)
+        await users.stop()
+        faults.closing = True
+        await store.stop()
+        assert nothing_in(shm)
+        with pytest.raises(ServiceError, match="weights, call rollback: it has been stopped"):
+            await store.rollback(0)
 
 
-def test_a_store_that_hangs_is_killed_when_it_is_stopped_and_leaves_nothing(tmp_path: Path, shm: Path):
-    async def main() -> None:
-        async with cluster(tmp_path) as (made, faults):
-            store = await WeightStore.start(WeightStore.Config(shm=shm), made, faults, deadline_s=60)
-            await publish(store, 1)
-            os.kill(await pid_of(store._service), signal.SIGSTOP)
-            faults.closing = True
-            await store.stop()
-            assert nothing_in(shm)
+async def test_a_store_that_may_not_be_started_again_is_named_at_once_and_leaves_nothing(tmp_path: Path, shm: Path):
+    async with real(tmp_path, shm, restart=Restart(max_restarts=0)) as (store, users, faults):
+        manifest = await publish(store, 1)
+        mapped = [readable(bucket.segment) for bucket in manifest.buckets if bucket.segment]
+        holding = asyncio.create_task(hold(store, users, 1))
+        await use(users, "halfway")
+        os.kill(await pid_of(store._service), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            for work in (store.rollback(0), publish(store, 2), store.lease().__aenter__()):
+                with pytest.raises(ServiceError, match="SIGKILL"):
+                    await work
+        assert faults.fatal is not None
+        assert len(segments(shm)) == 2
 
-    run(main())
-
-
-def test_a_store_that_nobody_stops_ends_with_its_processes(tmp_path: Path, shm: Path):
-    async def main() -> None:
-        async with cluster(tmp_path) as (made, faults):
-            store = await WeightStore.start(WeightStore.Config(shm=shm), made, faults, deadline_s=60)
-            await publish(store, 1)
-            assert segments(shm)
+        # Who has mapped a version keeps it; so does a reader in another process.
+        assert {float(value) for memory in mapped for value in memory.view(torch.float32).unique()} <= {0.0, 1.0}
+        await use(users, "end")
+        assert await holding == all_of(1)
+        await users.stop()
+        faults.closing = True
+        await store.stop()
         assert nothing_in(shm)
 
-    run(main())
+
+async def test_a_store_that_hangs_is_killed_when_it_is_stopped_and_leaves_nothing(tmp_path: Path, shm: Path):
+    async with cluster(tmp_path) as (made, faults):
+        store = await WeightStore.start(WeightStore.Config(shm=shm), made, faults, deadline_s=60)
+        await publish(store, 1)
+        os.kill(await pid_of(store._service), signal.SIGSTOP)
+        faults.closing = True
+        await store.stop()
+        assert nothing_in(shm)
+
+
+async def test_a_store_that_nobody_stops_ends_with_its_processes(tmp_path: Path, shm: Path):
+    async with cluster(tmp_path) as (made, faults):
+        store = await WeightStore.start(WeightStore.Config(shm=shm), made, faults, deadline_s=60)
+        await publish(store, 1)
+        assert segments(shm)
+    assert nothing_in(shm)
 
 
 RUN = """

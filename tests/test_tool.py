@@ -203,7 +203,7 @@ def test_what_a_tool_raises_is_told_to_the_model_but_a_failure_of_the_world_is_n
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_plain_tool_blocks_nobody_and_one_that_hangs_is_left_behind():
+async def test_a_plain_tool_blocks_nobody_and_one_that_hangs_is_left_behind():
     let_go, left = threading.Event(), list[threading.Thread]()
 
     def hang() -> str:
@@ -218,13 +218,8 @@ def test_a_plain_tool_blocks_nobody_and_one_that_hangs_is_left_behind():
     def thread() -> str:
         return "main" if threading.current_thread() is threading.main_thread() else "own"
 
-    async def main() -> list[str]:
-        stuck = [Tool(hang).call("{}", timeout_s=0.2) for _ in range(40)]  # more than a pool of threads has
-        return await asyncio.gather(
-            *stuck, Tool(pause).call("{}", timeout_s=0.2), Tool(thread).call("{}", timeout_s=30)
-        )
-
-    outputs = asyncio.run(main())  # it waits for no thread, else it would do so for ever
+    stuck = [Tool(hang).call("{}", timeout_s=0.2) for _ in range(40)]  # more than a pool of threads has
+    outputs = await asyncio.gather(*stuck, Tool(pause).call("{}", timeout_s=0.2), Tool(thread).call("{}", timeout_s=30))
     let_go.set()
     for each in left:
         each.join()
@@ -240,9 +235,9 @@ def test_a_tool_that_overcame_an_error_still_has_its_limit():
     assert call(search, {}, 0.05) == "error: search took longer than 0.05 s"
 
 
-def test_a_tool_pickles():
+async def test_a_tool_pickles():
     tool = pickle.loads(pickle.dumps(Tool(google)))
-    assert asyncio.run(tool.call('{"city": "Oslo"}', timeout_s=30)) == "Oslo 3 c"
+    assert await tool.call('{"city": "Oslo"}', timeout_s=30) == "Oslo 3 c"
 
 
 def untyped(a, b: int):  # type: ignore[no-untyped-def]

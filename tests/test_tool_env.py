@@ -13,7 +13,7 @@ from forge_rl.algorithms.advantages import batch_advantages
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.envs.by_source import BySource
 from forge_rl.envs.compaction import DropOldOutputs, check_compaction
-from forge_rl.envs.protocol import EnvFactory, Step
+from forge_rl.envs.protocol import EnvFactory
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.errors import ConfigError, ContextError
 from forge_rl.packing.rows import Layout, pack
@@ -190,16 +190,13 @@ def test_a_class_with_methods_is_a_world_with_a_state_for_each_episode_and_a_rew
     assert "pong" in shown(run(ToolEnv(Stateless), calling(("ping", {})), "ok"), 1)
 
 
-def test_an_environment_closes_its_world():
+async def test_an_environment_closes_its_world():
     Shop.closed.clear()
 
-    async def main() -> None:
-        env = ToolEnv(Shop)(TASK)
-        await env.step("", truncated=False, calls=[ToolCall(id="1", name="buy", arguments='{"item": "tea"}')])
-        await env.close()
-        await ToolEnv([add])(TASK).close()
-
-    asyncio.run(main())
+    env = ToolEnv(Shop)(TASK)
+    await env.step("", truncated=False, calls=[ToolCall(id="1", name="buy", arguments='{"item": "tea"}')])
+    await env.close()
+    await ToolEnv([add])(TASK).close()
     assert Shop.closed == ["tea"]
 
 
@@ -298,17 +295,14 @@ def test_compaction_that_no_context_is_long_enough_for_is_refused_and_the_defaul
             check_compaction(environment, length)
 
 
-def test_a_model_may_write_the_summary():
+async def test_a_model_may_write_the_summary():
     async def summary(messages: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]] | None:
         calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
         return [{"role": "user", "content": f"summary {calls[0][0]['function']}"}]  # type: ignore[index]
 
     env = ToolEnv([add], compact=summary)(TASK)
 
-    async def main() -> Step:
-        await env.reset()
-        call = ToolCall(id="1", name="add", arguments='{"a": 1, "b": 2}')
-        return await env.step("", truncated=False, calls=[call])
-
-    history = asyncio.run(main()).history
+    await env.reset()
+    call = ToolCall(id="1", name="add", arguments='{"a": 1, "b": 2}')
+    history = (await env.step("", truncated=False, calls=[call])).history
     assert history == ({"role": "user", "content": "summary {'name': 'add', 'arguments': {'a': 1, 'b': 2}}"},)

@@ -258,15 +258,15 @@ class MemoryTransport(TorchStoreTransport):
         if asyncio.iscoroutine(done):
             await done
         match method, args:
-            case "put", (_, value):
+            case ["put", (_, value)]:
                 self.stored[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            case "get", _:
+            case ["get", _]:
                 return self.stored[key]
-            case "delete", _:
+            case ["delete", _]:
                 del self.stored[key]
-            case "exists", _:
+            case ["exists", _]:
                 return key in self.stored
-            case "keys", _:
+            case ["keys", _]:
                 return list(self.stored)
         return None
 
@@ -300,7 +300,7 @@ async def limited(work: Awaitable[None]) -> None:
         await work
 
 
-def test_a_bucket_travels_while_the_next_one_is_filled():
+async def test_a_bucket_travels_while_the_next_one_is_filled():
     async def main() -> None:
         filled = [asyncio.Event() for _ in SMALL]
 
@@ -318,10 +318,10 @@ def test_a_bucket_travels_while_the_next_one_is_filled():
         await transport.write(drafted, shards(), rank=0)
         assert len(transport.stored) == 8
 
-    asyncio.run(limited(main()))
+    await limited(main())
 
 
-def test_a_part_travels_while_its_forerunner_is_read():
+async def test_a_part_travels_while_its_forerunner_is_read():
     async def main() -> None:
         asked = [asyncio.Event() for _ in SMALL]
 
@@ -338,7 +338,7 @@ def test_a_part_travels_while_its_forerunner_is_read():
                 await asked[number].wait()
             assert [event.is_set() for event in asked] == [index <= number for index in range(len(asked))]
 
-    asyncio.run(limited(main()))
+    await limited(main())
 
 
 def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
@@ -411,7 +411,7 @@ def test_a_failure_at_any_call_is_told_and_leaves_nothing_under_way():
 
 
 @pytest.mark.parametrize("bucket", ["1/0", "1/1", "1/3"])
-def test_a_write_that_is_cancelled_waits_for_what_is_under_way(bucket: str):
+async def test_a_write_that_is_cancelled_waits_for_what_is_under_way(bucket: str):
     async def main() -> None:
         begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -437,26 +437,23 @@ def test_a_write_that_is_cancelled_waits_for_what_is_under_way(bucket: str):
         await transport.free(drafted.keys)
         assert transport.stored == {}
 
-    asyncio.run(limited(main()))
+    await limited(main())
 
 
-def test_a_fetch_that_is_given_up_asks_for_nothing_more():
-    async def main() -> None:
-        def on_call(method: str, key: str) -> object:
-            return asyncio.Event().wait() if method == "get" and key.startswith("1/1/") else None
+async def test_a_fetch_that_is_given_up_asks_for_nothing_more():
+    def on_call(method: str, key: str) -> object:
+        return asyncio.Event().wait() if method == "get" and key.startswith("1/1/") else None
 
-        transport = MemoryTransport(on_call)
-        buckets = transport.fetch(await publish_small(transport))
-        await anext(buckets)
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 2, "a part is on its way for this to be a test"
-        await buckets.aclose()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+    transport = MemoryTransport(on_call)
+    buckets = transport.fetch(await publish_small(transport))
+    await anext(buckets)
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 2, "a part is on its way for this to be a test"
+    await buckets.aclose()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_fetch_that_is_cancelled_waits_for_the_thread_that_fills_a_bucket(monkeypatch: pytest.MonkeyPatch):
+async def test_a_fetch_that_is_cancelled_waits_for_the_thread_that_fills_a_bucket(monkeypatch: pytest.MonkeyPatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def slowly_writable(segment: SegmentRef) -> torch.Tensor:
@@ -484,31 +481,25 @@ def test_a_fetch_that_is_cancelled_waits_for_the_thread_that_fills_a_bucket(monk
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert await held_now() == before
 
-    asyncio.run(limited(main()))
+    await limited(main())
 
 
-def test_a_part_that_is_cut_short_is_told():
-    async def main() -> None:
-        transport = MemoryTransport()
-        manifest = await publish_small(transport)
-        part = manifest.tensors[2].pieces[0].part
-        transport.stored[part] = transport.stored[part][:1000]
-        before = held_by_this_process()
-        with pytest.raises(WeightsError, match=f"{part} is cut short at 1000 bytes, within 'w2'"):
-            await read(transport, manifest)
-        assert await held_now() == before
-
-    asyncio.run(main())
+async def test_a_part_that_is_cut_short_is_told():
+    transport = MemoryTransport()
+    manifest = await publish_small(transport)
+    part = manifest.tensors[2].pieces[0].part
+    transport.stored[part] = transport.stored[part][:1000]
+    before = held_by_this_process()
+    with pytest.raises(WeightsError, match=f"{part} is cut short at 1000 bytes, within 'w2'"):
+        await read(transport, manifest)
+    assert await held_now() == before
 
 
-def test_shards_in_another_order_are_written_too():
-    async def main() -> None:
-        transport = MemoryTransport()
-        drafted = await transport.reserve(draft(SMALL, version=1, dtype=torch.float32, bucket_bytes=2048))
-        shards = [replace(shard, values=shard.values * n) for n, shard in enumerate(small_shards())]
-        order = [shards[2], shards[0], shards[3], shards[1]]
-        manifest = complete(drafted, [await transport.write(drafted, order, rank=0)])
-        found = await read(transport, manifest)
-        assert all((found[f"w{n}"] == n).all() for n in range(4))
-
-    asyncio.run(main())
+async def test_shards_in_another_order_are_written_too():
+    transport = MemoryTransport()
+    drafted = await transport.reserve(draft(SMALL, version=1, dtype=torch.float32, bucket_bytes=2048))
+    shards = [replace(shard, values=shard.values * n) for n, shard in enumerate(small_shards())]
+    order = [shards[2], shards[0], shards[3], shards[1]]
+    manifest = complete(drafted, [await transport.write(drafted, order, rank=0)])
+    found = await read(transport, manifest)
+    assert all((found[f"w{n}"] == n).all() for n in range(4))

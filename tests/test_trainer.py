@@ -73,46 +73,43 @@ async def read(store: WeightStore) -> tuple[Manifest, dict[str, torch.Tensor]]:
         return manifest, await read_version(store.transport(), manifest)
 
 
-def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = make_model(tmp_path / "hf")
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     frozen = {name for name in start if "layers.0" in name or "embed_tokens" in name}
 
-    async def run() -> None:
-        after = asyncio.get_running_loop().create_future()
-        calls: list[str] = []
-        call = Replica.call
+    after = asyncio.get_running_loop().create_future()
+    calls: list[str] = []
+    call = Replica.call
 
-        async def recorded(self: Replica, method: str, *args: object, **how: Any) -> Any:
-            calls.append(method)
-            result = await call(self, method, *args, **how)
-            if method == "prepare" and calls.count("prepare") == RANKS and not after.done():
-                asyncio.get_running_loop().call_later(0.2, calls.append, "after")
-                asyncio.get_running_loop().call_later(0.2, after.set_result, None)
-            return result
+    async def recorded(self: Replica, method: str, *args: object, **how: Any) -> Any:
+        calls.append(method)
+        result = await call(self, method, *args, **how)
+        if method == "prepare" and calls.count("prepare") == RANKS and not after.done():
+            asyncio.get_running_loop().call_later(0.2, calls.append, "after")
+            asyncio.get_running_loop().call_later(0.2, after.set_result, None)
+        return result
 
-        monkeypatch.setattr(Replica, "call", recorded)
-        frozen_names = "model.layers.0.*", "model.embed_tokens.*"
-        async with open_trainer(tmp_path, *frozen_names, after=after) as (trainer, store):
-            assert calls.index("prepare") < calls.index("after") < calls.index("setup"), "it imports, and waits"
-            monkeypatch.undo()
-            assert await trainer.publish(store, dtype="bfloat16") == 0
-            first, weights = await read(store)
-            assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
-                name: tuple(tensor.shape) for name, tensor in start.items()
-            }
-            assert all(torch.equal(weights[name], start[name].bfloat16()) for name in start)
-            batch = random_batch(0, vocab=43)
-            await trainer.step(packed(batch, shares=RANKS, seq_len=256), ClippedSurrogate())
-            assert await trainer.publish(store, dtype="bfloat16") == trainer.version == 1
-            second, weights = await read(store)
-            assert {name for name in start if torch.equal(weights[name], start[name].bfloat16())} == frozen
-            own = {bucket.key for bucket in second.written}
-            assert {entry.name for entry in second.tensors if entry.bucket in own} == start.keys() - frozen
-            assert {entry.name for entry in second.tensors if entry in first.tensors} == frozen
-            assert trainer.busy_s > 0
-
-    asyncio.run(run())
+    monkeypatch.setattr(Replica, "call", recorded)
+    frozen_names = "model.layers.0.*", "model.embed_tokens.*"
+    async with open_trainer(tmp_path, *frozen_names, after=after) as (trainer, store):
+        assert calls.index("prepare") < calls.index("after") < calls.index("setup"), "it imports, and waits"
+        monkeypatch.undo()
+        assert await trainer.publish(store, dtype="bfloat16") == 0
+        first, weights = await read(store)
+        assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+            name: tuple(tensor.shape) for name, tensor in start.items()
+        }
+        assert all(torch.equal(weights[name], start[name].bfloat16()) for name in start)
+        batch = random_batch(0, vocab=43)
+        await trainer.step(packed(batch, shares=RANKS, seq_len=256), ClippedSurrogate())
+        assert await trainer.publish(store, dtype="bfloat16") == trainer.version == 1
+        second, weights = await read(store)
+        assert {name for name in start if torch.equal(weights[name], start[name].bfloat16())} == frozen
+        own = {bucket.key for bucket in second.written}
+        assert {entry.name for entry in second.tensors if entry.bucket in own} == start.keys() - frozen
+        assert {entry.name for entry in second.tensors if entry in first.tensors} == frozen
+        assert trainer.busy_s > 0
 
 
 @pytest.mark.parametrize(
@@ -123,52 +120,49 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path, mo
         pytest.param("context_parallel_degree", marks=pytest.mark.long),
     ],
 )
-def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp_path: Path):
+async def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp_path: Path):
     model = make_model(tmp_path / "hf")
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.double()
     batch = random_batch(0, vocab=43, groups=4)
 
-    async def run() -> None:
-        async with open_trainer(tmp_path, dtype="float64", **{degree: 2}) as (trainer, store):
-            laid = packed(batch, **vars(trainer.layout) | {"seq_len": 32})
-            assert len(laid.rows) > 1
-            found = unpack(laid, await trainer.logprobs(laid))
-            for index, episode in enumerate(batch.episodes):
-                (segment,) = episode.segments
-                ids = torch.tensor(segment.token_ids, dtype=torch.int64)
-                with torch.no_grad():
-                    logprobs = logits_of(model, ids).log_softmax(-1)
-                expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]
-                assert (found[index] - expected).abs().max() < 1e-5, "but for the trainer's angles, which are float32"
-            assert await trainer.publish(store, dtype="float32") == 0
-            _, weights = await read(store)
-            assert all(torch.equal(weights[name], start[name]) for name in start)
-            assert trainer.scored is None
-            trainer.keeps_logprobs = True
-            before = await trainer.logprobs(laid)
-            stats = await trainer.step(laid, ClippedSurrogate())
-            check_scored(trainer, laid, before)
-            assert stats["tokens/trained"] == laid.trained_tokens
-            await trainer.publish(store, dtype="float32")
-            _, weights = await read(store)
-            assert all((weights[name] != start[name]).any() for name in start)
-            for part in ("model", "training"):
-                (tmp_path / "saved" / part).mkdir(parents=True)
-            await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
-            first = await trainer.step(laid, ClippedSurrogate())
-            await trainer.finish_save()
-            await trainer.restart(tmp_path / "saved" / "training")
-            again = await trainer.step(laid, ClippedSurrogate())
-            assert again == first | {name: again[name] for name in again if "logprob" in name}
-            stats = await trainer.step(laid, Broken())
-            assert (stats["updates"], stats["updates/skipped"]) == (2, 1)
-            with pytest.raises(LossError, match="ZeroDivisionError: no tokens of that kind"):
-                await trainer.step(laid, Broken(raises=True))
-            assert trainer.alive
-            assert (await trainer.step(laid, ClippedSurrogate()))["updates"] == 3
-
-    asyncio.run(run())
+    async with open_trainer(tmp_path, dtype="float64", **{degree: 2}) as (trainer, store):
+        laid = packed(batch, **vars(trainer.layout) | {"seq_len": 32})
+        assert len(laid.rows) > 1
+        found = unpack(laid, await trainer.logprobs(laid))
+        for index, episode in enumerate(batch.episodes):
+            (segment,) = episode.segments
+            ids = torch.tensor(segment.token_ids, dtype=torch.int64)
+            with torch.no_grad():
+                logprobs = logits_of(model, ids).log_softmax(-1)
+            expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]
+            assert (found[index] - expected).abs().max() < 1e-5, "but for the trainer's angles, which are float32"
+        assert await trainer.publish(store, dtype="float32") == 0
+        _, weights = await read(store)
+        assert all(torch.equal(weights[name], start[name]) for name in start)
+        assert trainer.scored is None
+        trainer.keeps_logprobs = True
+        before = await trainer.logprobs(laid)
+        stats = await trainer.step(laid, ClippedSurrogate())
+        check_scored(trainer, laid, before)
+        assert stats["tokens/trained"] == laid.trained_tokens
+        await trainer.publish(store, dtype="float32")
+        _, weights = await read(store)
+        assert all((weights[name] != start[name]).any() for name in start)
+        for part in ("model", "training"):
+            (tmp_path / "saved" / part).mkdir(parents=True)
+        await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
+        first = await trainer.step(laid, ClippedSurrogate())
+        await trainer.finish_save()
+        await trainer.restart(tmp_path / "saved" / "training")
+        again = await trainer.step(laid, ClippedSurrogate())
+        assert again == first | {name: again[name] for name in again if "logprob" in name}
+        stats = await trainer.step(laid, Broken())
+        assert (stats["updates"], stats["updates/skipped"]) == (2, 1)
+        with pytest.raises(LossError, match="ZeroDivisionError: no tokens of that kind"):
+            await trainer.step(laid, Broken(raises=True))
+        assert trainer.alive
+        assert (await trainer.step(laid, ClippedSurrogate()))["updates"] == 3
 
 
 def check_scored(trainer: Trainer, laid: PackedBatch, before: Sequence[torch.Tensor], rows: int | None = None) -> None:
@@ -197,7 +191,7 @@ class Broken(ClippedSurrogate):
         return loss * (float("nan") if first else 1), sums
 
 
-def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
+async def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
     make_model(tmp_path / "hf")
     batch = random_batch(0, vocab=43, groups=4)
     uniform = replace(
@@ -207,78 +201,73 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
         ),
     )
 
-    async def run() -> None:
-        async with open_trainer(tmp_path, minibatches=2, epochs=2) as (trainer, store):
-            laid, nothing = (packed(each, **vars(trainer.layout)) for each in (batch, uniform))
-            assert await trainer.publish(store, dtype="float32") == 0
-            assert await trainer.offload() == 0, "on a CPU nothing leaves"
-            trainer.keeps_logprobs = True
-            before = await trainer.logprobs(laid)
-            stats = await trainer.step(laid, ClippedSurrogate())
-            check_scored(trainer, laid, before, rows=len(laid.minibatches[0].rows))  # others follow an update
-            assert await trainer.onload() == 0
-            assert (trainer.updates, trainer.version, stats["updates"], stats["updates/skipped"]) == (4, 0, 4, 0)
-            assert stats["lr"] == pytest.approx(1e-2), "the largest of updates 0 to 3 of 12"
-            assert "logprob_gap" in stats
-            stats = await trainer.step(nothing, ClippedSurrogate())
-            assert stats == {"tokens/trained": 0, "updates": 4, "updates/skipped": 0}
-            assert trainer.scored == (nothing, [])
-            for part in ("model", "training"):
-                (tmp_path / "saved" / part).mkdir(parents=True)
-            await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
-            await trainer.finish_save()
-            stats = await trainer.step(laid, ClippedSurrogate())
-            assert (trainer.updates, trainer.version) == (8, 0)
-            assert stats["lr"] == pytest.approx(1e-2 * 4 / 12), "that of the ninth minibatch of 12, as 4 gave no update"
-            assert "logprob_gap" not in stats, "the weights are no version's"
-            assert [await trainer.publish(store, dtype="float32") for _ in range(2)] == [1, 2]
+    async with open_trainer(tmp_path, minibatches=2, epochs=2) as (trainer, store):
+        laid, nothing = (packed(each, **vars(trainer.layout)) for each in (batch, uniform))
+        assert await trainer.publish(store, dtype="float32") == 0
+        assert await trainer.offload() == 0, "on a CPU nothing leaves"
+        trainer.keeps_logprobs = True
+        before = await trainer.logprobs(laid)
+        stats = await trainer.step(laid, ClippedSurrogate())
+        check_scored(trainer, laid, before, rows=len(laid.minibatches[0].rows))  # others follow an update
+        assert await trainer.onload() == 0
+        assert (trainer.updates, trainer.version, stats["updates"], stats["updates/skipped"]) == (4, 0, 4, 0)
+        assert stats["lr"] == pytest.approx(1e-2), "the largest of updates 0 to 3 of 12"
+        assert "logprob_gap" in stats
+        stats = await trainer.step(nothing, ClippedSurrogate())
+        assert stats == {"tokens/trained": 0, "updates": 4, "updates/skipped": 0}
+        assert trainer.scored == (nothing, [])
+        for part in ("model", "training"):
+            (tmp_path / "saved" / part).mkdir(parents=True)
+        await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
+        await trainer.finish_save()
+        stats = await trainer.step(laid, ClippedSurrogate())
+        assert (trainer.updates, trainer.version) == (8, 0)
+        assert stats["lr"] == pytest.approx(1e-2 * 4 / 12), "that of the ninth minibatch of 12, as 4 gave no update"
+        assert "logprob_gap" not in stats, "the weights are no version's"
+        assert [await trainer.publish(store, dtype="float32") for _ in range(2)] == [1, 2]
 
-            await trainer.restart(tmp_path / "saved" / "training")
-            assert (trainer.updates, trainer.version) == (4, 1), "its weights were never published"
-            await store.rollback(trainer.version - 1)
-            assert await trainer.publish(store, dtype="float32") == 1
+        await trainer.restart(tmp_path / "saved" / "training")
+        assert (trainer.updates, trainer.version) == (4, 1), "its weights were never published"
+        await store.rollback(trainer.version - 1)
+        assert await trainer.publish(store, dtype="float32") == 1
 
-            stats = await trainer.step(laid, Broken())
-            assert (trainer.updates, stats["updates"], stats["updates/skipped"]) == (6, 6, 2)
-            assert stats["loss"] == pytest.approx(stats["loss"]), "that of the others"
-            bad = [any((row.episodes == 0).any() for row in each.rows) for each in laid.minibatches]
-            assert [sum(bad[:2]), sum(bad[2:])] == [1, 1]
-            files = sorted((tmp_path / "skipped").iterdir())
-            numbers = [5 + bad[:at].count(False) for at in range(4) if bad[at]]
-            assert [int(path.name.split("-")[1]) for path in files] == numbers
-            assert trainer.skipped == tuple(f"torch.load('{path}')" for path in files)
-            saved = torch.load(files[0])
-            first = laid.minibatches[bad.index(True)]
-            assert (saved["tokens"], saved["temperature"], len(saved["rows"])) == (first.tokens, 1.0, len(first.rows))
-            for found, row in zip(saved["rows"], first.rows, strict=True):
-                assert found.pop("routed") is None is row.routed
-                assert found.pop("columns") == {}
-                assert all(torch.equal(value, getattr(row, name)) for name, value in found.items())
-            await trainer.step(laid, ClippedSurrogate())
-            assert trainer.updates == 10
-            only_bad = replace(laid, minibatches=(first, first))
-            assert trainer.skipped == ()
-            trainer._skipped = Path("/dev/full")  # as on a disk that is full: an error of the system's
-            stats = await trainer.step(only_bad, Broken())
-            assert (stats["updates/skipped"], stats["tokens/trained"]) == (2, 0)
-            assert trainer.skipped[-1].startswith("it could not be saved in /dev/full/update-000011-2.pt: ")
-            trainer._skipped = tmp_path / "skipped"
-            with pytest.raises(ForgeError, match="4 updates in a row had a gradient that is not finite") as caught:
-                await trainer.step(only_bad, Broken())
-            assert f"torch.load('{tmp_path / 'skipped' / 'update-000011-4.pt'}')" in caught.value.hint
-            assert "--trainer.max-skipped-updates" in caught.value.hint
+        stats = await trainer.step(laid, Broken())
+        assert (trainer.updates, stats["updates"], stats["updates/skipped"]) == (6, 6, 2)
+        assert stats["loss"] == pytest.approx(stats["loss"]), "that of the others"
+        bad = [any((row.episodes == 0).any() for row in each.rows) for each in laid.minibatches]
+        assert [sum(bad[:2]), sum(bad[2:])] == [1, 1]
+        files = sorted((tmp_path / "skipped").iterdir())
+        numbers = [5 + bad[:at].count(False) for at in range(4) if bad[at]]
+        assert [int(path.name.split("-")[1]) for path in files] == numbers
+        assert trainer.skipped == tuple(f"torch.load('{path}')" for path in files)
+        saved = torch.load(files[0])
+        first = laid.minibatches[bad.index(True)]
+        assert (saved["tokens"], saved["temperature"], len(saved["rows"])) == (first.tokens, 1.0, len(first.rows))
+        for found, row in zip(saved["rows"], first.rows, strict=True):
+            assert found.pop("routed") is None is row.routed
+            assert found.pop("columns") == {}
+            assert all(torch.equal(value, getattr(row, name)) for name, value in found.items())
+        await trainer.step(laid, ClippedSurrogate())
+        assert trainer.updates == 10
+        only_bad = replace(laid, minibatches=(first, first))
+        assert trainer.skipped == ()
+        trainer._skipped = Path("/dev/full")  # as on a disk that is full: an error of the system's
+        stats = await trainer.step(only_bad, Broken())
+        assert (stats["updates/skipped"], stats["tokens/trained"]) == (2, 0)
+        assert trainer.skipped[-1].startswith("it could not be saved in /dev/full/update-000011-2.pt: ")
+        trainer._skipped = tmp_path / "skipped"
+        with pytest.raises(ForgeError, match="4 updates in a row had a gradient that is not finite") as caught:
+            await trainer.step(only_bad, Broken())
+        assert f"torch.load('{tmp_path / 'skipped' / 'update-000011-4.pt'}')" in caught.value.hint
+        assert "--trainer.max-skipped-updates" in caught.value.hint
 
-            with pytest.raises(
-                LossError, match=r"ZeroDivisionError: no tokens of that kind \(.*test_trainer.py:"
-            ) as lost:
-                await trainer.step(laid, Broken(raises=True))
-            assert "in __call__" in lost.value.trace
-            assert "ZeroDivisionError" in (tmp_path / "trainer-0.1.log").read_text()
-            assert trainer.updates == 10 + bad.index(True) == await trainer.wait_idle(), "those before it count"
-            stats = await trainer.step(laid, ClippedSurrogate())
-            assert stats["updates"] == trainer.updates == 14 + bad.index(True)
-
-    asyncio.run(run())
+        with pytest.raises(LossError, match=r"ZeroDivisionError: no tokens of that kind \(.*test_trainer.py:") as lost:
+            await trainer.step(laid, Broken(raises=True))
+        assert "in __call__" in lost.value.trace
+        assert "ZeroDivisionError" in (tmp_path / "trainer-0.1.log").read_text()
+        assert trainer.updates == 10 + bad.index(True) == await trainer.wait_idle(), "those before it count"
+        stats = await trainer.step(laid, ClippedSurrogate())
+        assert stats["updates"] == trainer.updates == 14 + bad.index(True)
 
 
 @dataclass
@@ -328,7 +317,7 @@ def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings:
         RunConfig(steps=3, groups_per_batch=2, trainer=Trainer.Config(**settings))
 
 
-def test_a_step_without_room_says_which_flags_help() -> None:
+async def test_a_step_without_room_says_which_flags_help() -> None:
     class Full:
         rank = 0
 
@@ -342,7 +331,7 @@ def test_a_step_without_room_says_which_flags_help() -> None:
     step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]
     request = StepRequest(loss=ClippedSurrogate(), total_updates=1)
     with pytest.raises(ForgeError, match=r"ran out of device memory: CUDA out of memory\. Tried .*GiB\.\n") as caught:
-        asyncio.run(step(actor, request))
+        await step(actor, request)
     assert "--trainer.seq-len" in caught.value.hint
 
 
@@ -368,7 +357,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         check_model(TrainSettings(), 3, read_architecture(tmp_path))
 
 
-def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):
+async def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):
     make_model(tmp_path / "hf")
 
     async def run() -> None:
@@ -376,4 +365,4 @@ def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):
             raise AssertionError("the trainer started")
 
     with pytest.raises(ConfigError, match="no weight of the model matches 'layers"):
-        asyncio.run(run())
+        await run()

@@ -325,16 +325,13 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
     assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 11))}
 
 
-def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp_path: Path):
-    async def run() -> None:
-        async with open_trainer(tmp_path, ranks=1, max_restarts=0) as (trainer, faults):
-            with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
-                await asyncio.wait_for(step(trainer, 0, Deadly(signal.SIGKILL, rank=0)), 30)
-            assert [(fault.replica, fault.fatal) for fault in faults.seen] == [(0, True)]
-            with pytest.raises(ServiceError, match="it has been restarted 0 times, of at most 0"):
-                await trainer.restart(None)
-
-    asyncio.run(run())
+async def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp_path: Path):
+    async with open_trainer(tmp_path, ranks=1, max_restarts=0) as (trainer, faults):
+        with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
+            await asyncio.wait_for(step(trainer, 0, Deadly(signal.SIGKILL, rank=0)), 30)
+        assert [(fault.replica, fault.fatal) for fault in faults.seen] == [(0, True)]
+        with pytest.raises(ServiceError, match="it has been restarted 0 times, of at most 0"):
+            await trainer.restart(None)
     with pytest.raises(ConfigError) as caught:
         Trainer.Config(max_restarts=-1)
     assert "--trainer.max-restarts " in caught.value.hint

@@ -89,10 +89,10 @@ def paths(group: Group) -> list[tuple[int, ...]]:
         (Wide, [(0, 0), (0, 1), (0, 2), (0, 3), (4, 0), (4, 1)]),
     ],
 )
-def test_the_leaves_of_trees_fill_each_group_exactly(kind: type, expected: list[tuple[int, ...]]) -> None:
+async def test_the_leaves_of_trees_fill_each_group_exactly(kind: type, expected: list[tuple[int, ...]]) -> None:
     generator = StagedGenerator()
     executor, _ = trees(kind, generator=generator)
-    batch = asyncio.run(asyncio.wait_for(executor.next_batch(), 60))
+    batch = await asyncio.wait_for(executor.next_batch(), 60)
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     for group in batch.groups:
         assert paths(group) == expected
@@ -213,10 +213,10 @@ class Undecided(StagedGenerator):
         completion.add(Chunk(token_ids=ids, logprobs=logprobs, versions=[0] * len(ids), text=text, finish="length"))
 
 
-def test_an_answer_forks_at_its_most_surprising_tokens() -> None:
+async def test_an_answer_forks_at_its_most_surprising_tokens() -> None:
     generator = Undecided()
     executor = rollouts(environment=StagedEnvironment(Whole), leaves=3, episodes=6, groups=1, generator=generator)
-    (group,) = asyncio.run(asyncio.wait_for(executor.next_batch(), 60)).groups
+    (group,) = (await asyncio.wait_for(executor.next_batch(), 60)).groups
     found = sorted((each.turns[-1].branch, [turn.text for turn in each.turns], each.output) for each in group.episodes)
     assert found == [
         branch
@@ -251,10 +251,10 @@ class Second(Whole):
         return Step(done=True, reward=1.0, forks=1)
 
 
-def test_a_fork_within_a_later_answer_has_the_rest_of_that_answer_to_write() -> None:
+async def test_a_fork_within_a_later_answer_has_the_rest_of_that_answer_to_write() -> None:
     generator = Undecided()
     executor = rollouts(environment=StagedEnvironment(Second), leaves=2, episodes=2, groups=1, generator=generator)
-    (group,) = asyncio.run(asyncio.wait_for(executor.next_batch(), 60)).groups
+    (group,) = (await asyncio.wait_for(executor.next_batch(), 60)).groups
     texts = {episode.turns[-1].branch: [turn.text for turn in episode.turns] for episode in group.episodes}
     assert texts == {(0, 0): ["abcd", "abc", "d"], (0, 1): ["abcd", "abc", "X"]}
 

@@ -101,7 +101,7 @@ def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pyt
     assert configs[0].compute_hash() == configs[1].compute_hash(), "vLLM's compile cache has a folder for each hash"
 
 
-def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     from forge_rl.engines.vllm import engine
     from forge_rl.engines.vllm.cache_stats import CacheStats
 
@@ -136,7 +136,7 @@ def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pyte
         made._dropped = False
         assert await hold(asleep=False) == (True, ["wake_up ['weights']", "wake_up ['kv_cache']", "resume"])
 
-    asyncio.run(check())
+    await check()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only CPUs need it")

@@ -30,7 +30,6 @@ from tests.fake_store import (
     latest,
     publish,
     read,
-    run,
     segments,
     shards,
     shared,
@@ -41,23 +40,20 @@ from tests.fake_store import (
 pytestmark = pytest.mark.usefixtures("store_process", "nothing_left")
 
 
-def test_a_version_cannot_be_published_twice_nor_by_two(shm: Path):
-    async def main() -> None:
-        async with shared(shm) as (store, _):
-            await publish(store, 3)
-            for version in (3, 2):
-                with pytest.raises(WeightsError, match=f"version {version} is not newer than the latest, 3"):
-                    await publish(store, version)
-            async with store.publishing(4, specs(), torch.float32) as publication:
-                with pytest.raises(WeightsError, match="version 4 is already being written"):
-                    await publish(store, 4)
-                write = store.transport().write
-                ranks = [await write(publication.draft, shards(all_of(4), rank), rank=rank) for rank in range(RANKS)]
-                await publication.commit(ranks)
-            async with store.lease() as manifest:
-                assert await read(store.transport(), manifest) == all_of(4)
-
-    run(main())
+async def test_a_version_cannot_be_published_twice_nor_by_two(shm: Path):
+    async with shared(shm) as (store, _):
+        await publish(store, 3)
+        for version in (3, 2):
+            with pytest.raises(WeightsError, match=f"version {version} is not newer than the latest, 3"):
+                await publish(store, version)
+        async with store.publishing(4, specs(), torch.float32) as publication:
+            with pytest.raises(WeightsError, match="version 4 is already being written"):
+                await publish(store, 4)
+            write = store.transport().write
+            ranks = [await write(publication.draft, shards(all_of(4), rank), rank=rank) for rank in range(RANKS)]
+            await publication.commit(ranks)
+        async with store.lease() as manifest:
+            assert await read(store.transport(), manifest) == all_of(4)
 
 
 @pytest.mark.parametrize(
@@ -68,308 +64,267 @@ def test_a_version_cannot_be_published_twice_nor_by_two(shm: Path):
         ((0, 1, 1), r"shards of 'a' for version 2 do not fit: .* overlaps"),
     ],
 )
-def test_a_version_that_was_not_written_exactly_once_is_never_seen(shm: Path, which: Sequence[int], said: str):
-    async def main() -> None:
-        async with shared(shm) as (store, _):
-            await publish(store, 1)
+async def test_a_version_that_was_not_written_exactly_once_is_never_seen(shm: Path, which: Sequence[int], said: str):
+    async with shared(shm) as (store, _):
+        await publish(store, 1)
 
-            async def commit() -> None:
-                async with store.publishing(2, specs(), torch.float32) as publication:
-                    write = store.transport().write
-                    ranks = [await write(publication.draft, shards(all_of(2), rank), rank=rank) for rank in range(2)]
-                    await publication.commit([ranks[rank] for rank in which])
-
-            with pytest.raises(WeightsError, match=said):
-                await commit()
-            assert await latest(store) == 1
-            await publish(store, 2)
-            async with store.lease() as manifest:
-                assert await read(store.transport(), manifest) == all_of(2)
-
-    run(main())
-
-
-def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
-    async def main() -> None:
-        async with shared(shm) as (store, watched):
-
-            async def forget() -> None:
-                async with store.publishing(1, specs(), torch.float32):
-                    pass
-
-            with pytest.raises(WeightsError, match="version 1 was not committed"):
-                await forget()
-
-            async def wait() -> None:
-                async with store.publishing(1, specs(), torch.float32):
-                    begun.set()
-                    await asyncio.Event().wait()
-
-            begun = asyncio.Event()
-            publishing = asyncio.create_task(wait())
-            await begun.wait()
-            publishing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await publishing
-            assert (await watched.state()).used == {}
-            await publish(store, 1)
-
-    run(main())
-
-
-def test_a_publish_that_is_cancelled_while_it_commits_knows_whether_it_was_committed(shm: Path):
-    async def main() -> None:
-        async with shared(shm) as (store, _):
-            commit, sent, answered = store._commit, asyncio.Event(), asyncio.Event()
-
-            async def slow(manifest: Manifest) -> None:
-                await commit(manifest)
-                sent.set()
-                await answered.wait()
-
-            store._commit = slow  # type: ignore[method-assign]
-            made: list[module.Publication] = []
-
-            async def cancelled() -> None:
+        async def commit() -> None:
+            async with store.publishing(2, specs(), torch.float32) as publication:
                 write = store.transport().write
-                async with store.publishing(1, specs(), torch.float32) as publication:
-                    made.append(publication)
-                    ranks = [
-                        await write(publication.draft, shards(all_of(1), rank), rank=rank) for rank in range(RANKS)
-                    ]
-                    await publication.commit(ranks)
+                ranks = [await write(publication.draft, shards(all_of(2), rank), rank=rank) for rank in range(2)]
+                await publication.commit([ranks[rank] for rank in which])
 
-            publishing = asyncio.create_task(cancelled())
-            await sent.wait()
-            publishing.cancel()
-            await asyncio.sleep(0)
-            answered.set()
-            with pytest.raises(asyncio.CancelledError):
-                await publishing
-            assert made[0].committed, "so that the trainer takes the next number"
-            assert await latest(store) == 1
-            await publish(store, 2)
+        with pytest.raises(WeightsError, match=said):
+            await commit()
+        assert await latest(store) == 1
+        await publish(store, 2)
+        async with store.lease() as manifest:
+            assert await read(store.transport(), manifest) == all_of(2)
+
+
+async def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
+    async with shared(shm) as (store, watched):
+
+        async def forget() -> None:
+            async with store.publishing(1, specs(), torch.float32):
+                pass
+
+        with pytest.raises(WeightsError, match="version 1 was not committed"):
+            await forget()
+
+        async def wait() -> None:
+            async with store.publishing(1, specs(), torch.float32):
+                begun.set()
+                await asyncio.Event().wait()
+
+        begun = asyncio.Event()
+        publishing = asyncio.create_task(wait())
+        await begun.wait()
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert (await watched.state()).used == {}
+        await publish(store, 1)
+
+
+async def test_a_publish_that_is_cancelled_while_it_commits_knows_whether_it_was_committed(shm: Path):
+    async with shared(shm) as (store, _):
+        commit, sent, answered = store._commit, asyncio.Event(), asyncio.Event()
+
+        async def slow(manifest: Manifest) -> None:
+            await commit(manifest)
+            sent.set()
+            await answered.wait()
+
+        store._commit = slow  # type: ignore[method-assign]
+        made: list[module.Publication] = []
+
+        async def cancelled() -> None:
+            write = store.transport().write
+            async with store.publishing(1, specs(), torch.float32) as publication:
+                made.append(publication)
+                ranks = [await write(publication.draft, shards(all_of(1), rank), rank=rank) for rank in range(RANKS)]
+                await publication.commit(ranks)
+
+        publishing = asyncio.create_task(cancelled())
+        await sent.wait()
+        publishing.cancel()
+        await asyncio.sleep(0)
+        answered.set()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert made[0].committed, "so that the trainer takes the next number"
+        assert await latest(store) == 1
+        await publish(store, 2)
+        async with store.lease() as manifest:
+            assert await read(store.transport(), manifest) == all_of(2)
+
+
+async def test_a_rank_that_goes_on_after_its_publish_was_given_up_harms_no_later_version(shm: Path):
+    async with shared(shm) as (store, watched):
+        transport = store.transport()
+        assert isinstance(transport, SharedMemoryTransport)
+
+        async def give_up() -> None:
+            async with store.publishing(1, specs(), torch.float32) as publication:
+                stragglers.append(Straggler(transport, publication.draft, shards(all_of(-1), 0)))
+                raise ValueError("rank 1 failed")
+
+        stragglers: list[Straggler] = []
+        with pytest.raises(ValueError, match="rank 1 failed"):
+            await give_up()
+        for version in (1, 2):
+            await publish(store, version)
+        assert not stragglers[0].finish(), "it was told that it wrote a version"
+        for version in (1, 2):
+            async with store.lease(version) as manifest:
+                assert await read(transport, manifest) == all_of(version)
+        await publish(store, 3)
+        assert (await watched.state()).bytes == 2 * VERSION_BYTES
+
+
+async def test_what_a_publish_could_not_free_the_next_one_does(shm: Path):
+    async with shared(shm, keep_versions=2) as (store, watched):
+        for version in (1, 2):
+            await publish(store, version)
+
+        async def fail(keys: Collection[str]) -> None:
+            raise WeightsError("no answer")
+
+        transport = store.transport()
+        transport.free = fail  # type: ignore[method-assign]
+        with pytest.raises(WeightsError, match="no answer"):
+            await publish(store, 3)
+        del transport.free
+        await publish(store, 3)
+        assert sorted((await watched.state()).used) == ["2/0", "2/1", "3/0", "3/1"]
+        assert (await watched.state()).bytes == 2 * VERSION_BYTES
+
+
+async def test_readers_never_see_values_of_two_versions(shm: Path):
+    seen: list[int] = []
+    done = asyncio.Event()
+    read_once = asyncio.Condition()
+
+    async def reader(store: WeightStore) -> None:
+        while not done.is_set():
             async with store.lease() as manifest:
-                assert await read(store.transport(), manifest) == all_of(2)
+                assert await read(store.transport(), manifest) == all_of(manifest.version)
+            async with read_once:
+                seen.append(manifest.version)
+                read_once.notify_all()
 
-    run(main())
-
-
-def test_a_rank_that_goes_on_after_its_publish_was_given_up_harms_no_later_version(shm: Path):
-    async def main() -> None:
-        async with shared(shm) as (store, watched):
-            transport = store.transport()
-            assert isinstance(transport, SharedMemoryTransport)
-
-            async def give_up() -> None:
-                async with store.publishing(1, specs(), torch.float32) as publication:
-                    stragglers.append(Straggler(transport, publication.draft, shards(all_of(-1), 0)))
-                    raise ValueError("rank 1 failed")
-
-            stragglers: list[Straggler] = []
-            with pytest.raises(ValueError, match="rank 1 failed"):
-                await give_up()
-            for version in (1, 2):
-                await publish(store, version)
-            assert not stragglers[0].finish(), "it was told that it wrote a version"
-            for version in (1, 2):
-                async with store.lease(version) as manifest:
-                    assert await read(transport, manifest) == all_of(version)
-            await publish(store, 3)
-            assert (await watched.state()).bytes == 2 * VERSION_BYTES
-
-    run(main())
-
-
-def test_what_a_publish_could_not_free_the_next_one_does(shm: Path):
-    async def main() -> None:
-        async with shared(shm, keep_versions=2) as (store, watched):
-            for version in (1, 2):
-                await publish(store, version)
-
-            async def fail(keys: Collection[str]) -> None:
-                raise WeightsError("no answer")
-
-            transport = store.transport()
-            transport.free = fail  # type: ignore[method-assign]
-            with pytest.raises(WeightsError, match="no answer"):
-                await publish(store, 3)
-            del transport.free
-            await publish(store, 3)
-            assert sorted((await watched.state()).used) == ["2/0", "2/1", "3/0", "3/1"]
-            assert (await watched.state()).bytes == 2 * VERSION_BYTES
-
-    run(main())
-
-
-def test_readers_never_see_values_of_two_versions(shm: Path):
-    async def main() -> None:
-        seen: list[int] = []
-        done = asyncio.Event()
-        read_once = asyncio.Condition()
-
-        async def reader(store: WeightStore) -> None:
-            while not done.is_set():
-                async with store.lease() as manifest:
-                    assert await read(store.transport(), manifest) == all_of(manifest.version)
-                async with read_once:
-                    seen.append(manifest.version)
-                    read_once.notify_all()
-
-        async with shared(shm, keep_versions=1) as (store, _):
-            first = await publish(store, 1)
-            async with store.lease(1) as held:  # read at the end, when eight newer ones have come and gone
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(3):
-                        group.create_task(reader(store))
-                    for version in range(2, 10):
-                        count = len(seen)
-                        await publish(store, version)
-                        async with read_once:
-                            await read_once.wait_for(lambda version=version, count=count: version in seen[count:])
-                    done.set()
-                assert await read(store.transport(), held) == all_of(1)
-                assert all(exist(first))
-            await publish(store, 10)
-            assert not any(exist(first))
-        assert max(seen) == 9
-        assert len(set(seen)) > 4, "the readers must meet many versions for this to be a test"
-
-    run(main())
+    async with shared(shm, keep_versions=1) as (store, _):
+        first = await publish(store, 1)
+        async with store.lease(1) as held:  # read at the end, when eight newer ones have come and gone
+            async with asyncio.TaskGroup() as group:
+                for _ in range(3):
+                    group.create_task(reader(store))
+                for version in range(2, 10):
+                    count = len(seen)
+                    await publish(store, version)
+                    async with read_once:
+                        await read_once.wait_for(lambda version=version, count=count: version in seen[count:])
+                done.set()
+            assert await read(store.transport(), held) == all_of(1)
+            assert all(exist(first))
+        await publish(store, 10)
+        assert not any(exist(first))
+    assert max(seen) == 9
+    assert len(set(seen)) > 4, "the readers must meet many versions for this to be a test"
 
 
 @pytest.mark.parametrize("changed", [tuple(SHAPES), ("a", "b"), ("c",), ()])
-def test_a_steady_state_takes_the_memory_of_two_versions(shm: Path, changed: tuple[str, ...]):
-    async def main() -> None:
-        async with shared(shm, keep_versions=2) as (store, watched):
-            seen = []
-            transport = store.transport()
-            for version in range(1, 12):
-                values = {name: version if name in changed else 1 for name in SHAPES}
-                async with store.publishing(version, specs(changed), torch.float32) as publication:
-                    seen.append((await watched.state()).bytes)
-                    assert sum(path.stat().st_size - PAGE for path in segments(shm)) == (await watched.state()).bytes
-                    await publication.commit(
-                        [await transport.write(publication.draft, shards(values, rank), rank=rank) for rank in (0, 1)]
-                    )
-                async with store.lease() as manifest:
-                    assert await read(transport, manifest) == values
-            new = sum(bucket.bytes for bucket in manifest.written)
-            assert max(seen) <= 2 * VERSION_BYTES
-            assert seen[3:] == [VERSION_BYTES + new] * len(seen[3:])
-            assert (new == VERSION_BYTES) == (changed == tuple(SHAPES))
-
-    run(main())
-
-
-def test_changes_that_wander_take_little_more(shm: Path):
-    async def main() -> None:
-        async with shared(shm, keep_versions=2) as (store, watched):
-            values = all_of(1)
-            names = list(SHAPES)
-            for version in range(1, 25):
-                changed = [names[version % 4], names[version // 4 % 4]] if version > 1 else names
-                values = values | dict.fromkeys(changed, version)
-                await publish(store, version, values, changed)
-                async with store.lease() as manifest:
-                    assert await read(store.transport(), manifest) == values
-                assert sum(bucket.bytes for bucket in manifest.buckets) <= 1.5 * VERSION_BYTES
-                assert (await watched.state()).bytes <= 2.5 * VERSION_BYTES
-
-    run(main())
-
-
-def test_retention_by_bytes_keeps_the_newest(shm: Path):
-    async def main() -> None:
-        async with shared(shm, keep_versions=5, keep_bytes=1) as (store, _):
-            manifests = [await publish(store, version) for version in (1, 2)]
-            with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
-                async with store.lease(1):
-                    pass
-            assert all(exist(manifests[1]))
-            await publish(store, 3)
-            assert not any(exist(manifests[0]))
-
-    run(main())
-
-
-def test_bytes_that_somebody_changed_do_not_match_their_fingerprint(shm: Path):
-    async def main() -> None:
-        async with shared(shm) as (store, _):
-            manifest = await publish(store, 1)
-            entry = next(entry for entry in manifest.tensors if entry.name == "d")
-            bucket = next(bucket for bucket in manifest.buckets if bucket.key == entry.bucket)
-            assert bucket.segment is not None
-            entry.of(writable(bucket.segment)).view(torch.int32).bitwise_xor_(1)  # every element alike
-            with pytest.raises(AssertionError, match="d says 1"):
-                await read(store.transport(), manifest)
-
-    run(main())
-
-
-def test_a_version_that_finds_no_room_changes_nothing_and_is_written_once_there_is(small_shm: Path):
-    async def main() -> None:
-        # A version takes two segments of 2560 and 2304 bytes and their headers, which is four pages of sixteen.
-        async with shared(small_shm, keep_versions=2) as (store, watched):
-            await publish(store, 1)
-            ballast = small_shm / "ballast"
-            ballast.write_bytes(bytes(volume_module.free_bytes(small_shm) - 3 * PAGE))
-            before = segments(small_shm)
-            assert volume_module.free_bytes(small_shm) == 3 * PAGE
-            said = f"no room for a version of the weights in {small_shm}: {4 * PAGE} bytes are needed, {3 * PAGE} are"
-            with pytest.raises(WeightsError, match=said) as caught:
-                await publish(store, 2)
-            assert "--shm-size" in caught.value.hint
-            assert segments(small_shm) == before
+async def test_a_steady_state_takes_the_memory_of_two_versions(shm: Path, changed: tuple[str, ...]):
+    async with shared(shm, keep_versions=2) as (store, watched):
+        seen = []
+        transport = store.transport()
+        for version in range(1, 12):
+            values = {name: version if name in changed else 1 for name in SHAPES}
+            async with store.publishing(version, specs(changed), torch.float32) as publication:
+                seen.append((await watched.state()).bytes)
+                assert sum(path.stat().st_size - PAGE for path in segments(shm)) == (await watched.state()).bytes
+                await publication.commit(
+                    [await transport.write(publication.draft, shards(values, rank), rank=rank) for rank in (0, 1)]
+                )
             async with store.lease() as manifest:
-                assert await read(store.transport(), manifest) == all_of(1)
-            ballast.unlink()
-            for version in (2, 3, 4):
-                await publish(store, version)
-                async with store.lease() as manifest:
-                    assert await read(store.transport(), manifest) == all_of(version)
-            assert (await watched.state()).bytes == 2 * VERSION_BYTES
-
-    run(main())
+                assert await read(transport, manifest) == values
+        new = sum(bucket.bytes for bucket in manifest.written)
+        assert max(seen) <= 2 * VERSION_BYTES
+        assert seen[3:] == [VERSION_BYTES + new] * len(seen[3:])
+        assert (new == VERSION_BYTES) == (changed == tuple(SHAPES))
 
 
-def test_a_lease_whose_answer_was_not_waited_for_ends(shm: Path):
-    async def main() -> None:
-        async with shared(shm, keep_versions=1) as (store, watched):
-            await publish(store, 1)
-            replica = store._service.replicas[0]
-            call = replica.call
-
-            async def lose_the_answer(method: str, *args: object, deadline_s: float) -> Any:
-                answer = await call(method, *args, deadline_s=deadline_s)
-                if method == "lease":
-                    await asyncio.Event().wait()
-                return answer
-
-            replica.call = lose_the_answer  # type: ignore[assignment,method-assign]
-            asking = asyncio.create_task(store.lease().__aenter__())
-            await until_state(watched, lambda state: bool(state.leases))
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            assert (await watched.state()).leases == set()
-            await store._call("release", "never held")
-
-    run(main())
+async def test_changes_that_wander_take_little_more(shm: Path):
+    async with shared(shm, keep_versions=2) as (store, watched):
+        values = all_of(1)
+        names = list(SHAPES)
+        for version in range(1, 25):
+            changed = [names[version % 4], names[version // 4 % 4]] if version > 1 else names
+            values = values | dict.fromkeys(changed, version)
+            await publish(store, version, values, changed)
+            async with store.lease() as manifest:
+                assert await read(store.transport(), manifest) == values
+            assert sum(bucket.bytes for bucket in manifest.buckets) <= 1.5 * VERSION_BYTES
+            assert (await watched.state()).bytes <= 2.5 * VERSION_BYTES
 
 
-def test_a_holder_on_another_machine_is_not_taken_for_a_process_of_this_one(shm: Path):
-    async def main() -> None:
-        async with shared(shm) as (store, watched):
-            await publish(store, 1)
-            ended = await asyncio.create_subprocess_exec("true")
-            await ended.wait()
-            await store._call("lease", 1, "elsewhere", Holder(ended.pid, "another machine's"))
-            await store._call("lease", 1, "here", Holder(ended.pid, Holder.this_process().space))
-            await until_state(watched, lambda state: "here" not in state.leases)
-            assert (await watched.state()).leases == {"elsewhere"}
+async def test_retention_by_bytes_keeps_the_newest(shm: Path):
+    async with shared(shm, keep_versions=5, keep_bytes=1) as (store, _):
+        manifests = [await publish(store, version) for version in (1, 2)]
+        with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
+            async with store.lease(1):
+                pass
+        assert all(exist(manifests[1]))
+        await publish(store, 3)
+        assert not any(exist(manifests[0]))
 
-    run(main())
+
+async def test_bytes_that_somebody_changed_do_not_match_their_fingerprint(shm: Path):
+    async with shared(shm) as (store, _):
+        manifest = await publish(store, 1)
+        entry = next(entry for entry in manifest.tensors if entry.name == "d")
+        bucket = next(bucket for bucket in manifest.buckets if bucket.key == entry.bucket)
+        assert bucket.segment is not None
+        entry.of(writable(bucket.segment)).view(torch.int32).bitwise_xor_(1)  # every element alike
+        with pytest.raises(AssertionError, match="d says 1"):
+            await read(store.transport(), manifest)
+
+
+async def test_a_version_that_finds_no_room_changes_nothing_and_is_written_once_there_is(small_shm: Path):
+    # A version takes two segments of 2560 and 2304 bytes and their headers, which is four pages of sixteen.
+    async with shared(small_shm, keep_versions=2) as (store, watched):
+        await publish(store, 1)
+        ballast = small_shm / "ballast"
+        ballast.write_bytes(bytes(volume_module.free_bytes(small_shm) - 3 * PAGE))
+        before = segments(small_shm)
+        assert volume_module.free_bytes(small_shm) == 3 * PAGE
+        said = f"no room for a version of the weights in {small_shm}: {4 * PAGE} bytes are needed, {3 * PAGE} are"
+        with pytest.raises(WeightsError, match=said) as caught:
+            await publish(store, 2)
+        assert "--shm-size" in caught.value.hint
+        assert segments(small_shm) == before
+        async with store.lease() as manifest:
+            assert await read(store.transport(), manifest) == all_of(1)
+        ballast.unlink()
+        for version in (2, 3, 4):
+            await publish(store, version)
+            async with store.lease() as manifest:
+                assert await read(store.transport(), manifest) == all_of(version)
+        assert (await watched.state()).bytes == 2 * VERSION_BYTES
+
+
+async def test_a_lease_whose_answer_was_not_waited_for_ends(shm: Path):
+    async with shared(shm, keep_versions=1) as (store, watched):
+        await publish(store, 1)
+        replica = store._service.replicas[0]
+        call = replica.call
+
+        async def lose_the_answer(method: str, *args: object, deadline_s: float) -> Any:
+            answer = await call(method, *args, deadline_s=deadline_s)
+            if method == "lease":
+                await asyncio.Event().wait()
+            return answer
+
+        replica.call = lose_the_answer  # type: ignore[assignment,method-assign]
+        asking = asyncio.create_task(store.lease().__aenter__())
+        await until_state(watched, lambda state: bool(state.leases))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert (await watched.state()).leases == set()
+        await store._call("release", "never held")
+
+
+async def test_a_holder_on_another_machine_is_not_taken_for_a_process_of_this_one(shm: Path):
+    async with shared(shm) as (store, watched):
+        await publish(store, 1)
+        ended = await asyncio.create_subprocess_exec("true")
+        await ended.wait()
+        await store._call("lease", 1, "elsewhere", Holder(ended.pid, "another machine's"))
+        await store._call("lease", 1, "here", Holder(ended.pid, Holder.this_process().space))
+        await until_state(watched, lambda state: "here" not in state.leases)
+        assert (await watched.state()).leases == {"elsewhere"}
 
 
 @pytest.mark.parametrize(

@@ -54,52 +54,46 @@ def script(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def test_calls_go_side_by_side_and_errors_are_told(script: list[str], tmp_path: Path, nothing_left: None):
-    async def check() -> None:
-        worker = await Worker.start("w", script, log=tmp_path / "log")
-        waiting = asyncio.ensure_future(worker.call({"do": "wait"}))
-        assert await asyncio.gather(*(worker.call({"do": str(number)}) for number in range(9))) == list("012345678")
-        with pytest.raises(ForgeError, match="no such task"):
-            await worker.call({"do": "fail"})
-        waiting.cancel()
-        await until(lambda: "cancelled 1" in (tmp_path / "log").read_text())
-        await worker.close()
-        assert not worker.alive
-
-    asyncio.run(check())
+async def test_calls_go_side_by_side_and_errors_are_told(script: list[str], tmp_path: Path, nothing_left: None):
+    worker = await Worker.start("w", script, log=tmp_path / "log")
+    waiting = asyncio.ensure_future(worker.call({"do": "wait"}))
+    assert await asyncio.gather(*(worker.call({"do": str(number)}) for number in range(9))) == list("012345678")
+    with pytest.raises(ForgeError, match="no such task"):
+        await worker.call({"do": "fail"})
+    waiting.cancel()
+    await until(lambda: "cancelled 1" in (tmp_path / "log").read_text())
+    await worker.close()
+    assert not worker.alive
     assert "a line for the log" in (tmp_path / "log").read_text()
 
 
-def test_a_worker_that_is_killed_ends_its_calls_and_all_that_it_started(
+async def test_a_worker_that_is_killed_ends_its_calls_and_all_that_it_started(
     script: list[str], tmp_path: Path, nothing_left: None
 ):
-    async def check() -> None:
-        worker = await Worker.start("w", script, log=tmp_path / "log")
-        child = await worker.call({"do": "child"})
-        assert isinstance(child, int)
-        assert psutil.pid_exists(child)
-        waiting = asyncio.ensure_future(worker.call({"do": "wait"}))
-        await asyncio.sleep(0)
-        os.kill(psutil.Process(child).ppid(), signal.SIGKILL)
-        with pytest.raises(ReplicaError, match=r"killed by signal 9\na line for the log"):
-            await waiting
-        with pytest.raises(ReplicaError):
-            await worker.call({"do": "1"})
-        await until(lambda: not lives(child))
-
-    asyncio.run(check())
+    worker = await Worker.start("w", script, log=tmp_path / "log")
+    child = await worker.call({"do": "child"})
+    assert isinstance(child, int)
+    assert psutil.pid_exists(child)
+    waiting = asyncio.ensure_future(worker.call({"do": "wait"}))
+    await asyncio.sleep(0)
+    os.kill(psutil.Process(child).ppid(), signal.SIGKILL)
+    with pytest.raises(ReplicaError, match=r"killed by signal 9\na line for the log"):
+        await waiting
+    with pytest.raises(ReplicaError):
+        await worker.call({"do": "1"})
+    await until(lambda: not lives(child))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["broken"], "exited with status 1\na line for the log\nit lacks a module"), ([], "")]
 )
-def test_a_worker_that_does_not_start_says_why(
+async def test_a_worker_that_does_not_start_says_why(
     script: list[str], tmp_path: Path, nothing_left: None, arguments: list[str], message: str
 ):
     command = [*script, *arguments] if message else [sys.executable, "-c", "import time; time.sleep(1000)"]
     expected = message or "was not ready after 0.5 s"
     with pytest.raises(ForgeError, match=expected):
-        asyncio.run(Worker.start("w", command, log=tmp_path / "log", deadline_s=60 if message else 0.5))
+        await Worker.start("w", command, log=tmp_path / "log", deadline_s=60 if message else 0.5)
 
 
 def test_an_interpreter_is_named_or_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: object):

@@ -144,9 +144,9 @@ def game_task(number: int, **options: int) -> tuple[GuessNumber, Task]:
         (["11", "13", "14"], ["Higher.", "Lower.", ""], [0.1, 0.1, 0.0], 0.0),
     ],
 )
-def test_a_game_credits_each_guess_that_is_still_possible(answers, replies, rewards, won):
+async def test_a_game_credits_each_guess_that_is_still_possible(answers, replies, rewards, won):
     game, task = game_task(12, max_turns=3)
-    steps = asyncio.run(play(game, task, answers))
+    steps = await play(game, task, answers)
     assert [said(step) for step in steps] == replies
     assert [step.reward for step in steps] == rewards
     assert steps[-1].parts == {"won": won}
@@ -259,12 +259,12 @@ TABLE: tuple[Message, ...] = (
 BOOKING = Task(id="1", source="s", messages=TABLE, truth={"goal": "A table for two."})
 
 
-def test_a_user_talks_with_the_policy_until_it_has_what_it_wants():
+async def test_a_user_talks_with_the_policy_until_it_has_what_it_wants():
     lines = iter(["For two.", "Thanks. DONE"])
     with endpoint(lambda request: (200, next(lines))) as (url, seen):
         user = build_environment(f"user:model=m,base_url={url},api_key_env=,temperature=0.5")
         user = pickle.loads(pickle.dumps(user))
-        first, last = asyncio.run(play(user, BOOKING, ["How many?", "Booked."], truncated=False))
+        first, last = await play(user, BOOKING, ["How many?", "Booked."], truncated=False)
     assert first == Step(done=False, messages=({"role": "user", "content": "For two."},))
     assert last == Step(done=True)
     assert [(message["role"], message["content"]) for message in seen[1]["messages"][1:]] == [

@@ -205,24 +205,18 @@ def babbles(what: str) -> object:
     return None
 
 
-def test_what_makes_no_sense_costs_its_answer_alone():
-    async def main() -> None:
-        workers = Workers(__name__, "babbles", processes=1, deadline_s=30.0)
-        for what in ("garbage", "long", "deep"):
-            assert await workers(what) is None
-        assert isinstance(await workers("pid"), int)
-
-    asyncio.run(main())
+async def test_what_makes_no_sense_costs_its_answer_alone():
+    workers = Workers(__name__, "babbles", processes=1, deadline_s=30.0)
+    for what in ("garbage", "long", "deep"):
+        assert await workers(what) is None
+    assert isinstance(await workers("pid"), int)
 
 
-def test_a_process_that_others_killed_between_calls_costs_no_answer():
-    async def main() -> None:
-        workers = Workers(__name__, "babbles", processes=1, deadline_s=30.0)
-        first = await workers("pid")
-        assert isinstance(first, int)
-        os.kill(first, 9)
-        second = await workers("pid")
-        assert isinstance(second, int)
-        assert second != first
-
-    asyncio.run(main())
+async def test_a_process_that_others_killed_between_calls_costs_no_answer():
+    workers = Workers(__name__, "babbles", processes=1, deadline_s=30.0)
+    first = await workers("pid")
+    assert isinstance(first, int)
+    os.kill(first, 9)
+    second = await workers("pid")
+    assert isinstance(second, int)
+    assert second != first

@@ -32,55 +32,53 @@ def test_repeats_are_bounded_over_rules(rules: str, problem: str):
     assert (problem in found) if problem else not found, found
 
 
-def test_one_that_hangs_is_refused_and_its_process_can_be_killed(monkeypatch: pytest.MonkeyPatch, nothing_left: None):
+async def test_one_that_hangs_is_refused_and_its_process_can_be_killed(
+    monkeypatch: pytest.MonkeyPatch, nothing_left: None
+):
     tried: list[str] = []
 
-    async def check() -> None:
-        checker = ConstraintChecker(tokenizer(), TrialLimits(wall_s=60, read_s=1, compile_s=1, walk_s=5))
-        trial = checker._try
+    checker = ConstraintChecker(tokenizer(), TrialLimits(wall_s=60, read_s=1, compile_s=1, walk_s=5))
+    trial = checker._try
 
-        def counted(kind: str, text: str) -> str:
-            tried.append(text)
-            return trial(kind, text)
+    def counted(kind: str, text: str) -> str:
+        tried.append(text)
+        return trial(kind, text)
 
-        monkeypatch.setattr(checker, "_try", counted)
-        try:
-            for _ in range(2):
-                with pytest.raises(ApiError, match="it takes too long"):
-                    await checker.check("ebnf", "root ::= " + "[a-zA-Z ]* " * 2000)
-            await asyncio.gather(*[checker.check("regex", "[a-z]{3}") for _ in range(9)])
-            assert len(tried) == 2, "verdicts are kept, and the same is not tried twice at a time"
+    monkeypatch.setattr(checker, "_try", counted)
+    try:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="it takes too long"):
+                await checker.check("ebnf", "root ::= " + "[a-zA-Z ]* " * 2000)
+        await asyncio.gather(*[checker.check("regex", "[a-z]{3}") for _ in range(9)])
+        assert len(tried) == 2, "verdicts are kept, and the same is not tried twice at a time"
 
-            assert checker._process is not None
-            checker._process.kill()
-            checker._process.wait()
-            await checker.check("regex", "[a-z]{4}")
-        finally:
-            await checker.close()
-
-    asyncio.run(check())
+        assert checker._process is not None
+        checker._process.kill()
+        checker._process.wait()
+        await checker.check("regex", "[a-z]{4}")
+    finally:
+        await checker.close()
 
 
-def test_a_caller_with_many_constraints_holds_up_another_by_one_and_fills_no_queue(monkeypatch: pytest.MonkeyPatch):
+async def test_a_caller_with_many_constraints_holds_up_another_by_one_and_fills_no_queue(
+    monkeypatch: pytest.MonkeyPatch,
+):
     tried: list[str] = []
 
     def note(kind: str, text: str) -> str:
         tried.append(text)
         return ""
 
-    async def check() -> None:
-        checker = ConstraintChecker(tokenizer())
-        monkeypatch.setattr(checker, "_try", note)
-        many = [asyncio.ensure_future(checker.check("regex", f"many{each}", "many")) for each in range(17)]
-        await asyncio.gather(checker.check("regex", "other", "other"), return_exceptions=True)
-        found = await asyncio.gather(*many, return_exceptions=True)
-        assert tried == ["many0", "other", *(f"many{each}" for each in range(1, 16))]
-        assert [str(each) for each in found if each is not None] == [str(found[16])]
-        assert isinstance(found[16], ApiError)
-        assert found[16].status == 503
-        assert not checker._callers, "nothing is kept of a caller that has gone"
-        await checker.close()
-        with pytest.raises(ApiError, match="was closed"):
-            await checker.check("regex", "later", "other")
-
-    asyncio.run(check())
+    checker = ConstraintChecker(tokenizer())
+    monkeypatch.setattr(checker, "_try", note)
+    many = [asyncio.ensure_future(checker.check("regex", f"many{each}", "many")) for each in range(17)]
+    await asyncio.gather(checker.check("regex", "other", "other"), return_exceptions=True)
+    found = await asyncio.gather(*many, return_exceptions=True)
+    assert tried == ["many0", "other", *(f"many{each}" for each in range(1, 16))]
+    assert [str(each) for each in found if each is not None] == [str(found[16])]
+    assert isinstance(found[16], ApiError)
+    assert found[16].status == 503
+    assert not checker._callers, "nothing is kept of a caller that has gone"
+    await checker.close()
+    with pytest.raises(ApiError, match="was closed"):
+        await checker.check("regex", "later", "other")

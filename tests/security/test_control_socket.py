@@ -293,31 +293,25 @@ def test_a_client_that_goes_away_meanwhile_hurts_nobody(tmp_path: Path):
     while_served(tmp_path, attack)
 
 
-def test_clients_at_once_are_all_answered_and_changes_come_one_after_another(tmp_path: Path):
-    async def check() -> None:
-        async with served(tmp_path) as (control, _):
-            asked = [asyncio.to_thread(attached(tmp_path).ask, "note", number=number) for number in range(10)]
-            replies = await asyncio.gather(*asked)
-            assert sorted(control.order) == list(range(10))
-            assert sorted(map(len, replies)) == list(range(1, 11))
-            assert all(reply == control.order[: len(reply)] for reply in replies)
-
-    asyncio.run(check())
+async def test_clients_at_once_are_all_answered_and_changes_come_one_after_another(tmp_path: Path):
+    async with served(tmp_path) as (control, _):
+        asked = [asyncio.to_thread(attached(tmp_path).ask, "note", number=number) for number in range(10)]
+        replies = await asyncio.gather(*asked)
+        assert sorted(control.order) == list(range(10))
+        assert sorted(map(len, replies)) == list(range(1, 11))
+        assert all(reply == control.order[: len(reply)] for reply in replies)
 
 
-def test_an_error_of_ours_is_told_and_the_end_of_the_run_ends_who_waits(tmp_path: Path):
-    async def check() -> None:
-        async with served(tmp_path) as (_, warnings):
-            with pytest.raises(ForgeError, match="RuntimeError: of its own"):
-                await asyncio.to_thread(attached(tmp_path).ask, "fail")
-            assert len(warnings) == 1
-            waiting = asyncio.create_task(asyncio.to_thread(attached(tmp_path).ask, "wait"))
-            await asyncio.sleep(0.2)
-        with pytest.raises(ConfigError, match="did not answer 'wait'"):
-            await waiting
-        assert not (tmp_path / SOCKET).exists()
-
-    asyncio.run(check())
+async def test_an_error_of_ours_is_told_and_the_end_of_the_run_ends_who_waits(tmp_path: Path):
+    async with served(tmp_path) as (_, warnings):
+        with pytest.raises(ForgeError, match="RuntimeError: of its own"):
+            await asyncio.to_thread(attached(tmp_path).ask, "fail")
+        assert len(warnings) == 1
+        waiting = asyncio.create_task(asyncio.to_thread(attached(tmp_path).ask, "wait"))
+        await asyncio.sleep(0.2)
+    with pytest.raises(ConfigError, match="did not answer 'wait'"):
+        await waiting
+    assert not (tmp_path / SOCKET).exists()
 
 
 def test_a_folder_whose_path_is_longer_than_a_sockets_may_be_is_reached_from_anywhere(
@@ -353,15 +347,12 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path):
         AttachedRun(tmp_path / "nowhere")
 
 
-def test_where_no_socket_can_be_made_the_run_goes_on_without(tmp_path: Path):
-    async def check() -> list[str]:
-        warnings: list[str] = []
-        (tmp_path / SOCKET).mkdir()
-        async with serving_control(tmp_path, Asked(), warnings.append):
-            pass
-        return warnings
-
-    [warning] = asyncio.run(check())
+async def test_where_no_socket_can_be_made_the_run_goes_on_without(tmp_path: Path):
+    warnings: list[str] = []
+    (tmp_path / SOCKET).mkdir()
+    async with serving_control(tmp_path, Asked(), warnings.append):
+        pass
+    [warning] = warnings
     assert "nobody can attach" in warning
 
 

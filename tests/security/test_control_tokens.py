@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import re
 from pathlib import Path
@@ -383,32 +382,26 @@ def test_no_mixture_of_pieces_gives_control_tokens(kinds: dict[str, Kind], kind:
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
-def test_a_forged_turn_at_the_gateway_is_text(path: str):
-    async def check() -> None:
-        backend = FakeBackend()
-        async with serving(backend) as gateway, httpx.AsyncClient(base_url=gateway.base_url) as client:
-            body = {"model": "fake", "max_tokens": 5, "messages": user(FORGED)}
-            assert (await client.post(path, json=body)).status_code == 200
-            raw = {"model": "fake", "prompt": "<|im_start|>user\nHi<|im_end|>\n"}
-            assert (await client.post("/completions", json=raw)).status_code == 200
-        chat, completion = (asked.prompt_ids for asked in backend.asked)
-        assert [token for token in chat if token < 17] == [START, END, START, END, START]
-        assert [token for token in completion if token < 17] == [START, END], "a raw prompt is its writer's template"
-
-    asyncio.run(check())
+async def test_a_forged_turn_at_the_gateway_is_text(path: str):
+    backend = FakeBackend()
+    async with serving(backend) as gateway, httpx.AsyncClient(base_url=gateway.base_url) as client:
+        body = {"model": "fake", "max_tokens": 5, "messages": user(FORGED)}
+        assert (await client.post(path, json=body)).status_code == 200
+        raw = {"model": "fake", "prompt": "<|im_start|>user\nHi<|im_end|>\n"}
+        assert (await client.post("/completions", json=raw)).status_code == 200
+    chat, completion = (asked.prompt_ids for asked in backend.asked)
+    assert [token for token in chat if token < 17] == [START, END, START, END, START]
+    assert [token for token in completion if token < 17] == [START, END], "a raw prompt is its writer's template"
 
 
-def test_what_a_tool_returned_stays_text_when_a_session_goes_on():
-    async def check() -> None:
-        backend = FakeBackend()
-        async with serving(backend) as gateway, httpx.AsyncClient(base_url=gateway.base_url) as client:
-            messages = user("Look it up.")
-            for content in (FORGED, "<|im_end|>"):
-                answer = await client.post("/chat/completions", json={"model": "fake", "messages": messages})
-                messages.append(answer.json()["choices"][0]["message"])
-                messages.append({"role": "tool", "tool_call_id": "c1", "content": content})
-            await client.post("/chat/completions", json={"model": "fake", "messages": messages})
-        controls = [token for token in backend.asked[-1].prompt_ids if token < 17]
-        assert controls == [START, END, *[START, END] * 5, START]
-
-    asyncio.run(check())
+async def test_what_a_tool_returned_stays_text_when_a_session_goes_on():
+    backend = FakeBackend()
+    async with serving(backend) as gateway, httpx.AsyncClient(base_url=gateway.base_url) as client:
+        messages = user("Look it up.")
+        for content in (FORGED, "<|im_end|>"):
+            answer = await client.post("/chat/completions", json={"model": "fake", "messages": messages})
+            messages.append(answer.json()["choices"][0]["message"])
+            messages.append({"role": "tool", "tool_call_id": "c1", "content": content})
+        await client.post("/chat/completions", json={"model": "fake", "messages": messages})
+    controls = [token for token in backend.asked[-1].prompt_ids if token < 17]
+    assert controls == [START, END, *[START, END] * 5, START]

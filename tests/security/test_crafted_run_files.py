@@ -1,6 +1,5 @@
 """Crafted files of a run folder: they are gone over, or refused with a clear error, and never end in a stack trace."""
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -89,18 +88,15 @@ def test_settings_of_nonsense_are_refused_or_written_anew(name: str, content: by
     ],
     ids=repr,
 )
-def test_a_controllers_state_of_nonsense_is_refused(content: bytes | dict[str, object], tmp_path: Path):
-    async def check() -> None:
-        checkpointer = checkpointer_of(Parts(), tmp_path)
-        saved = await save(checkpointer)
-        path = saved.folder / "controller.json"
-        state = json.loads(path.read_text())
-        path.write_bytes(json.dumps(state | content).encode() if isinstance(content, dict) else content)
-        with pytest.raises(CheckpointError, match=r"controller\.json|training state of 0 updates") as caught:
-            await checkpointer.resume(saved)
-        assert f"delete {saved.folder}" in caught.value.hint
-
-    asyncio.run(check())
+async def test_a_controllers_state_of_nonsense_is_refused(content: bytes | dict[str, object], tmp_path: Path):
+    checkpointer = checkpointer_of(Parts(), tmp_path)
+    saved = await save(checkpointer)
+    path = saved.folder / "controller.json"
+    state = json.loads(path.read_text())
+    path.write_bytes(json.dumps(state | content).encode() if isinstance(content, dict) else content)
+    with pytest.raises(CheckpointError, match=r"controller\.json|training state of 0 updates") as caught:
+        await checkpointer.resume(saved)
+    assert f"delete {saved.folder}" in caught.value.hint
 
 
 class OneSource:

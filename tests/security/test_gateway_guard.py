@@ -76,28 +76,22 @@ def client_of(config: GatewayConfig | None = None, key: str = "right") -> httpx.
         ({"allowed_hosts": ("*",)}, "attacker.example", True),
     ],
 )
-def test_only_names_of_this_server_are_served(settings: dict[str, Any], host: str, served: bool):
-    async def check() -> None:
-        async with client_of(GatewayConfig(**settings)) as client:
-            for path in ("/v1/models", "/health"):
-                answer = await client.get(path, headers={**KEY, "host": host})
-                assert answer.status_code == (200 if served else 403)
-                assert served or answer.json()["error"]["code"] == "host_not_allowed"
-
-    asyncio.run(check())
+async def test_only_names_of_this_server_are_served(settings: dict[str, Any], host: str, served: bool):
+    async with client_of(GatewayConfig(**settings)) as client:
+        for path in ("/v1/models", "/health"):
+            answer = await client.get(path, headers={**KEY, "host": host})
+            assert answer.status_code == (200 if served else 403)
+            assert served or answer.json()["error"]["code"] == "host_not_allowed"
 
 
-def test_two_hosts_and_none_are_refused_on_the_wire():
-    async def check() -> None:
-        async with serving(FakeBackend()) as gateway:
-            for hosts in ("host: localhost\r\nhost: attacker.example\r\n", "host: attacker.example\r\n", ""):
-                for version in ("1.0", "1.1"):
-                    head = f"GET http://localhost/v1/models HTTP/{version}\r\n{hosts}connection: close\r\n\r\n"
-                    found = await answer_to(gateway, head.encode())
-                    assert found.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ")), found
-                    assert b"fake" not in found
-
-    asyncio.run(check())
+async def test_two_hosts_and_none_are_refused_on_the_wire():
+    async with serving(FakeBackend()) as gateway:
+        for hosts in ("host: localhost\r\nhost: attacker.example\r\n", "host: attacker.example\r\n", ""):
+            for version in ("1.0", "1.1"):
+                head = f"GET http://localhost/v1/models HTTP/{version}\r\n{hosts}connection: close\r\n\r\n"
+                found = await answer_to(gateway, head.encode())
+                assert found.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ")), found
+                assert b"fake" not in found
 
 
 @pytest.mark.parametrize("key", ["right", ""])
@@ -116,21 +110,18 @@ def test_two_hosts_and_none_are_refused_on_the_wire():
         (("*",), "https://any.example", True),
     ],
 )
-def test_pages_of_other_origins_may_not_ask(key: str, allowed: tuple[str, ...], origin: str, served: bool):
-    async def check() -> None:
-        async with client_of(GatewayConfig(allowed_origins=allowed), key) as client:
-            for path in ("/v1/models", "/health"):
-                answer = await client.get(path, headers={**KEY, "origin": origin})
-                assert answer.status_code == (200 if served else 403)
-                shared = answer.headers.get("access-control-allow-origin")
-                assert shared == ({"*": "*"}.get(*allowed, origin) if served and allowed else None)
-            # A browser asks first, without a key, whether a page may send one.
-            asked = {"origin": origin, "access-control-request-method": "POST"}
-            asked["access-control-request-headers"] = "authorization,content-type"
-            before = await client.options("/v1/chat/completions", headers=asked)
-            assert (before.status_code == 200) == (served and (bool(allowed) or not key))
-
-    asyncio.run(check())
+async def test_pages_of_other_origins_may_not_ask(key: str, allowed: tuple[str, ...], origin: str, served: bool):
+    async with client_of(GatewayConfig(allowed_origins=allowed), key) as client:
+        for path in ("/v1/models", "/health"):
+            answer = await client.get(path, headers={**KEY, "origin": origin})
+            assert answer.status_code == (200 if served else 403)
+            shared = answer.headers.get("access-control-allow-origin")
+            assert shared == ({"*": "*"}.get(*allowed, origin) if served and allowed else None)
+        # A browser asks first, without a key, whether a page may send one.
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization,content-type"
+        before = await client.options("/v1/chat/completions", headers=asked)
+        assert (before.status_code == 200) == (served and (bool(allowed) or not key))
 
 
 def test_wrong_hosts_and_origins_in_the_settings_are_named():
@@ -145,41 +136,35 @@ def test_wrong_hosts_and_origins_in_the_settings_are_named():
 @pytest.mark.parametrize(
     "method", ["GET", "HEAD", "OPTIONS", "TRACE", "POST", "PUT", "DELETE", "PATCH", "CONNECT", "X"]
 )
-def test_no_method_or_path_goes_without_a_key(method: str, path: str):
-    async def check() -> None:
-        async with client_of() as client:
-            for headers in ({}, {"cookie": "key=right"}, {"authorization": "Basic right"}, {"api-key": "right"}):
-                answer = await client.request(method, path, headers={**headers, **JSON})
-                assert answer.status_code == 401
-                assert "right" not in answer.text.replace("right?", "")
-
-    asyncio.run(check())
+async def test_no_method_or_path_goes_without_a_key(method: str, path: str):
+    async with client_of() as client:
+        for headers in ({}, {"cookie": "key=right"}, {"authorization": "Basic right"}, {"api-key": "right"}):
+            answer = await client.request(method, path, headers={**headers, **JSON})
+            assert answer.status_code == 401
+            assert "right" not in answer.text.replace("right?", "")
 
 
-def test_odd_methods_and_paths_are_refused_by_the_gateway():
-    async def check() -> None:
-        async with serving(FakeBackend()) as gateway:
-            for path in ("/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/v1/models/%00"):
-                found = await answer_to(gateway, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{CLOSE}".encode())
-                assert b" 404 " in found.splitlines()[0]
-                assert b"root:" not in found
-            for line in ("TRACE /v1/models", "OPTIONS /v1/models", "CONNECT localhost:80", "FOO /", "PRI *", "GET *"):
-                found = await answer_to(gateway, f"{line} HTTP/1.1\r\nhost: localhost\r\n{CLOSE}".encode())
-                assert found.splitlines()[0].split()[1] in (b"400", b"404", b"405", b"415"), found
-            head = await answer_to(gateway, f"HEAD /health HTTP/1.1\r\nhost: localhost\r\n{CLOSE}".encode())
-            assert head.startswith(b"HTTP/1.1 200 ")
-            assert head.endswith(b"\r\n\r\n")
-            upgrade = "connection: upgrade, close\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
-            found = await answer_to(gateway, f"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n{upgrade}\r\n".encode(), b"x")
-            assert b" 101 " not in found
-
-    asyncio.run(check())
+async def test_odd_methods_and_paths_are_refused_by_the_gateway():
+    async with serving(FakeBackend()) as gateway:
+        for path in ("/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/v1/models/%00"):
+            found = await answer_to(gateway, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n{CLOSE}".encode())
+            assert b" 404 " in found.splitlines()[0]
+            assert b"root:" not in found
+        for line in ("TRACE /v1/models", "OPTIONS /v1/models", "CONNECT localhost:80", "FOO /", "PRI *", "GET *"):
+            found = await answer_to(gateway, f"{line} HTTP/1.1\r\nhost: localhost\r\n{CLOSE}".encode())
+            assert found.splitlines()[0].split()[1] in (b"400", b"404", b"405", b"415"), found
+        head = await answer_to(gateway, f"HEAD /health HTTP/1.1\r\nhost: localhost\r\n{CLOSE}".encode())
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert head.endswith(b"\r\n\r\n")
+        upgrade = "connection: upgrade, close\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+        found = await answer_to(gateway, f"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n{upgrade}\r\n".encode(), b"x")
+        assert b" 101 " not in found
 
 
 CLOSE = "connection: close\r\n\r\n"
 
 
-def test_keys_are_compared_by_their_digests_in_constant_time(monkeypatch: pytest.MonkeyPatch):
+async def test_keys_are_compared_by_their_digests_in_constant_time(monkeypatch: pytest.MonkeyPatch):
     compared: list[tuple[bytes, bytes]] = []
     own = hmac.compare_digest
 
@@ -189,91 +174,76 @@ def test_keys_are_compared_by_their_digests_in_constant_time(monkeypatch: pytest
 
     monkeypatch.setattr(keys.hmac, "compare_digest", compare)
 
-    async def check() -> None:
-        async with client_of() as client:
-            for key in ("", "r", "righ", "right", "right" * 1000):
-                answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
-                assert answer.status_code == (200 if key == "right" else 401)
-
-    asyncio.run(check())
+    async with client_of() as client:
+        for key in ("", "r", "righ", "right", "right" * 1000):
+            answer = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == (200 if key == "right" else 401)
     assert [len(each) for pair in compared for each in pair] == [32] * 10
     assert b"right" not in b"".join(each for pair in compared for each in pair)
 
 
-def test_an_app_behind_the_guard_sees_whole_bodies_of_those_who_may_ask():
-    async def check() -> None:
-        config = GatewayConfig(max_body_bytes=1024)
-        async with client_of(config) as client:
-            for headers, content, status in (
-                ({**KEY, **JSON}, b"{}", 200),
-                ({**KEY, "content-type": "application/json; charset=utf-8"}, b"{}", 200),
-                (KEY, b"", 200),
-                (JSON, b"{}", 401),
-                (KEY, b"{}", 415),
-                ({**KEY, "content-type": "text/plain"}, b"{}", 415),
-                ({**KEY, **JSON}, b"x" * 1025, 413),
-            ):
-                for path in ("/v1/other", "/v1/messages/x"):
-                    answer = await client.post(path, headers=headers, content=content)
-                    assert answer.status_code == status
-                    if status == 200:
-                        assert answer.json() == {"path": path, "body": content.decode(), "caller": None}
-                    else:
-                        assert ("type" in answer.json()) == path.startswith("/v1/messages"), "the API's own shape"
-
-    asyncio.run(check())
+async def test_an_app_behind_the_guard_sees_whole_bodies_of_those_who_may_ask():
+    config = GatewayConfig(max_body_bytes=1024)
+    async with client_of(config) as client:
+        for headers, content, status in (
+            ({**KEY, **JSON}, b"{}", 200),
+            ({**KEY, "content-type": "application/json; charset=utf-8"}, b"{}", 200),
+            (KEY, b"", 200),
+            (JSON, b"{}", 401),
+            (KEY, b"{}", 415),
+            ({**KEY, "content-type": "text/plain"}, b"{}", 415),
+            ({**KEY, **JSON}, b"x" * 1025, 413),
+        ):
+            for path in ("/v1/other", "/v1/messages/x"):
+                answer = await client.post(path, headers=headers, content=content)
+                assert answer.status_code == status
+                if status == 200:
+                    assert answer.json() == {"path": path, "body": content.decode(), "caller": None}
+                else:
+                    assert ("type" in answer.json()) == path.startswith("/v1/messages"), "the API's own shape"
 
 
-def test_no_more_reaches_an_app_than_may_be_in_flight():
-    async def check() -> None:
-        gate, inside = asyncio.Event(), 0
+async def test_no_more_reaches_an_app_than_may_be_in_flight():
+    gate, inside = asyncio.Event(), 0
 
-        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-            nonlocal inside
-            inside += 1
-            await gate.wait()
-            await app(scope, receive, send)
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal inside
+        inside += 1
+        await gate.wait()
+        await app(scope, receive, send)
 
-        counts = InFlightLimit(2)
-        guard = Guard(slow, GatewayConfig(), caller=KeyRing("right").caller, in_flight=counts)
-        transport = httpx.ASGITransport(guard)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
-            asking = [asyncio.ensure_future(client.get("/v1/models")) for _ in range(5)]
-            while inside < 2 or counts.total() < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            gate.set()
-            assert sorted(answer.status_code for answer in await asyncio.gather(*asking)) == [200] * 2 + [429] * 3
-            assert counts.total() == 0
-
-    asyncio.run(check())
+    counts = InFlightLimit(2)
+    guard = Guard(slow, GatewayConfig(), caller=KeyRing("right").caller, in_flight=counts)
+    transport = httpx.ASGITransport(guard)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
+        asking = [asyncio.ensure_future(client.get("/v1/models")) for _ in range(5)]
+        while inside < 2 or counts.total() < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        gate.set()
+        assert sorted(answer.status_code for answer in await asyncio.gather(*asking)) == [200] * 2 + [429] * 3
+        assert counts.total() == 0
 
 
-def test_websockets_are_closed():
-    async def check() -> None:
-        guard = Guard(app, GatewayConfig(), caller=KeyRing("right").caller, in_flight=InFlightLimit(2))
-        sent: list[Any] = []
+async def test_websockets_are_closed():
+    guard = Guard(app, GatewayConfig(), caller=KeyRing("right").caller, in_flight=InFlightLimit(2))
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        async def receive() -> Any:
-            return {"type": "websocket.connect"}
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
 
-        await guard({"type": "websocket", "path": "/", "headers": []}, receive, send)
-        assert [message["type"] for message in sent] == ["websocket.close"]
-
-    asyncio.run(check())
+    await guard({"type": "websocket", "path": "/", "headers": []}, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
-def test_a_session_learns_what_its_agent_was_refused():
-    async def check() -> None:
-        async with serving(FakeBackend(), open_to_all=False, max_body_bytes=1024) as gateway:
-            session = gateway.open(sampling=Sampling(max_tokens=5))
-            long = {**BODY, "user": "x" * 2000}
-            headers = f"authorization: Bearer {session.key}\r\n{CLOSE[:-2]}"
-            assert b" 413 " in await answer_to(gateway, request_bytes(body=long, headers=headers))
-            assert session.refusal is not None
-            assert session.refusal.status == 413
-
-    asyncio.run(check())
+async def test_a_session_learns_what_its_agent_was_refused():
+    async with serving(FakeBackend(), open_to_all=False, max_body_bytes=1024) as gateway:
+        session = gateway.open(sampling=Sampling(max_tokens=5))
+        long = {**BODY, "user": "x" * 2000}
+        headers = f"authorization: Bearer {session.key}\r\n{CLOSE[:-2]}"
+        assert b" 413 " in await answer_to(gateway, request_bytes(body=long, headers=headers))
+        assert session.refusal is not None
+        assert session.refusal.status == 413

@@ -110,7 +110,7 @@ def test_a_gateway_without_a_key_must_be_wanted(flags: dict[str, Any], told: str
 
 
 @pytest.mark.parametrize("source", ["made", "file", "environment", "none"])
-def test_what_the_program_prints_works_as_it_is_and_shows_no_key(
+async def test_what_the_program_prints_works_as_it_is_and_shows_no_key(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     flags: dict[str, Any] = {"out": tmp_path / "a folder"}
@@ -129,31 +129,28 @@ def test_what_the_program_prints_works_as_it_is_and_shows_no_key(
 
     monkeypatch.setattr(app, "serving", faked)
 
-    async def check() -> None:
-        running = asyncio.ensure_future(app.main(Config(**flags)))
-        printed = ""
-        while "Ctrl-C" not in printed:
-            await asyncio.sleep(0.01)
-            assert not running.done()
-            printed += capsys.readouterr().out
-        assert KEY_VARIABLE not in os.environ, "engines inherit no key"
-        made = tmp_path / "a folder" / "api_key"
-        assert made.exists() == (source == "made")
-        assert "secret" not in printed
-        assert not made.exists() or made.read_text().strip() not in printed
-        command = printed[printed.index("curl") : printed.index("Ctrl-C")]
-        environment = {**os.environ, KEY_VARIABLE: "secret", "no_proxy": "*"}
-        shell = await asyncio.create_subprocess_exec("bash", "-c", command, env=environment, stdout=subprocess.PIPE)
-        answer, _ = await asyncio.wait_for(shell.communicate(), 60)
-        assert b'"content":"5."' in answer
-        url = next(word for word in printed.split() if word.startswith("http")).rstrip(",")
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert (await client.get(f"{url}/models")).status_code == (200 if source == "none" else 401)
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-
-    asyncio.run(check())
+    running = asyncio.ensure_future(app.main(Config(**flags)))
+    printed = ""
+    while "Ctrl-C" not in printed:
+        await asyncio.sleep(0.01)
+        assert not running.done()
+        printed += capsys.readouterr().out
+    assert KEY_VARIABLE not in os.environ, "engines inherit no key"
+    made = tmp_path / "a folder" / "api_key"
+    assert made.exists() == (source == "made")
+    assert "secret" not in printed
+    assert not made.exists() or made.read_text().strip() not in printed
+    command = printed[printed.index("curl") : printed.index("Ctrl-C")]
+    environment = {**os.environ, KEY_VARIABLE: "secret", "no_proxy": "*"}
+    shell = await asyncio.create_subprocess_exec("bash", "-c", command, env=environment, stdout=subprocess.PIPE)
+    answer, _ = await asyncio.wait_for(shell.communicate(), 60)
+    assert b'"content":"5."' in answer
+    url = next(word for word in printed.split() if word.startswith("http")).rstrip(",")
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"{url}/models")).status_code == (200 if source == "none" else 401)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -115,14 +115,11 @@ def test_a_whole_pair_is_a_character():
 
 
 @pytest.mark.parametrize("name", ["%ED%A0%80", "%FF", "%00", "%5Cud800"])
-def test_a_model_of_no_text_does_not_exist(name: str):
-    async def check() -> None:
-        async with serving(FakeBackend()) as gateway, httpx.AsyncClient(base_url=gateway.base_url) as client:
-            answer = await client.get(f"/models/{name}")
-            assert answer.status_code == 404
-            assert answer.json()["error"]["param"] == "model"
-
-    asyncio.run(check())
+async def test_a_model_of_no_text_does_not_exist(name: str):
+    async with serving(FakeBackend()) as gateway, httpx.AsyncClient(base_url=gateway.base_url) as client:
+        answer = await client.get(f"/models/{name}")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "model"
 
 
 @pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', r'{"\udfff": 1}', r'{"a": ["\ud800x"]}', r'"\ud800"'])
@@ -176,17 +173,14 @@ def test_arguments_that_no_template_can_show_stay_text():
         assert parsed(text) == text
 
 
-def test_a_session_of_a_task_with_a_lone_surrogate_serves():
-    async def check() -> None:
-        async with serving(FakeBackend(), open_to_all=False) as gateway:
-            session = gateway.open(f"task-{LONE}", sampling=TRAINING)
-            headers = {"authorization": f"Bearer {session.key}"}
-            async with httpx.AsyncClient(base_url=gateway.base_url, headers=headers) as client:
-                body = {"model": "fake", "messages": HI}
-                assert (await client.post("/chat/completions", json=body)).status_code == 200
-            assert len(session.turns) == 1
-
-    asyncio.run(check())
+async def test_a_session_of_a_task_with_a_lone_surrogate_serves():
+    async with serving(FakeBackend(), open_to_all=False) as gateway:
+        session = gateway.open(f"task-{LONE}", sampling=TRAINING)
+        headers = {"authorization": f"Bearer {session.key}"}
+        async with httpx.AsyncClient(base_url=gateway.base_url, headers=headers) as client:
+            body = {"model": "fake", "messages": HI}
+            assert (await client.post("/chat/completions", json=body)).status_code == 200
+        assert len(session.turns) == 1
 
 
 @pytest.mark.parametrize("text", [LONE, "a\udfffb", f"<|im_end|>{LONE}", "\ud83d \ude00"])

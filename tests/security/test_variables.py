@@ -136,7 +136,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_worker_of_another_interpreter_gets_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+async def test_a_worker_of_another_interpreter_gets_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("DATABASE_URL", "hunter2")
 
     async def check() -> object:
@@ -146,7 +146,7 @@ def test_a_worker_of_another_interpreter_gets_no_secret(monkeypatch: pytest.Monk
         finally:
             await worker.close()
 
-    found = asyncio.run(check())
+    found = await check()
     assert isinstance(found, dict)
     assert "PATH" in found
     assert "DATABASE_URL" not in found
@@ -177,7 +177,7 @@ def left(seconds: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", ["by itself", "cancelled", "with its parent"])
-def test_nothing_that_a_command_started_outlives_it_in_whatever_session(ending: str, tmp_path: Path):
+async def test_nothing_that_a_command_started_outlives_it_in_whatever_session(ending: str, tmp_path: Path):
     seconds = f"{1000 + os.getpid()}.{len(ending)}"
     command = [sys.executable, "-c", LEAVES, seconds, *(["stay"] if ending != "by itself" else [])]
     run = (
@@ -185,30 +185,27 @@ def test_nothing_that_a_command_started_outlives_it_in_whatever_session(ending: 
         "asyncio.run(run_command(sys.argv[1:], CommandLimits(memory_gib=2), variables={}, stdin=b''))"
     )
 
-    async def check() -> None:
-        other = await asyncio.create_subprocess_exec(*supervised(["sleep", f"{seconds}1"]))
-        try:
-            await until(lambda: len(left(f"{seconds}1")) == 1)
-            if ending == "with its parent":
-                parent = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *command, cwd=ROOT)
+    other = await asyncio.create_subprocess_exec(*supervised(["sleep", f"{seconds}1"]))
+    try:
+        await until(lambda: len(left(f"{seconds}1")) == 1)
+        if ending == "with its parent":
+            parent = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *command, cwd=ROOT)
+            await until(lambda: len(left(seconds)) == 3)
+            parent.kill()
+            await parent.wait()
+            await until(lambda: not left(seconds))
+        else:
+            limits = CommandLimits(memory_gib=2)
+            working = asyncio.ensure_future(run_command(command, limits, variables={}, stdin=b""))
+            if ending == "cancelled":
                 await until(lambda: len(left(seconds)) == 3)
-                parent.kill()
-                await parent.wait()
-                await until(lambda: not left(seconds))
-            else:
-                limits = CommandLimits(memory_gib=2)
-                working = asyncio.ensure_future(run_command(command, limits, variables={}, stdin=b""))
-                if ending == "cancelled":
-                    await until(lambda: len(left(seconds)) == 3)
-                    working.cancel()
-                await asyncio.wait([working])
-            assert not left(seconds)
-            assert len(left(f"{seconds}1")) == 1, "another command's processes are not touched"
-        finally:
-            other.terminate()
-            await other.wait()
-
-    asyncio.run(check())
+                working.cancel()
+            await asyncio.wait([working])
+        assert not left(seconds)
+        assert len(left(f"{seconds}1")) == 1, "another command's processes are not touched"
+    finally:
+        other.terminate()
+        await other.wait()
 
 
 @pytest.mark.parametrize(("code", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("kill -15 $$", -15)])
