@@ -39,7 +39,7 @@ from forge_rl.algorithms.evaluation import Comparison, compare_paired
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.architecture import read_served
 from forge_rl.engines.context import positions, with_longest_context
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import AgentEnvironment
@@ -292,7 +292,7 @@ def with_room(config: Config, folders: Mapping[str, Path]) -> Config:
         plain.max_model_len,
     ):
         return config
-    max_context = min(positions(read_architecture(folder)) for folder in folders.values())
+    max_context = min(positions(read_served(folder)) for folder in folders.values())
     context = min(max_context, benchmark_tokens + _PROMPT_TOKENS)
     room = replace(generator, max_model_len=context, max_tokens=min(benchmark_tokens, max(1, context // 2)))
     return replace(config, generator=room)

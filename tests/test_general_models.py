@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import layouts
-from forge_rl.engines.architecture import check_weights, read_architecture
+from forge_rl.engines.architecture import check_weights, read_architecture, read_served
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.families import FAMILIES
+from forge_rl.engines.families.general import COMPARED
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError, ModelError
@@ -141,6 +142,9 @@ def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
         ({"model_type": "mistral", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"model_type": "mistral", "num_attention_heads": "four"}, "mistral|num_attention_heads"),
         ({"model_type": "bloom"}, "bloom"),
+        ({"model_type": "afmoe"}, "chooses experts by biases in float32"),
+        ({"model_type": "llama4_text"}, "attn_temperature_tuning"),
+        ({"model_type": "gemma4_text"}, "heads of different sizes"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, message: str, tmp_path: Path):
@@ -168,6 +172,25 @@ def test_layouts_that_it_does_not_have_are_refused(settings: dict, message: str,
     make_model(tmp_path, "mistral")
     with pytest.raises(ConfigError, match=message):
         check_model(TrainSettings(**settings), 2, read_architecture(tmp_path))
+
+
+def test_what_transformers_code_does_not_run_on_rows_is_named_by_the_plan(tmp_path: Path):
+    make_model(tmp_path, "doge", vocab_size=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with pytest.raises(ModelError, match="transformers' code of a 'doge' does not run on packed rows"):
+        plan_training(tmp_path, TrainSettings(dtype="float32", seq_len=64), ranks=1, reference=False)
+
+
+def test_a_llama_with_biases_is_refused_with_the_flag_that_trains_it_and_is_served(tmp_path: Path):
+    make_model(tmp_path, "llama", attention_bias=True)
+    with pytest.raises(ModelError, match="asks for attention_bias") as refused:
+        read_architecture(tmp_path)
+    assert "--trainer.modelling transformers" in refused.value.hint
+    assert read_served(tmp_path).family.general
+    assert read_architecture(tmp_path, "transformers").max_positions == read_served(tmp_path).max_positions
+
+
+def test_types_that_the_zoo_compares_are_named_as_compared():
+    assert {checkpoint.family for checkpoint in GENERAL.values()} <= COMPARED
 
 
 def test_native_modelling_of_another_family_is_refused(tmp_path: Path):

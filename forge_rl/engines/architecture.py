@@ -19,7 +19,7 @@ from forge_rl.errors import ModelError
 from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, stored_bytes, tensor_files
 from forge_rl.weights.names import VALUE_HEAD, Names
 
-__all__ = ["Architecture", "check_weights", "predicting_layers", "read_architecture", "stored_bytes"]
+__all__ = ["Architecture", "check_weights", "predicting_layers", "read_architecture", "read_served", "stored_bytes"]
 
 _TRAINED = (".weight", ".bias")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -96,6 +96,21 @@ def _weight_names(architecture: Architecture) -> Iterator[str]:
             if not titan_name.startswith(tuple(absent_prefixes)):
                 experts = range(a.experts.count) if a.experts is not None and "{}" in hf_name else [0]
                 yield from (f"model.layers.{layer}.{hf_name.format(expert)}" for expert in experts)
+
+
+def read_served(folder: Path) -> Architecture:
+    """Read config.json of a model that engines alone run: as transformers has it where the native family refuses it.
+
+    Raises:
+        ModelError: as `read_architecture`.
+    """
+    try:
+        return read_architecture(folder)
+    except ModelError as error:
+        try:
+            return read_architecture(folder, "transformers")
+        except ModelError:
+            raise error from None
 
 
 def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architecture:

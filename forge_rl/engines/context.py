@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.architecture import read_served
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
@@ -50,7 +50,7 @@ def with_longest_context(settings: S, folder: Path, *, min_tokens: int, max_toke
     """
     if settings.max_model_len != DecodeSettings.max_model_len:
         return settings
-    architecture = read_architecture(folder)
+    architecture = read_served(folder)
     tokens = min(max_tokens or positions(architecture), positions(architecture))
     while tokens > min_tokens:
         candidate = replace(settings, max_model_len=tokens)

@@ -253,7 +253,8 @@ class ConfigFile:
         if option_names := [name for name, is_set in unsupported_options.items() if is_set]:
             raise ModelError(
                 f"{self.path} asks for {', '.join(option_names)}, which the trainer does not support",
-                hint=f"use a model of the plain {self.family.model_type!r} architecture",
+                hint=f"use a model of the plain {self.family.model_type!r} architecture, or train on transformers' own "
+                "code: --trainer.modelling transformers",
             )
         self.need("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
         self.need("max_position_embeddings", "intermediate_size")

@@ -28,7 +28,18 @@ _RECURRENT_KINDS = ("linear_attention", "conv")
 """Kinds of layers whose state `titan.general_state` restarts."""
 _MIXERS = ("linear_attn", "mamba", "conv", "mixer")
 """Names of the module with the state in transformers' layers of these kinds."""
-_STEERING = "e_score_correction_bias"
+COMPARED = frozenset(
+    (
+        *("apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "diffllama", "ernie4_5", "exaone4"),
+        *("flex_olmo", "gemma2", "gemma3_text", "glm", "glm4", "granite", "granitemoehybrid", "hunyuan_v1_dense"),
+        *("hyperclovax", "jetmoe", "lfm2", "llama", "ministral", "ministral3", "mistral", "mixtral", "nanochat"),
+        *("nemotron", "olmo", "olmo2", "olmo3", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe"),
+        *("qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+    )
+)
+"""Types whose packed rows were compared with transformers, one episode at a time; see docs/running/models.md."""
+_STEERING = ("e_score_correction_bias", "expert_bias")
+"""Ends of the names of biases that only choose experts."""
 _CAN = "the trainer takes decoders of full, sliding-window, chunked and linear attention, and short convolutions"
 
 
@@ -247,10 +258,14 @@ def _check_layers(path: Path, config: Any, model: Any) -> None:
         problem = f"has layers of {', '.join(other_kinds)}, which might carry a state from one episode into the next"
     elif getattr(model, "_is_stateful", False) and not kinds:
         problem = "has recurrent layers, whose state would run on from one episode into the next"
+    elif not _is_uniform(config):
+        problem = "has layers with heads of different sizes"
     elif not _has_interface(model):
         problem = "does without transformers' attention interface"
     elif getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         problem = "is no decoder"
+    elif getattr(config, "attn_temperature_tuning", False):
+        problem = "scales scores by a token's place in the row (attn_temperature_tuning), instead of in its episode"
     elif "dynamic" in _rope_types(config):
         problem = "has RoPE of type 'dynamic', whose angles depend on the longest episode of a row"
     if problem:
@@ -267,6 +282,16 @@ def _has_interface(model: Any) -> bool:
     return getattr(model, "_supports_attention_backend", False) or hasattr(
         sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"
     )
+
+
+def _is_uniform(config: Any) -> bool:
+    """Return whether all layers have heads of the same number and size; a config of others refuses to name them."""
+    try:
+        for name in ("head_dim", "num_attention_heads", "num_key_value_heads"):
+            getattr(config, name, None)
+    except Exception:  # of a class of transformers that is no AttributeError
+        return False
+    return True
 
 
 def recurrent_mixers(causal: Any) -> list[nn.Module]:

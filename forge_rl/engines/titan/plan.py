@@ -27,6 +27,7 @@ from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
+from forge_rl.errors import ForgeError, ModelError
 from forge_rl.packing.rows import Row
 
 
@@ -184,7 +185,19 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         for layer in layers
     ]
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    row, head = _row_bytes(model, settings, resolve_dtype(settings.dtype), tokens, architecture.window is not None)
+    try:
+        row, head = _row_bytes(model, settings, resolve_dtype(settings.dtype), tokens, architecture.window is not None)
+    except ForgeError:
+        raise
+    except Exception as error:
+        if not architecture.family.general:
+            raise
+        cause = next(iter(str(error).strip().splitlines()), "")
+        raise ModelError(
+            f"transformers' code of a {architecture.family.model_type!r} does not run on packed rows: "
+            f"{type(error).__name__}: {cause:.200}",
+            hint="use a model of another architecture",
+        ) from error
     return MemoryTrace(
         count=sum(size for size, _ in sizes),
         trained=sum(size for size, is_trained in sizes if is_trained),

@@ -88,7 +88,7 @@ def with_defaults(
     """
     gpu, ranks = gpu_bytes(), config.trainer.ranks
     if critic is not None:
-        check_critic(config, critic, read_architecture(Path(critic.model) if critic.model else model))
+        check_critic(config, critic, read_architecture(Path(critic.model or model), critic.modelling))
     if not gpu:
         return config, critic, []
 
@@ -96,7 +96,9 @@ def with_defaults(
         plan = plan_training(model, settings, ranks=ranks, reference=reference, values=values)
         return plan if critic is None else replace(plan, reference=plan.reference + _critic_state(critic, model))
 
-    config, lines = choose(config, read_architecture(model), gpu=gpu, num_gpus=gpus(), memory=memory)
+    config, lines = choose(
+        config, read_architecture(model, config.trainer.modelling), gpu=gpu, num_gpus=gpus(), memory=memory
+    )
     if critic is not None:
         critic = replace(
             critic,

@@ -82,7 +82,7 @@ def show_plan(config: object) -> None:
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     loss, reference, values = tried_loss(config)
     model = resolve_model(config.model, config.cache).resolve()
-    if not (architecture := read_architecture(model)).quantized:
+    if not (architecture := read_architecture(model, config.trainer.modelling)).quantized:
         check_weights(model, architecture, values=values)
     drafts = resolve_draft_model(config.generator.speculation, model, config.cache)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
@@ -153,7 +153,8 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
         models: the run's models; only their config.json is read.
         traces: earlier traces of the policy's model, to which new ones are added.
     """
-    trainer, critic, architecture = config.trainer, models.critic, read_architecture(models.policy)
+    trainer, critic = config.trainer, models.critic
+    architecture = read_architecture(models.policy, trainer.modelling)
     rank_memory = plan_training(
         models.policy,
         trainer,
@@ -238,7 +239,7 @@ def check_state_fits(config: RunConfig, models: RunModels) -> None:
     Raises:
         ConfigError: they do not fit.
     """
-    architecture, critic = read_architecture(models.policy), models.critic
+    architecture, critic = read_architecture(models.policy, config.trainer.modelling), models.critic
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
     split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
     moments = moments_bytes(config.trainer.optimizer_state)
@@ -249,7 +250,7 @@ def check_state_fits(config: RunConfig, models: RunModels) -> None:
     is_offloaded = on_gpu and config.trainer.enable_cpu_offload
     critic_needs = []
     if critic is not None:
-        weights = read_architecture(models.critic_folder).weights
+        weights = read_architecture(models.critic_folder, critic.modelling).weights
         per_weight = 8 + moments_bytes(critic.optimizer_state)
         critic_bytes = int(per_weight * weights) // (critic.ranks // critic.data_parallel_replicate_degree)
         if on_gpu:

@@ -22,6 +22,8 @@ from forge_rl.engines.architecture import (
 from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.factory import plan_training
+from forge_rl.engines.families.general import COMPARED
 from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.metrics import RunLog
 from forge_rl.models.cache import Progress
@@ -107,6 +109,12 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     critic, folders = await asyncio.to_thread(_resolved, config, model, setup, progress, keeper)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, choices = await asyncio.to_thread(choosing)
+    if architecture.family.general and architecture.family.model_type not in COMPARED:
+        # A pass on the meta device: what does not run on packed rows is refused before services start.
+        passing = partial(
+            plan_training, model, config.trainer, ranks=config.trainer.ranks, reference=reference, values=values
+        )
+        await asyncio.to_thread(passing)
     if setup.teachers is not None:
         check_teachers(config, setup.teachers, folders)
     models = RunModels(
@@ -187,7 +195,13 @@ def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, l
     if warning := rounded_rollouts(config.generator.quantization, loss):
         log.warn(warning)
     if architecture.family.general:
-        log.event(f"{name} is a {architecture.family.model_type!r}: transformers' code trains it, sharded by FSDP")
+        kind = architecture.family.model_type
+        log.event(f"{name} is a {kind!r}: transformers' code trains it, sharded by FSDP")
+        if kind not in COMPARED:
+            log.warn(
+                f"a {kind!r} on packed rows was never compared with transformers, one episode at a time: watch the gap "
+                "between engine and trainer, logprob_gap, from the first step on"
+            )
     if architecture.untied_by_files:
         log.warn(
             f"config.json of {name} has tie_word_embeddings, but its files hold an lm_head.weight that differs from "
@@ -211,9 +225,9 @@ def _resolved(
     if critic is not None and critic.model:
         folder = resolve_model(critic.model, config.cache, progress).resolve()
         folder = keeper.keep("--critic.model", critic.model, folder, weights=False)
-        if read_architecture(folder).quantized:
+        if read_architecture(folder, critic.modelling).quantized:
             folder = dequantized(folder, config.cache, progress)
-        check_weights(folder, read_architecture(folder), values=True)
+        check_weights(folder, read_architecture(folder, critic.modelling), values=True)
         critic = replace(critic, model=str(folder))
     folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
     kept_folders = {
@@ -272,4 +286,4 @@ async def _check_tasks(
 
 def longest_example(config: RunConfig, model: Path) -> int:
     """Return the maximum tokens of an example: a row's, or the model's positions if these are fewer."""
-    return min(config.trainer.longest_row, read_architecture(model).max_positions)
+    return min(config.trainer.longest_row, read_architecture(model, config.trainer.modelling).max_positions)
