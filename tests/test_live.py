@@ -353,4 +353,5 @@ def test_a_change_of_replicas_that_is_refused_in_part_changes_nothing() -> None:
         assert (knob.read(), knob.changes(), said) == ({"engines": 1, "environments": 1}, {}, [])
     knob.put({"engines": 3, "environments": 2})
     assert knob.changes() == {"engines": 3, "environments": 2}
+    knob.put({})
     assert said == ["engines 1 -> 3, environments 1 -> 2"]

@@ -45,7 +45,7 @@ def test_the_run_repeats_the_loop_and_the_phases_of_grpo() -> None:
     )
 
     phases = calls(body(getsource(grpo), "step", "run")[1:])
-    ours = calls(body(getsource(rl.Run.train_on), "train_on", "self"))
+    ours = calls(body(getsource(rl.Run.train_on), "train_on", "self")[1:])  # after the look at the advantages
     wanted = [each.replace("rl.pack", "pack") for each in phases if "batch_advantages" not in each]
     temperature = "temperature=it.generator.sampling.temperature"
     assert [each.replace("temperature=temperature", temperature) for each in ours] == wanted

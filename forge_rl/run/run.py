@@ -267,8 +267,16 @@ class Run(Generic[C]):
 
         Args:
             advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`. Given examples have none.
+
+        Raises:
+            ConfigError: generated episodes came without advantages.
         """
         if advantages is None:
+            if not isinstance(self.batches, Examples):
+                raise ConfigError(
+                    "train_on() got generated episodes without advantages",
+                    hint="pass them: run.train_on(batch, rl.batch_advantages(batch))",
+                )
             advantages = batch.rewards
         with self.phase("train"):
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)

@@ -104,7 +104,7 @@ class Knob:
         self.put(values)
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Set values.
+        """Set values; of none, nothing changes, and nothing is told.
 
         Raises:
             ConfigError: one is unknown, or cannot be; nothing has then changed.
@@ -116,6 +116,8 @@ class Knob:
                     f"the run's {self.name} {name!r} cannot change in a live run", hint=f"set one of {names}"
                 )
             self._bounds[name].check(value)
+        if not values:
+            return
         old_values = self._numbers()
         self.set(values)
         self._written |= values
