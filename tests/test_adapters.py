@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_rl.errors import ModelError
-from forge_rl.models.adapters import BASE, CONFIG, WEIGHTS, Adapter, write_adapter
+from forge_rl.models.adapters import BASE, CONFIG, WEIGHTS, Adapter, name_base, write_adapter
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
@@ -110,3 +110,12 @@ def test_nothing_is_added_to_quantised_weights(adapter: Path, base: Path, tmp_pa
     (base / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ModelError, match="quantised weights"):
         merged(adapter, base, tmp_path)
+
+
+def test_an_adapter_that_another_host_wrote_names_the_model_of_this_one(adapter: Path, tmp_path: Path):
+    before = Adapter.read(adapter)
+    name_base(adapter, tmp_path / "here")
+    after = Adapter.read(adapter)
+    assert after.base == str(tmp_path / "here")
+    assert json.loads((adapter / BASE).read_text())["folder"] == after.base
+    assert (after.digests, after.scale) == (before.digests, before.scale)

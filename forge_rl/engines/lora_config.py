@@ -49,7 +49,9 @@ class LoRAConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def __post_init__(self) -> None:
-        check_flags(self, "--lora.", minimum={"rank": 0, "dropout": 0}, above={"alpha": 0}, below={"dropout": 1})
+        check_flags(
+            self, "--lora.", minimum={"rank": 0, "dropout": 0}, above={"alpha": 0}, below={"alpha": 1e9, "dropout": 1}
+        )
         if not self.targets:
             raise ConfigError("--lora.targets names no module", hint=f"leave it out, or set {ALL_LINEAR}")
 

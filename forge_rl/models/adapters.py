@@ -94,6 +94,19 @@ def write_adapter(
             shutil.copy(path, folder / path.name)
 
 
+def name_base(folder: Path, base: Path) -> None:
+    """Let an adapter that was written on another host, beside a copy of its base model, name the model of this one.
+
+    Raises:
+        ModelError: the folder holds no adapter.
+        OSError: it cannot be written.
+    """
+    for name, key in ((CONFIG, "base_model_name_or_path"), (BASE, "folder")):
+        values = _read_object(folder / name)
+        if values.get(key) != str(base):
+            (folder / name).write_text(json.dumps(values | {key: str(base)}, indent=2) + "\n")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """An adapter in PEFT's format.

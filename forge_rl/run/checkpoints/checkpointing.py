@@ -11,6 +11,7 @@ from typing import Any
 
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
+from forge_rl.models.adapters import name_base
 from forge_rl.rollout.batches import BatchSource
 from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
 from forge_rl.run.checkpoints.kept import KeptObjects
@@ -239,8 +240,10 @@ class Checkpointer:
             if self._updates() != step_state.updates:
                 raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
             copied.set_result(None)
-            for trainer in trainers:
+            for trainer, place, model in zip(trainers, places, self._models, strict=False):
                 await trainer.finish_save()
+                if trainer.lora.rank:
+                    await asyncio.to_thread(name_base, place / "model", model)
         self.saved = step
         if self.checkpoints.unremoved:
             self._warn(f"an old checkpoint cannot be removed: {self.checkpoints.unremoved}")
