@@ -144,8 +144,8 @@ def read_option(parsed: FlagText, key: str, kind: Any) -> Any:
     try:
         if value is None and type(None) in typing.get_args(kind):
             return None
-        # validate_strings takes no lists
-        return adapter.validate_python(value) if isinstance(value, list) else adapter.validate_strings(text)
+        # validate_strings takes no lists and objects
+        return adapter.validate_python(value) if isinstance(value, list | dict) else adapter.validate_strings(text)
     except pydantic.ValidationError as error:
         hint = f"pass a value of type {kind.__name__}" if isinstance(kind, type) else "set a valid value"
         raise parsed.wrong(f"{key} is {text!r:.80}: {error.errors()[0]['msg']}", hint, key=key) from None

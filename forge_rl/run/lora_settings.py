@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
@@ -72,6 +71,8 @@ def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
         model: folder of the model.
     """
     if lora.rank:
+        from forge_rl.engines.architecture import read_architecture  # loads torch, which --help does without
+
         parameters = adapter_parameters(read_architecture(model), lora)
     return 16 * parameters
 
