@@ -161,7 +161,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, 
             "--trainer.context-parallel-degree 2 --trainer",
         ),
         ({"enable_activation_offload": True, "activation_checkpointing": "full"}, "enable-activation-offload"),
-        ({"router_replay": True}, "--trainer.router-replay is set, and a 'mistral' on transformers' code"),
+        ({"router_replay": True}, "--trainer.router-replay is set, which a 'mistral' on transformers' code"),
     ],
 )
 def test_layouts_that_it_does_not_have_are_refused(settings: dict, message: str, tmp_path: Path):

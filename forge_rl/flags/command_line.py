@@ -50,8 +50,8 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
             default = read(Path(value if equals else next(words, "")), kind)
         elif word == "--dump-config":
             dumps = True
-        elif name.startswith("--") and (value_now := retired_default(name[2:].replace("-", "_"))) is not None:
-            raise ConfigError(f"{name} is no flag any more", hint=f"leave it out: it is always {value_now}")
+        elif name.startswith("--") and (constant := retired_default(name[2:].replace("-", "_"))) is not None:
+            raise ConfigError(f"{name} is no longer a flag", hint=f"leave it out: it is always {constant}")
         else:
             rest.append(word)
     config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
@@ -86,7 +86,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
         groups = {group_name: [flag for flag in flags if f"{flag.dotted}.".startswith(f"{group_name}.")]}
         names = dict.fromkeys(name for flag in flags for name in (group_of(flag), ".".join(flag.path[:-1])) if name)
         if not groups[group_name]:
-            raise ConfigError(f"there is no group of flags {group_name!r}", hint=suggest(group_name, names, "groups"))
+            raise ConfigError(f"unknown group of flags {group_name!r}", hint=suggest(group_name, names, "groups"))
     is_short = not group_name and not shows_all
     usage = " ".join([prog, *(_argument(flag) for flag in flags if not flag.name.startswith("-")), "[FLAGS]"])
     parser = argparse.ArgumentParser(

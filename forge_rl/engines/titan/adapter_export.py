@@ -19,7 +19,7 @@ from forge_rl.weights.names import Names
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterExport:
-    """Writes adapters of one model; holds what it needs to know of it.
+    """Writes a model's adapters; holds their settings and the names of the model's weights.
 
     AdapterExport(lora=lora, names=names).write(folder / "training", source, folder / "model")
     """

@@ -161,7 +161,7 @@ def adapted_modules_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def init_adapters(model: Any) -> None:
     """Give adapters their first values, the same in any layout: A is uniform within 1 / sqrt(inputs), as in peft, and B
-    is 0, so the model computes what it did without them."""
+    is 0, which leaves the model's outputs unchanged."""
     if model.adapters is None:
         return
     with torch.no_grad():
