@@ -86,7 +86,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
         groups = {group_name: [flag for flag in flags if f"{flag.dotted}.".startswith(f"{group_name}.")]}
         names = dict.fromkeys(name for flag in flags for name in (group_of(flag), ".".join(flag.path[:-1])) if name)
         if not groups[group_name]:
-            raise ConfigError(f"unknown group of flags {group_name!r}", hint=suggest(group_name, names, "groups"))
+            raise ConfigError(f"there is no group of flags {group_name!r}", hint=suggest(group_name, names, "groups"))
     is_short = not group_name and not shows_all
     usage = " ".join([prog, *(_argument(flag) for flag in flags if not flag.name.startswith("-")), "[FLAGS]"])
     parser = argparse.ArgumentParser(

@@ -56,8 +56,8 @@ class SameNames:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Names in the files that differ, by the model's name."""
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names in the files of weights that the model stacks in one, by the model's name. "{}" is an expert's index, in the
-    first dim; several names are equal parts of the second dim, in order."""
+    """Names in the files of weights that the model stacks in one, by the model's name. "{}" is an expert's index, along
+    the first dim; several names are equal parts of the second dim, in order."""
     head: str = "lm_head.weight"
     """Hugging Face's name of the head: VALUE_HEAD in a value model."""
 

@@ -120,7 +120,7 @@ def _check_adapters(saved_keys: set[str], stage_keys: set[str], folder: Folder) 
         problem = f"is of a run that trained {'adapters' if saved_adapters else 'weights'}, and this one does not"
     raise CheckpointError(
         f"the training state in {folder} {problem}",
-        hint="set the --lora flags as in that run, or choose another --out",
+        hint="set --lora.rank and --lora.targets as in that run, or choose another --out",
     )
 
 
