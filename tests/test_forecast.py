@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     ],
 )
 def test_a_config_is_not_trusted(change: dict[str, object], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(ModelError, match=message):
         read_policy(written(tmp_path, SMALL | change), reference=False, values=False)
 
 

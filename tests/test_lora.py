@@ -233,7 +233,7 @@ def test_first_values_are_of_the_seed_and_peft_starts_as_far(tmp_path: Path):
     [
         ("llama", {"lora": LoRAConfig(rank=4, targets=("lm_head",))}, "embeddings and heads have no adapters"),
         ("llama", {"lora": LoRAConfig(rank=4, targets=("query",))}, "no such linear layer"),
-        ("llama", {"lora": LoRAConfig(rank=4, targets=("all-linear", "q_proj"))}, "named beside"),
+        ("llama", {"lora": LoRAConfig(rank=4, targets=("all-linear", "q_proj"))}, "q_proj: all-linear includes it"),
         ("qwen3_moe", {"lora": LoRAConfig(rank=4, targets=("q_proj", "gate_proj"))}, "only attention has adapters"),
         ("gpt_oss", {"lora": LoRAConfig(rank=4, targets=("router",))}, "routers have no adapters"),
         ("llama", {"lora": LoRAConfig(rank=4), "pipeline_parallel_degree": 2}, "pipeline stages do not have"),

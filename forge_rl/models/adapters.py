@@ -9,16 +9,16 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import complete_folder, open_weights, tensor_files
+from forge_rl.models.hf_folder import complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
-"""Files of an adapter: PEFT's settings, PEFT's factors, and digests of the base model's files, which are ours."""
+"""Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
 _PREFIX = "base_model.model."
 _AGAIN = "write the adapter again"
 _UNSUPPORTED = {
@@ -32,7 +32,7 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": None,
     "trainable_token_indices": None,
 }
-"""Settings of PEFT that change what an adapter means, with the values that leave it a plain product."""
+"""Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they do not."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -52,7 +52,7 @@ def write_adapter(
     """Write an adapter into an existing folder, with the tokenizer of its base model.
 
     Args:
-        factors: A, [rank, inputs], and B, [outputs, rank], by the name of the weight that they change.
+        factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight.
         base: Hugging Face folder of the model that was adapted.
     """
     from safetensors.torch import save_file
@@ -108,13 +108,13 @@ class Adapter:
         Raises:
             ModelError: a file is missing or malformed, or the adapter is more than products of two matrices.
         """
-        config = _read_object(folder / CONFIG)
+        config = read_object(folder / CONFIG, hint=_AGAIN)
         if config.get("peft_type") != "LORA":
             raise ModelError(f"{folder} holds a {config.get('peft_type')!r:.40} adapter", hint="give a LoRA adapter")
         for name, plain in _UNSUPPORTED.items():
             if config.get(name, plain) not in (plain, None, False, []):
                 raise ModelError(
-                    f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is no plain LoRA",
+                    f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is more than plain LoRA",
                     hint="merge it with merge_and_unload() of peft, and save that",
                 )
         if config.get("rank_pattern") or config.get("alpha_pattern"):
@@ -127,7 +127,7 @@ class Adapter:
             raise ModelError(f"{folder / CONFIG} has r {rank!r:.40} and lora_alpha {alpha!r:.40}", hint=_AGAIN)
         digests: dict[str, str] = {}
         if (folder / BASE).is_file():
-            files = _read_object(folder / BASE).get("files")
+            files = read_object(folder / BASE, hint=_AGAIN).get("files")
             digests = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
         return Adapter(
             folder=folder,
@@ -162,7 +162,7 @@ class Adapter:
             target: folder to write, which exists and is empty.
 
         Raises:
-            ModelError: the adapter has factors of other weights or shapes than the model's.
+            ModelError: the model lacks an adapted weight, or has it in another shape.
             OSError: the folder cannot be written.
         """
         from safetensors.torch import save_file
@@ -189,14 +189,14 @@ class Adapter:
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
     def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Read A and B by the name of the weight that they change."""
+        """Read A and B by the name of the adapted weight."""
         halves: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
                 module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
                 if kind not in ("lora_A", "lora_B") or not key.startswith(_PREFIX):
                     raise ModelError(
-                        f"{self.folder / WEIGHTS} holds {key!r:.120}, which is no factor of a LoRA adapter",
+                        f"{self.folder / WEIGHTS} holds {key!r:.120}, which is not a factor of a LoRA adapter",
                         hint="merge it with merge_and_unload() of peft, and save that",
                     )
                 halves.setdefault(f"{module}.weight", {})[kind] = file.get_tensor(key)
@@ -219,7 +219,8 @@ class Adapter:
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
-    """Return the full model that an adapter and its base amount to; the first call writes it into the cache.
+    """Return a folder with an adapter's base model and the adapter merged into it; the first call writes it into the
+    cache.
 
     Raises:
         ModelError: the adapter does not fit the base, or the cache is not writable.
@@ -246,13 +247,3 @@ def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
             hint="free space there, or choose another folder with --cache",
         ) from error
     return target
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
-    return value

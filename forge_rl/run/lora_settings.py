@@ -1,4 +1,4 @@
-"""What `--lora` changes in a run's settings: the trainer's adapters, and their learning rate."""
+"""Effects of the flags `--lora` on a run's settings: the trainer's adapters, and their learning rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdaptedRun(Protocol):
-    """A run's settings that `--lora` concerns."""
+    """The settings of a run that the flags `--lora` concern."""
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -31,9 +31,9 @@ class AdaptedRun(Protocol):
 
 
 def with_lora(config: AdaptedRun) -> TrainerConfig:
-    """Return the trainer's settings with the run's adapters, and their learning rate if the user left it open.
+    """Return the trainer's settings with the run's adapters and, if the user did not set it, their learning rate.
 
-    The recipe's own default counts as left open.
+    A learning rate equal to the recipe's default counts as not set.
     """
     trainer = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
     if config.lora.rank and trainer.optimizer.lr == _default_lr(config):
@@ -63,8 +63,8 @@ def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
 
 
 def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
-    """Return the disk space that a checkpoint of a trainer needs: weights, moments and the exported model, or of
-    adapters these alone.
+    """Return the disk space in bytes that a trainer's checkpoint needs: weights, moments and the exported model, or if
+    it trains adapters, the same of these alone.
 
     Args:
         parameters: number of the model's parameters.
