@@ -17,8 +17,9 @@ import tyro
 from forge_rl.errors import ModelError
 from forge_rl.models.adapters import Adapter, is_adapter
 from forge_rl.models.bundled import default_cache
-from forge_rl.models.resolve import base_of, model_in
+from forge_rl.models.resolve import base_of, check_files, model_in
 from forge_rl.run.launch import launch
+from forge_rl.tokens.stops import name_added_stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ def merge(config: Config) -> Path:
         raise ModelError(f"{folder} holds no adapter in PEFT's format", hint="name a folder with adapter_config.json")
     if out.exists():
         raise ModelError(f"{out} exists", hint="choose another folder")
+    check_files(folder)
     adapter = Adapter.read(folder)
     base = base_of(folder, config.base, config.cache)
     if not config.base:
@@ -63,13 +65,20 @@ def merge(config: Config) -> Path:
             work = Path(place, out.name)
             work.mkdir()
             adapter.merge(base, work)
+            name_added_stop(base, work)
             os.rename(work, out)
     except OSError as error:
         raise ModelError(
             f"{out} cannot be written: {error.strerror or error}",
-            hint=f"free space ({shutil.disk_usage(out.parent).free / 1e9:.1f} GB are free), or choose another folder",
+            hint=f"free space ({_free_bytes(out) / 1e9:.1f} GB are free), or choose another folder",
         ) from error
     return base
+
+
+def _free_bytes(out: Path) -> int:
+    """Return the free space where a folder is to be, whose parents may be missing."""
+    place = next(place for place in out.absolute().parents if place.is_dir())
+    return shutil.disk_usage(place).free
 
 
 if __name__ == "__main__":

@@ -31,8 +31,17 @@ _UNSUPPORTED = {
     "target_parameters": None,
     "alora_invocation_tokens": None,
     "trainable_token_indices": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "velora_config": None,
 }
 """Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they do not."""
+_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways of PEFT to begin an adapter that leave the base model as it is; others, such as PiSSA, take a part out of it."""
+_MAX_RANK = 1 << 20
 
 
 def is_adapter(folder: Path) -> bool:
@@ -80,7 +89,7 @@ def write_adapter(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     (folder / BASE).write_text(json.dumps({"folder": str(base), "files": model_digests(base)}, indent=2) + "\n")
     for path in base.iterdir():
-        is_config = path.name == "config.json" or path.name.endswith(".index.json")
+        is_config = path.name in ("config.json", CONFIG, BASE) or path.name.endswith(".index.json")
         if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
             shutil.copy(path, folder / path.name)
 
@@ -117,13 +126,26 @@ class Adapter:
                     f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is more than plain LoRA",
                     hint="merge it with merge_and_unload() of peft, and save that",
                 )
+        for name, value in config.items():
+            if name.startswith("use_") and name not in _UNSUPPORTED and name != "use_rslora" and value:
+                raise ModelError(
+                    f"{folder / CONFIG} sets {name:.40} to {value!r:.80}, which is not known here",
+                    hint="merge it with merge_and_unload() of peft, and save that",
+                )
+        if config.get("init_lora_weights") not in _KEEPS_BASE:
+            raise ModelError(
+                f"{folder / CONFIG} sets init_lora_weights to {config['init_lora_weights']!r:.80}, which changes the "
+                "base model before it is adapted",
+                hint="save it with path_initial_model_for_weight_conversion of peft, which makes it a plain LoRA",
+            )
         if config.get("rank_pattern") or config.get("alpha_pattern"):
             raise ModelError(
                 f"{folder / CONFIG} has another rank or alpha for some modules",
                 hint="merge it with merge_and_unload() of peft, and save that",
             )
         rank, alpha = config.get("r"), config.get("lora_alpha")
-        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        is_number = type(alpha) in (int, float) and abs(alpha) < 1e9  # neither NaN nor too large for a float
+        if type(rank) is not int or not 0 < rank < _MAX_RANK or not is_number:
             raise ModelError(f"{folder / CONFIG} has r {rank!r:.40} and lora_alpha {alpha!r:.40}", hint=_AGAIN)
         digests: dict[str, str] = {}
         if (folder / BASE).is_file():
@@ -165,8 +187,11 @@ class Adapter:
             ModelError: the model lacks an adapted weight, or has it in another shape.
             OSError: the folder cannot be written.
         """
-        from safetensors.torch import save_file
-
+        if _read_object(base / "config.json").get("quantization_config"):
+            raise ModelError(
+                f"{base} holds quantised weights, to which no product can be added as they are",
+                hint="name the model's bfloat16 files with --base",
+            )
         factors = self._factors()
         files = tensor_files(base)
         if unknown := sorted(factors.keys() - files.keys()):
@@ -184,7 +209,7 @@ class Adapter:
                     tensors[name] = self._merged(name, tensor, factors[name]) if name in factors else tensor
                     total_bytes += tensor.nbytes
                     dtype = dtype or str(tensor.dtype).removeprefix("torch.")
-            save_file(tensors, target / path.name, metadata={"format": "pt"})
+            _save(tensors, target / path.name)
         weight_map = {name: path.name for name, path in files.items()}
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
@@ -209,13 +234,20 @@ class Adapter:
         import torch
 
         a, b = factors
-        if (b.shape[0], a.shape[-1]) != tuple(weight.shape) or a.shape[0] != b.shape[-1] or a.shape[0] != self.rank:
+        rows, columns = tuple(weight.shape) if weight.ndim == 2 else (0, 0)
+        if tuple(b.shape) != (rows, self.rank) or tuple(a.shape) != (self.rank, columns):
             raise ModelError(
                 f"{name!r:.120} has shape {tuple(weight.shape)}, and its factors {tuple(b.shape)} and {tuple(a.shape)}",
                 hint="name the model that the adapter was trained on with --base",
             )
         wide = torch.promote_types(weight.dtype, torch.float32)
-        return (weight.to(wide) + self.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+        product = self.scale * (b.to(wide) @ a.to(wide))
+        if not bool(product.isfinite().all()):
+            raise ModelError(
+                f"the factors of {name!r:.120} in {self.folder / WEIGHTS} are not finite",
+                hint="take an earlier checkpoint of that training",
+            )
+        return (weight.to(wide) + product).to(weight.dtype)
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
@@ -247,3 +279,14 @@ def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
             hint="free space there, or choose another folder with --cache",
         ) from error
     return target
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file; raises OSError if that fails, such as on a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error

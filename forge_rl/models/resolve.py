@@ -126,9 +126,7 @@ def _newest_checkpoint(run: Path) -> Path | None:
 
 def _checked(folder: Path) -> Path:
     """Validate a folder before loading anything from it: it may be incomplete, broken or malicious."""
-    files = model_files(folder)
-    _check_links(folder, files)
-    _check_owners(folder, files)
+    files = check_files(folder)
     objects = {path.name: read_object(path) for path in files if path.name in _OBJECTS}
     missing = [] if "config.json" in objects else ["config.json"]
     weights = [path.name for path in files if path.suffix == ".safetensors"]
@@ -147,10 +145,8 @@ def _checked(folder: Path) -> Path:
 
 
 def _merged(folder: Path, cache: Path, progress: Progress | None) -> Path:
-    """Return a folder with the base model that an adapter names and the adapter merged into it."""
-    files = model_files(folder)
-    _check_links(folder, files)
-    _check_owners(folder, files)
+    """Return the full model that an adapter and the base that it names amount to."""
+    check_files(folder)
     return merged_copy(folder, base_of(folder, "", cache, progress), cache)
 
 
@@ -176,6 +172,18 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
             f"the base model of {folder} is not usable: {error.message}",
             hint="name another one: forge-rl merge ADAPTER OUT --base FOLDER",
         ) from error
+
+
+def check_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that are used.
+
+    Raises:
+        ModelError: one is a link out of the folder, or might be of another user.
+    """
+    files = model_files(folder)
+    _check_links(folder, files)
+    _check_owners(folder, files)
+    return files
 
 
 def _completion(folder: Path) -> str:

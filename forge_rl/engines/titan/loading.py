@@ -109,7 +109,10 @@ def load_training_state(
 
 def _check_adapters(saved_keys: set[str], stage_keys: set[str], folder: Folder) -> None:
     """Raise CheckpointError unless a training state and this run have adapters on the same modules, or none."""
-    saved_adapters, adapters = ({key for key in keys if key.endswith(ADAPTERS)} for keys in (saved_keys, stage_keys))
+    saved_adapters, adapters = (
+        {key for key in keys if key.startswith("model.") and key.endswith(ADAPTERS)}
+        for keys in (saved_keys, stage_keys)
+    )
     if saved_adapters == adapters:
         return
     if saved_adapters and adapters:
