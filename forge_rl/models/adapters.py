@@ -144,9 +144,10 @@ class Adapter:
                 hint="merge it with merge_and_unload() of peft, and save that",
             )
         rank, alpha = config.get("r"), config.get("lora_alpha")
-        is_number = type(alpha) in (int, float) and abs(alpha) < 1e9  # neither NaN nor too large for a float
-        if type(rank) is not int or not 0 < rank < _MAX_RANK or not is_number:
+        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank < _MAX_RANK
+        if not is_rank or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
             raise ModelError(f"{folder / CONFIG} has r {rank!r:.40} and lora_alpha {alpha!r:.40}", hint=_AGAIN)
+        assert isinstance(rank, int)
         digests: dict[str, str] = {}
         if (folder / BASE).is_file():
             files = read_object(folder / BASE, hint=_AGAIN).get("files")
@@ -187,7 +188,7 @@ class Adapter:
             ModelError: the model lacks an adapted weight, or has it in another shape.
             OSError: the folder cannot be written.
         """
-        if _read_object(base / "config.json").get("quantization_config"):
+        if read_object(base / "config.json").get("quantization_config"):
             raise ModelError(
                 f"{base} holds quantised weights, to which no product can be added as they are",
                 hint="name the model's bfloat16 files with --base",
