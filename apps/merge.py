@@ -44,10 +44,10 @@ async def main(config: Config) -> None:
 
 
 def merge(config: Config) -> Path:
-    """Write the merged model; returns the folder of the base model.
+    """Write the merged model; return the folder of the base model.
 
     Raises:
-        ModelError: there is no such adapter, its base model changed, or the folder exists or cannot be written.
+        ModelError: the adapter cannot be read, its base model changed, or the folder exists or cannot be written.
     """
     folder, out = model_in(config.adapter), config.out
     if not is_adapter(folder):

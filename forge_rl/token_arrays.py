@@ -183,7 +183,7 @@ class CacheUse(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Chunk(ValueRecord):
-    """Part of a completion, as it is decoded. Token fields are aligned, as in Turn."""
+    """Part of a completion that is being decoded. Token fields are aligned, as in Turn."""
 
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)
     logprobs: TokenArray[np.float32] = TokenArray(np.float32)

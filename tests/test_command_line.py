@@ -116,10 +116,10 @@ def test_flags_that_became_constants_are_ignored_at_their_old_defaults_and_refus
     file.write_text("[generator.restart]\nmax_restarts = 4\nbackoff_s = 1.0\npause_s = 300.0\n")
     assert read(file, RunConfig).generator.restart.max_restarts == 4
     file.write_text("[generator.restart]\nbackoff_s = 2.0\n")
-    with pytest.raises(ConfigError, match=r"\.toml:2: generator\.restart\.backoff_s is no flag any more") as raised:
+    with pytest.raises(ConfigError, match=r"\.toml:2: generator\.restart\.backoff_s is no longer a flag") as raised:
         read(file, RunConfig)
     assert "it is always 1.0" in raised.value.hint
-    with pytest.raises(ConfigError, match=r"--generator\.restart\.pause-s is no flag any more"):
+    with pytest.raises(ConfigError, match=r"--generator\.restart\.pause-s is no longer a flag"):
         parse(RunConfig, "grpo", ["--generator.restart.pause-s", "9"])
 
 

@@ -173,11 +173,26 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-def test_contributors_are_sent_to_files_that_exist() -> None:
-    files = [f"/{path}" for path in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()]
-    text = "\n".join(path.read_text() for path in ROOMS)
-    names = set(re.findall(r"`([\w./-]+\.(?:py|js|md|toml|yml|sh))`", text))
-    assert not {name for name in names if not any(path.endswith(f"/{name}") for path in files)}
+def lost_files(page: Path) -> list[str]:
+    """Files named in a page that are neither in its folder, in the repository's or the package's, nor in one of a path
+    named before them in the line."""
+    lost = []
+    for line in page.read_text().splitlines():
+        folders = [ROOT, ROOT / "forge_rl", page.parent]
+        for name in re.findall(r"`([\w./-]+(?:\.(?:py|pyi|js|md|toml|yml|sh)|/))`", line):
+            path = next((folder / name for folder in folders if (folder / name).exists()), None)
+            if path is not None:
+                folders += [folder for folder in (path, *path.parents) if folder.is_relative_to(ROOT)]
+            elif not name.endswith("/"):  # which may be a folder of something else
+                lost.append(name)
+    return lost
+
+
+def test_contributors_are_sent_to_files_that_exist(tmp_path: Path) -> None:
+    pages = [*ROOMS, ROOT / "docs" / "architecture.md", ROOT / "docs" / "reference" / "walks.md"]
+    assert {str(page.relative_to(ROOT)): lost for page in pages if (lost := lost_files(page))} == {}
+    (tmp_path / "page.md").write_text("`run/run.py`, `target.py`, `run_dir.py`, `records/run_dir.py`\n`target.py`")
+    assert lost_files(tmp_path / "page.md") == ["run_dir.py", "target.py"]
 
 
 def test_every_room_says_what_it_is_and_contributing_leads_to_it() -> None:

@@ -273,7 +273,7 @@ async def test_a_run_on_examples_starts_nothing_but_the_trainer(
         assert status["rollouts"] == "batch 1: groups 0/2"
         assert (status["reward_mean"], "schedule" in status) == (None, False)
         assert "Run  step 1 of 10" in repr(run)
-    assert [(each["reference"], each["values"]) for each in asked] == [(False, False)]
+    assert [(each["model"].reference, each["model"].values) for each in asked] == [(False, False)]
 
 
 def test_settings_and_arguments_of_a_start_agree(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_trainer_keeps_what_it_freed_until_memory_is_short() -> None:
 def test_a_trainer_releases_what_a_step_needed_before_engines_read_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(train, "release_memory", lambda: seen.append("release"))
-    monkeypatch.setattr(train, "local_shards", lambda model, ranks: seen.extend([model, ranks]))
+    monkeypatch.setattr(train, "merged_shards", lambda model, ranks: seen.extend([model, ranks]))
     stage = SimpleNamespace(ranks="ranks")
     trainer: Any = SimpleNamespace(onload=lambda: seen.append("onload"), model="model", _stage=stage)
     train.TitanEngine.local_shards(trainer)

@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "has model_type 'mamba'"),
+        ({"model_type": "mamba"}, "a 'mamba' does without"),
         ({"num_hidden_layers": 5000}, "layers 5000"),
         ({"hidden_size": 2**30}, "dim 1073741824"),
         ({"hidden_size": "4096"}, "hidden_size is '4096'"),
@@ -206,9 +206,8 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     ],
 )
 def test_a_config_is_not_trusted(change: dict[str, object], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(ModelError, match=message):
         read_policy(written(tmp_path, SMALL | change), reference=False, values=False)
-    assert change != {"model_type": "mamba"} or "'gpt_oss', 'llama'" in caught.value.hint
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:

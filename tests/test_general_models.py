@@ -165,7 +165,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, 
             "--trainer.context-parallel-degree 2 --trainer",
         ),
         ({"enable_activation_offload": True, "activation_checkpointing": "full"}, "enable-activation-offload"),
-        ({"router_replay": True}, "--trainer.router-replay is set, and a 'mistral' on transformers' code"),
+        ({"router_replay": True}, "--trainer.router-replay is set, which a 'mistral' on transformers' code"),
     ],
 )
 def test_layouts_that_it_does_not_have_are_refused(settings: dict, message: str, tmp_path: Path):
@@ -204,7 +204,7 @@ def test_rows_longer_than_the_short_angles_of_longrope_are_refused(tmp_path: Pat
     make_model(tmp_path, "phi3", pad_token_id=0, head_dim=6, original_max_position_embeddings=64, rope_parameters=rope)
     architecture = read_architecture(tmp_path)
     check_model(TrainSettings(seq_len=64), 1, architecture)
-    with pytest.raises(ConfigError, match="rows of 128 tokens: a 'phi3' turns positions past 64"):
+    with pytest.raises(ConfigError, match="rows of 128 tokens: an episode longer than 64 makes a 'phi3'"):
         check_model(TrainSettings(seq_len=128), 1, architecture)
 
 

@@ -174,8 +174,8 @@ def test_adapters_switched_off_are_the_model_that_training_started_from(tmp_path
     with without_adapters(engine.model):
         off = engine.scorer.logprobs(engine.model, laid.rows, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(off, start, strict=True))
-    (update, *_) = engine._updates(laid.minibatches, loss, 1.0)
-    assert torch.equal(update.references[0], start[0])
+    references = engine._updates(laid.minibatches, loss, 1.0)[0].references
+    assert all(torch.equal(reference, first) for reference, first in zip(references, start, strict=False))
     assert not torch.equal(engine.logprobs(laid.rows, temperature=1.0)[0], start[0])
 
 
@@ -233,7 +233,7 @@ def test_first_values_are_of_the_seed_and_peft_starts_as_far(tmp_path: Path):
     [
         ("llama", {"lora": LoRAConfig(rank=4, targets=("lm_head",))}, "embeddings and heads have no adapters"),
         ("llama", {"lora": LoRAConfig(rank=4, targets=("query",))}, "no such linear layer"),
-        ("llama", {"lora": LoRAConfig(rank=4, targets=("all-linear", "q_proj"))}, "named beside"),
+        ("llama", {"lora": LoRAConfig(rank=4, targets=("all-linear", "q_proj"))}, "q_proj: all-linear includes it"),
         ("qwen3_moe", {"lora": LoRAConfig(rank=4, targets=("q_proj", "gate_proj"))}, "only attention has adapters"),
         ("gpt_oss", {"lora": LoRAConfig(rank=4, targets=("router",))}, "routers have no adapters"),
         ("llama", {"lora": LoRAConfig(rank=4), "pipeline_parallel_degree": 2}, "pipeline stages do not have"),

@@ -10,7 +10,7 @@ from benchmarks.ranks import run_ranks
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from tests.fakes import make_model, packed, random_batch
 from tests.test_layouts import relays
 
@@ -65,9 +65,8 @@ def train_in_bfloat16(rank: int, folder: Path, settings: list[TrainSettings]) ->
         for seed in range(2):
             batch = packed(random_batch(seed, vocab=43), shares=shares)
             minibatches = [replace(part, rows=part.rows[rank % shares :: shares]) for part in batch.minibatches]
-            (update,) = engine.train_batch(
-                minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=2, version=0
-            )
+            request = StepRequest(loss=ClippedSurrogate(), total_updates=2, version=0)
+            (update,) = engine.train_batch(minibatches, request).metrics
             assert update is not None
         published.append(layouts.shards_of(engine))
     return published

@@ -9,7 +9,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError
 from forge_rl.run.start import services
 from forge_rl.services.trainer import Trainer
-from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
+from forge_rl.services.trainer_config import CriticConfig, TrainerConfig, TrainingRun
 from recipes import ppo
 
 
@@ -48,7 +48,9 @@ async def test_the_policys_rate_decays_over_the_steps_that_train_it(monkeypatch:
     faults = SimpleNamespace(faults=None)
     prepared = SimpleNamespace(monitor=faults, checkpoint=None, folder=Path())
     await services._start_trainer(checked, hosts, prepared, after=None)  # type: ignore[arg-type]
-    assert arguments["total_steps"] == 6, "the first four train the critic alone"
+    run = arguments["run"]
+    assert isinstance(run, TrainingRun)
+    assert run.total_steps == 6, "the first four train the critic alone"
 
 
 def test_cosine_decay_is_half_way_at_half_time():

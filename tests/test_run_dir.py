@@ -175,7 +175,7 @@ def test_a_flag_that_the_run_did_not_know_is_no_change(tmp_path: Path) -> None:
     assert choose_folder(Config(), "grpo", tmp_path / "run") == (tmp_path / "run", [])
 
 
-@pytest.mark.parametrize(("backoff_s", "expected"), [(1.0, ""), (2.5, "was 2.5, is no flag any more, and always 1.0")])
+@pytest.mark.parametrize(("backoff_s", "expected"), [(1.0, ""), (2.5, "was 2.5, is no longer a flag, and always 1.0")])
 def test_a_flag_that_became_a_constant_is_told_only_if_the_run_had_set_it(
     backoff_s: float, expected: str, tmp_path: Path
 ) -> None:

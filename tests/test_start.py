@@ -205,7 +205,7 @@ async def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
         async with start(replace(config_of(tmp_path / "run"), model=str(model))):
             raise AssertionError("it started")
 
-    with pytest.raises(ModelError, match="model_type 'mamba'"):
+    with pytest.raises(ModelError, match="a 'mamba' does without transformers' attention"):
         await check()
     assert staged[0] == [], "nothing was started that had to be stopped"
 

@@ -89,8 +89,8 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
 def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError for what a model on transformers' code cannot do."""
     name = architecture.family.model_type
-    alone = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree")
-    if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in alone if getattr(settings, field) > 1]:
+    degrees = [f"{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline", "expert")]
+    if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in degrees if getattr(settings, field) > 1]:
         raise ConfigError(
             f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP and HSDP alone",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
@@ -98,15 +98,15 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
     for field in ("enable_activation_offload", "router_replay", "expert_balance"):
         if getattr(settings, field) not in (False, "plain"):
             raise ConfigError(
-                f"{_flag(field)} is set, and a {name!r} on transformers' code does not have it",
+                f"{_flag(field)} is set, which a {name!r} on transformers' code does not support",
                 hint=f"leave {_flag(field)} out",
             )
-    short = architecture.rope.get("original_max_position_embeddings", math.inf)
-    if architecture.rope["rope_type"] == "longrope" and settings.longest_row > float(short):
+    original = architecture.rope.get("original_max_position_embeddings", math.inf)
+    if architecture.rope["rope_type"] == "longrope" and settings.longest_row > float(original):
         raise ConfigError(
-            f"rows of {settings.longest_row} tokens: a {name!r} turns positions past {short} by other angles, which "
-            "then hold for all episodes of a row",
-            hint=f"set --trainer.seq-len to {short} or less",
+            f"rows of {settings.longest_row} tokens: an episode longer than {original} makes a {name!r} rotate the "
+            "whole row by other angles",
+            hint=f"set --trainer.seq-len to {original} or less",
         )
 
 
@@ -134,7 +134,7 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
         )
     if settings.expert_balance == "bias":
         raise ConfigError(
-            "--trainer.expert-balance bias moves biases of the model, which stays as it is with --lora.rank",
+            "--trainer.expert-balance bias moves biases of the model, all of whose weights are frozen with --lora.rank",
             hint="leave out --trainer.expert-balance",
         )
     if lora.dropout and settings.peers > 1:

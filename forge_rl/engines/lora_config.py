@@ -1,4 +1,4 @@
-"""Settings of LoRA, and the modules of a model that can have adapters; no torchtitan is needed to read them."""
+"""Settings of LoRA, and the modules of a model that can have adapters. Does not import torchtitan."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from forge_rl.weights.names import Names
 
 LR_FACTOR = 10.0
-"""Learning rate of adapters over that of full training: the best ones differ by about this factor over models, ranks
-and tasks, see Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
+"""Ratio of the best learning rate of adapters to the best one of full training, about the same over models, ranks and
+tasks: Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
 ALL_LINEAR = "all-linear"
 """Target that stands for every module that can have an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """LoRA: trains low-rank adapters of some matrices instead of all weights.
+    """LoRA: train low-rank adapters of some matrices instead of all weights.
 
     A matrix W, [outputs, inputs], acts as W + scale B A, with A [rank, inputs] and B [outputs, rank], which starts at 0
     (Hu et al., arXiv:2106.09685).
@@ -37,11 +37,11 @@ class LoRAConfig:
     """Numerator of the scale: B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Modules with adapters, by their names in the model's folder, such as q_proj v_proj; all-linear is every linear
-    layer but the output head, and of models with experts those of attention."""
+    layer except the output head, and in models with experts every one in attention."""
     rslora: bool = False
     """Divide by the root of the rank instead: the scale is alpha / sqrt(rank), as in rank-stabilised LoRA."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is set to 0 in updates, but not where logprobs are only computed."""
+    """Share of an adapter's inputs that is set to 0 in updates; logprobs that are only computed have no dropout."""
 
     @property
     def scale(self) -> float:
@@ -56,12 +56,12 @@ class LoRAConfig:
             raise ConfigError("--lora.targets names no module", hint=f"leave it out, or set {ALL_LINEAR}")
 
     def describe(self) -> str:
-        """Say in a line what is trained, for the start of a run."""
+        """Describe the adapters in one line, for the start of a run."""
         root = "sqrt(rank)" if self.rslora else "rank"
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
         return (
             f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}{dropout}: the "
-            "weights of the model stay as they are"
+            "model's own weights are frozen"
         )
 
 
@@ -69,8 +69,8 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
     """List the linear layers of a model's layers that can have adapters: Hugging Face's name, such as self_attn.q_proj,
     by torchtitan's, such as attention.qkv_linear.wq.
 
-    In models with experts only attention has them: peft takes gate_proj and the like there to be stacks of experts,
-    also where a layer is dense.
+    In models with experts only attention has them: there, peft takes gate_proj and the like to be stacks of experts,
+    even in a dense layer.
     """
     a, names = architecture, _layer_names(architecture)
     has_latent_q = a.latent is not None and a.latent.q_rank > 0
@@ -88,7 +88,7 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
     """Return the `linear_modules` that the targets name.
 
     Raises:
-        ConfigError: a target names none, or something that cannot have an adapter.
+        ConfigError: a target names no module that can have an adapter.
     """
     modules = linear_modules(architecture)
     if ALL_LINEAR in lora.targets:
@@ -124,7 +124,7 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
 
 
 def _layer_names(architecture: Architecture) -> Mapping[str, str]:
-    """Return Hugging Face's name by torchtitan's of each weight of a layer; of a model on transformers' code, none."""
+    """Return Hugging Face's name by torchtitan's of each weight of a layer; empty for a model on transformers' code."""
     names = architecture.family.names
     return {} if architecture.family.general else cast("Names", names).layer
 
@@ -132,7 +132,7 @@ def _layer_names(architecture: Architecture) -> Mapping[str, str]:
 def _cause(architecture: Architecture, target: str) -> str:
     """Say why a target has no adapter."""
     if any(f".{name}".endswith(f".{target}") for name in linear_modules(architecture).values()):
-        return f"it is named beside {ALL_LINEAR}"
+        return f"{ALL_LINEAR} includes it"
     if target in ("lm_head", "embed_tokens", "score"):
         return "embeddings and heads have no adapters"
     layer_names = _layer_names(architecture)
@@ -142,5 +142,5 @@ def _cause(architecture: Architecture, target: str) -> str:
     if any(name.startswith("moe.router") for name in matches):
         return "routers have no adapters"
     if any(name.startswith(("moe", "feed_forward")) for name in matches) or "experts" in target:
-        return "of a model with experts only attention has adapters"
+        return "in a model with experts only attention has adapters"
     return f"a {architecture.family.model_type} model has no such linear layer"

@@ -277,14 +277,14 @@ class StepRequest:
     version: int | None = None
     """Published version of the weights before the first update; None if they were updated since."""
     lr: float | None = None
-    """Peak learning rate from now on; None leaves it as it is."""
+    """Peak learning rate from now on; None leaves it unchanged."""
     scored_minibatches: int = 0
     """Number of minibatches, from the first on, whose rows are returned with scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a rank's updates on a batch gave."""
+    """Metrics and scores of a rank's updates on a batch."""
 
     metrics: list[dict[str, Value] | None]
     """Mergeable metrics of this share for each update, in order, the same on its peers; {} for a minibatch without

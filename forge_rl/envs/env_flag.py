@@ -47,7 +47,7 @@ def build_environment(text: str) -> EnvFactory:
     `ToolEnv`. Options become keyword arguments; see `flags.texts.parse`.
 
     Raises:
-        ConfigError: there is no such environment, or these options do not fit it.
+        ConfigError: the environment is unknown, or these options do not fit it.
     """
     if not text.strip():
         return SingleTurn
@@ -72,7 +72,7 @@ def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
     """
     sources = getattr(environment, "sources", None)
     if not callable(sources):
-        raise ConfigError("there are no tasks, and the environment has none of its own", hint="set --tasks")
+        raise ConfigError("no tasks are given, and the environment has none of its own", hint="set --tasks")
     sources_by_name = sources(seed)
     if not isinstance(sources_by_name, Mapping) or not sources_by_name:
         raise ConfigError(

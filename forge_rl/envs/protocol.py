@@ -105,8 +105,8 @@ class Env(Protocol):
     completions again.
 
     An optional method `close`, plain or async, is called at the end, however the episode ends. Run blocking code in a
-    thread: it would block all environments of the process. The constructor runs in a thread by itself, so open
-    whatever is bound to its thread, such as an sqlite3 connection, in `reset`.
+    thread: it would block all environments of the process. The constructor already runs in a thread, so open objects
+    that are bound to their thread, such as an sqlite3 connection, in `reset`.
     """
 
     async def reset(self) -> Observation:

@@ -1,8 +1,8 @@
 """Categories of flags: whether a resumed run may change a flag, and whether another value makes it another run.
 
-A category stands on the flag's field, as in `ranks: Operational[int] = 1`, or is the `CATEGORY` of its class, for all
-fields without their own. A class that declares a field again inherits its category, and a nested config that of the
-field which holds it. Without any, a flag defines its run and cannot change.
+A flag's category is in the annotation of its field, as in `ranks: Operational[int] = 1`, or else the `CATEGORY` of its
+class. A class that declares a field again inherits the field's category, and fields of a nested config the category of
+the field that holds it. A flag without a category defines its run and cannot change.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
             default = read(Path(value if equals else next(words, "")), kind)
         elif word == "--dump-config":
             dumps = True
-        elif name.startswith("--") and (value_now := retired_default(name[2:].replace("-", "_"))) is not None:
-            raise ConfigError(f"{name} is no flag any more", hint=f"leave it out: it is always {value_now}")
+        elif name.startswith("--") and (constant := retired_default(name[2:].replace("-", "_"))) is not None:
+            raise ConfigError(f"{name} is no longer a flag", hint=f"leave it out: it is always {constant}")
         else:
             rest.append(word)
     config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)

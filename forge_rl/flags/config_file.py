@@ -63,7 +63,7 @@ class _FlagFile:
         for key in table:
             if key not in fields and (constant := retired_default(".".join((*place, key)))) is not None:
                 if table[key] != constant:
-                    raise self.wrong((*place, key), "is no flag any more", f"leave it out: it is always {constant}")
+                    raise self.wrong((*place, key), "is no longer a flag", f"leave it out: it is always {constant}")
             elif key not in fields:
                 homes = [flag.dotted for flag in self.flags if flag.path[-1] == key]
                 suggestion = f"did you mean {' or '.join(homes[:3])}?"

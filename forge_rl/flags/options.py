@@ -20,12 +20,12 @@ _SETTINGS = "settings"
 
 
 def build(parsed: FlagText, make: Callable[..., Any], *arguments: object) -> Any:
-    """Call a class or function with the options of a flag's text, and return what it makes.
+    """Call a class or function with the options of a flag's text, and return the result.
 
         build(parse("length:tokens=200", "--reward"), Length)  # Length(tokens=200)
 
     Args:
-        arguments: further arguments, by place.
+        arguments: positional arguments that come before the options.
 
     Raises:
         ForgeError: an option is unknown, invalid or missing, of the class that `parsed.error` names; or as `make` does.
@@ -63,11 +63,11 @@ def read_options(parsed: FlagText, make: Callable[..., Any], *arguments: object)
         read_options(parse("length:tokens=200", "--reward"), Length)  # {"tokens": 200}
 
     A field of an option that is a dataclass is named as OPTION.FIELD; the other fields keep the values of the option's
-    default. If this dataclass has `presets` by name, OPTION=PRESET sets all of its fields. Without a hint to which text
-    can be converted, the value is `parsed.params`'.
+    default. If this dataclass has `presets` by name, OPTION=PRESET sets all of its fields. An option without a usable
+    type hint has its value in `parsed.params`.
 
     Args:
-        arguments: arguments that `make` takes by place; their parameters are no options.
+        arguments: positional arguments of `make`; their parameters are not options.
 
     Raises:
         ForgeError: an option is unknown, or its value is invalid; marks its place.
@@ -144,8 +144,8 @@ def read_option(parsed: FlagText, key: str, kind: Any) -> Any:
     try:
         if value is None and type(None) in typing.get_args(kind):
             return None
-        # validate_strings takes no lists
-        return adapter.validate_python(value) if isinstance(value, list) else adapter.validate_strings(text)
+        # validate_strings takes no lists and objects
+        return adapter.validate_python(value) if isinstance(value, list | dict) else adapter.validate_strings(text)
     except pydantic.ValidationError as error:
         hint = f"pass a value of type {kind.__name__}" if isinstance(kind, type) else "set a valid value"
         raise parsed.wrong(f"{key} is {text!r:.80}: {error.errors()[0]['msg']}", hint, key=key) from None
@@ -159,12 +159,12 @@ def _converted(parsed: FlagText, key: str, hints: Mapping[str, Any]) -> Any:
 
 
 def _places(make: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters that take arguments by place."""
+    """Return the parameters that take positional arguments."""
     return [parameter for parameter in inspect.signature(make).parameters.values() if parameter.kind in _BY_PLACE]
 
 
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a class's or function's parameters by name; none of those whose hints cannot be resolved."""
+    """Return the types of a class's or function's parameters by name; {} if its hints cannot be resolved."""
     target: Any = make.func if isinstance(make, functools.partial) else make
     if isinstance(target, type) and dataclasses.is_dataclass(target):
         types = typing.get_type_hints(target)

@@ -1,4 +1,4 @@
-"""Flags that earlier versions had, whose values are now constants: run folders and config files may still hold them."""
+"""Flags of earlier versions whose values are now constants; run folders and config files may still hold them."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ RETIRED = {
 
 
 def retired_default(path: str) -> float | None:
-    """Return the default of a retired flag, such as "generator.restart.pause_s"; None if it is none."""
+    """Return the default of a retired flag, such as "generator.restart.pause_s"; None for any other flag."""
     return next((value for end, value in RETIRED.items() if f".{path}".endswith(f".{end}")), None)

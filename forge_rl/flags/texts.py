@@ -55,8 +55,8 @@ class FlagText:
         return self.error(f"{self.flag}: {problem}\n  {self.text}\n  {mark}", hint=hint)
 
     def refused(self, cause: ForgeError) -> ForgeError:
-        """Return an error of what the text names, such as "CLASS(KEY=...): KEY is -1", as one that marks the option."""
-        if cause.message.startswith(f"{self.flag}:"):  # it marks its place already
+        """Turn an error of the named class, such as "CLASS(KEY=...): KEY is -1", into one that marks the option."""
+        if cause.message.startswith(f"{self.flag}:"):  # it already marks its place
             return cause
         keys = (key for key in self.raw_params if re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", cause.message))
         return self.wrong(re.sub(r"^\w+\(\w+=\.\.\.\): ", "", cause.message), cause.hint, key=next(keys, "name"))

@@ -9,16 +9,16 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import complete_folder, open_weights, tensor_files
+from forge_rl.models.hf_folder import complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
-"""Files of an adapter: PEFT's settings, PEFT's factors, and digests of the base model's files, which are ours."""
+"""Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
 _PREFIX = "base_model.model."
 _AGAIN = "write the adapter again"
 _UNSUPPORTED = {
@@ -38,7 +38,7 @@ _UNSUPPORTED = {
     "monteclora_config": None,
     "velora_config": None,
 }
-"""Settings of PEFT that change what an adapter means, with the values that leave it a plain product."""
+"""Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they do not."""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways of PEFT to begin an adapter that leave the base model as it is; others, such as PiSSA, take a part out of it."""
 _MAX_RANK = 1 << 20
@@ -61,7 +61,7 @@ def write_adapter(
     """Write an adapter into an existing folder, with the tokenizer of its base model.
 
     Args:
-        factors: A, [rank, inputs], and B, [outputs, rank], by the name of the weight that they change.
+        factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight.
         base: Hugging Face folder of the model that was adapted.
     """
     from safetensors.torch import save_file
@@ -102,7 +102,7 @@ def name_base(folder: Path, base: Path) -> None:
         OSError: it cannot be written.
     """
     for name, key in ((CONFIG, "base_model_name_or_path"), (BASE, "folder")):
-        values = _read_object(folder / name)
+        values = read_object(folder / name, hint=_AGAIN)
         if values.get(key) != str(base):
             (folder / name).write_text(json.dumps(values | {key: str(base)}, indent=2) + "\n")
 
@@ -130,13 +130,13 @@ class Adapter:
         Raises:
             ModelError: a file is missing or malformed, or the adapter is more than products of two matrices.
         """
-        config = _read_object(folder / CONFIG)
+        config = read_object(folder / CONFIG, hint=_AGAIN)
         if config.get("peft_type") != "LORA":
             raise ModelError(f"{folder} holds a {config.get('peft_type')!r:.40} adapter", hint="give a LoRA adapter")
         for name, plain in _UNSUPPORTED.items():
             if config.get(name, plain) not in (plain, None, False, []):
                 raise ModelError(
-                    f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is no plain LoRA",
+                    f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is more than plain LoRA",
                     hint="merge it with merge_and_unload() of peft, and save that",
                 )
         for name, value in config.items():
@@ -157,12 +157,13 @@ class Adapter:
                 hint="merge it with merge_and_unload() of peft, and save that",
             )
         rank, alpha = config.get("r"), config.get("lora_alpha")
-        is_number = type(alpha) in (int, float) and abs(alpha) < 1e9  # neither NaN nor too large for a float
-        if type(rank) is not int or not 0 < rank < _MAX_RANK or not is_number:
+        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank < _MAX_RANK
+        if not is_rank or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
             raise ModelError(f"{folder / CONFIG} has r {rank!r:.40} and lora_alpha {alpha!r:.40}", hint=_AGAIN)
+        assert isinstance(rank, int)
         digests: dict[str, str] = {}
         if (folder / BASE).is_file():
-            files = _read_object(folder / BASE).get("files")
+            files = read_object(folder / BASE, hint=_AGAIN).get("files")
             digests = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
         return Adapter(
             folder=folder,
@@ -197,10 +198,10 @@ class Adapter:
             target: folder to write, which exists and is empty.
 
         Raises:
-            ModelError: the adapter has factors of other weights or shapes than the model's.
+            ModelError: the model lacks an adapted weight, or has it in another shape.
             OSError: the folder cannot be written.
         """
-        if _read_object(base / "config.json").get("quantization_config"):
+        if read_object(base / "config.json").get("quantization_config"):
             raise ModelError(
                 f"{base} holds quantised weights, to which no product can be added as they are",
                 hint="name the model's bfloat16 files with --base",
@@ -227,14 +228,14 @@ class Adapter:
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
     def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Read A and B by the name of the weight that they change."""
+        """Read A and B by the name of the adapted weight."""
         halves: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
                 module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
                 if kind not in ("lora_A", "lora_B") or not key.startswith(_PREFIX):
                     raise ModelError(
-                        f"{self.folder / WEIGHTS} holds {key!r:.120}, which is no factor of a LoRA adapter",
+                        f"{self.folder / WEIGHTS} holds {key!r:.120}, which is not a factor of a LoRA adapter",
                         hint="merge it with merge_and_unload() of peft, and save that",
                     )
                 halves.setdefault(f"{module}.weight", {})[kind] = file.get_tensor(key)
@@ -264,7 +265,8 @@ class Adapter:
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
-    """Return the full model that an adapter and its base amount to; the first call writes it into the cache.
+    """Return a folder with an adapter's base model and the adapter merged into it; the first call writes it into the
+    cache.
 
     Raises:
         ModelError: the adapter does not fit the base, or the cache is not writable.
@@ -302,13 +304,3 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
-    return value

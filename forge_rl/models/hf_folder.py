@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ModelError
 
@@ -63,6 +63,17 @@ def open_weights(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
+
+
+def read_object(path: Path, *, hint: str = _AGAIN) -> dict[str, Any]:
+    """Read a JSON object; raises ModelError with a hint if the file does not hold one."""
+    try:
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("it does not hold a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", hint=hint) from error
+    return value
 
 
 def has_own_head(folder: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 import re
 import stat
@@ -16,7 +15,7 @@ from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress
-from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS, model_files
+from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS, model_files, read_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
@@ -128,7 +127,7 @@ def _newest_checkpoint(run: Path) -> Path | None:
 def _checked(folder: Path) -> Path:
     """Validate a folder before loading anything from it: it may be incomplete, broken or malicious."""
     files = check_files(folder)
-    objects = {path.name: _read_object(path) for path in files if path.name in _OBJECTS}
+    objects = {path.name: read_object(path) for path in files if path.name in _OBJECTS}
     missing = [] if "config.json" in objects else ["config.json"]
     weights = [path.name for path in files if path.suffix == ".safetensors"]
     if _INDEX in objects:
@@ -155,10 +154,10 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
     """Return the folder of an adapter's base model.
 
     Args:
-        name: the base model, if it is not the one that the adapter names.
+        name: the base model; "" for the one that the adapter names.
 
     Raises:
-        ModelError: it is not there, or is an adapter itself.
+        ModelError: it does not exist, or is an adapter itself.
     """
     base = name or Adapter.read(folder).base
     if not base:
@@ -225,16 +224,6 @@ def _check_owners(folder: Path, files: Sequence[Path]) -> None:
                     f"{folder} cannot be trusted: {problem}",
                     hint=f"if you trust its contents: chown -R and chmod -R o-w, or copy it: cp -rL {folder} COPY",
                 )
-
-
-def _read_object(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
-    return value
 
 
 def _parts(path: Path, index: Mapping[str, object]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run knows of agents, which play episodes through an API, and of the gateway that serves it to them."""
+"""A run's view of agents, which play episodes through an API, and of the gateway that serves the API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AgentRunner(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return what happened to agents since the last call."""
+        """Return the agents' metrics since the last call."""
         ...
 
 
@@ -41,4 +41,5 @@ GATEWAY: LazyNames[Callable[..., Any]] = LazyNames(
         "serving_agents": "forge_rl.gateway.agents:serving_agents",
     }
 )
-"""What runs use of the gateway: `serving_agents` yields an AgentRunner, `Gateway` serves attached clients' programs."""
+"""The parts of the gateway that runs use: `serving_agents` yields an AgentRunner, `Gateway` serves programs of attached
+clients."""

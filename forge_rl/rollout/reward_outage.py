@@ -26,7 +26,7 @@ class EpisodeScoring:
     reward: Scorer | None = None
     """Scores the episodes of a group together if they have no score yet; None if each comes with one."""
     wait_s: float = 0.0
-    """Maximum seconds for which a failing reward is asked again, or another one is waited for; 0 asks once."""
+    """Maximum seconds to retry a failing reward, or to wait for another one; 0 asks once."""
 
 
 class RewardOutage:

@@ -1,4 +1,4 @@
-"""What `--lora` changes in a run's settings: the trainer's adapters, and their learning rate."""
+"""Effects of the flags `--lora` on a run's settings: the trainer's adapters, and their learning rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdaptedRun(Protocol):
-    """A run's settings that `--lora` concerns."""
+    """The settings of a run that the flags `--lora` concern."""
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -32,9 +31,9 @@ class AdaptedRun(Protocol):
 
 
 def with_lora(config: AdaptedRun) -> TrainerConfig:
-    """Return the trainer's settings with the run's adapters, and their learning rate if the user left it open.
+    """Return the trainer's settings with the run's adapters and, if the user did not set it, their learning rate.
 
-    The recipe's own default counts as left open.
+    A learning rate equal to the recipe's default counts as not set.
     """
     trainer = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
     if config.lora.rank and trainer.optimizer.lr == _default_lr(config):
@@ -64,14 +63,16 @@ def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
 
 
 def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
-    """Return the disk space that a checkpoint of a trainer needs: weights, moments and the exported model, or of
-    adapters these alone.
+    """Return the disk space in bytes that a trainer's checkpoint needs: weights, moments and the exported model, or if
+    it trains adapters, the same of these alone.
 
     Args:
         parameters: number of the model's parameters.
         model: folder of the model.
     """
     if lora.rank:
+        from forge_rl.engines.architecture import read_architecture  # loads torch, which --help does without
+
         parameters = adapter_parameters(read_architecture(model), lora)
     return 16 * parameters
 

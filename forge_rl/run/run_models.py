@@ -1,4 +1,4 @@
-"""The models of a run, and what they are used for."""
+"""The models of a run, and their uses."""
 
 from __future__ import annotations
 

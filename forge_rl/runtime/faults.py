@@ -197,7 +197,7 @@ class Faults:
         return fault
 
     def listener_failed(self, error: Exception) -> None:
-        """Print and record a listener's exception, so that what told it can continue."""
+        """Print and record a listener's exception, so that its caller can continue."""
         print(shortened("".join(traceback.format_exception(error)), TRACE_LETTERS), end="", file=sys.stderr)
         cause = shortened(f"a listener failed: {type(error).__name__}: {error}").splitlines()[0]
         if not any(fault.cause == cause for fault in self.seen):

@@ -83,7 +83,7 @@ def attach_host(name: str, address: str, *, may_be_public: bool) -> HostMesh:
 
 
 def identifier(name: str) -> str:
-    """Return a host's name as Monarch may have it."""
+    """Return a host's name with only the characters that Monarch allows."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)
 
 

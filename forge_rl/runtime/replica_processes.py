@@ -45,7 +45,7 @@ class ProcessSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DeathRules:
-    """How the deaths of a service's processes are noticed, described, and blamed on calls."""
+    """How to notice the deaths of a service's processes, describe them, and blame them on calls."""
 
     descendants: bool = True
     """Whether a replica also counts as hung if a process that it started is stopped."""

@@ -52,7 +52,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSize:
-    """What one replica of a service takes."""
+    """Hosts and GPUs of one replica of a service."""
 
     hosts: int = 1
     gpus: int = 1
@@ -73,7 +73,7 @@ class Seats:
     Args:
         cluster: knows which hosts are gone, or about to go.
         hosts: the service's hosts.
-        size: what a replica takes.
+        size: hosts and GPUs of a replica.
         replicas: number of replicas on these hosts.
         min_replicas: minimum number of replicas; 0 for `replicas`.
         max_replicas: maximum number of replicas; 0 for `replicas`.

@@ -9,14 +9,14 @@ from forge_rl.errors import check_flags
 from forge_rl.flags.categories import Category
 
 BACKOFF_S = 1.0
-"""Seconds before the second consecutive restart, doubled for each further one; the first is immediate. Most deaths have
-causes of a moment, and one that has not yet passed is over in seconds."""
+"""Seconds before the second consecutive restart, doubled for each further one; the first is immediate. Most causes of
+deaths are momentary: gone at once, or within seconds."""
 LONGEST_BACKOFF_S = 60.0
 PAUSE_S = 300.0
 """Seconds between further attempts once no restart is left. A start may load a model for minutes, and takes CPU time
 from the replicas that still work."""
 HEALTHY_S = 60.0
-"""Seconds of service after which a replica counts as recovered. One that dies of its own start does so sooner."""
+"""Seconds of service after which a replica counts as recovered; a faulty start kills it sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,5 +42,5 @@ class Restart:
         return 0.0 if deaths < 2 else min(LONGEST_BACKOFF_S, BACKOFF_S * 2.0 ** (deaths - 2))
 
     def recovered(self, served_s: float) -> bool:
-        """Return whether a replica that served so long has recovered, so that its next death counts as the first."""
+        """Return whether a replica that served this long has recovered, so that its next death counts as the first."""
         return served_s >= HEALTHY_S

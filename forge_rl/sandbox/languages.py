@@ -28,7 +28,7 @@ class Language:
 
     @property
     def fences(self) -> frozenset[str]:
-        """What a fence says of the language: nothing, or the suffix of its files."""
+        """Names of the language on fenced blocks: none, or the suffix of its files."""
         return frozenset({"", self.file.rpartition(".")[2]})
 
 

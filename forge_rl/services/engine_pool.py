@@ -80,7 +80,7 @@ class EngineStart:
     spawn: Callable[[int], Replica]
     """Spawns the processes of the engine with a given index."""
     set_up: Callable[[Replica, float], Awaitable[None]]
-    """Starts an engine in processes that run, within a number of seconds."""
+    """Starts an engine in running processes, within a number of seconds."""
     deadline_s: float
     """Timeout of the start."""
 

@@ -49,8 +49,8 @@ from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
 
 _ANSWER_S = 3600.0
-"""Longest wait for the next chunk of a completion, or for scores, without pauses. It bounds what nothing else does: an
-engine that hangs is found by --generator.stall-s, and a request may wait long in the queue of a busy one."""
+"""Longest wait for the next chunk of a completion, or for scores, not counting pauses. A last resort:
+--generator.stall-s finds engines that hang, and a request may wait long in the queue of a busy one."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What decodes requests that come by an API: the protocol, and its implementation on a Generator."""
+"""Backends that decode requests of an API: the protocol, and its implementation on a Generator."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Teachers:
 
         Args:
             folders: Hugging Face folder of each of `config.names`.
-            start: its hosts have the GPUs that are free.
+            start: where to start; its hosts list the free GPUs.
             policy: starts the policy's generator.
             settings: settings of the policy's engines.
         """

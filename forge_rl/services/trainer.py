@@ -102,8 +102,8 @@ class Trainer:
         """Spawn the ranks and load the policy.
 
         Args:
-            start: the ranks are split evenly over those of its hosts that live. Its name, "trainer" by default, is also
-                that of the recipe's settings.
+            start: where to start; the ranks are split evenly over its living hosts. Its name, "trainer" by default, is
+                also the name of the recipe's settings.
             resume: training state to resume from instead of the model.
             after: the ranks import until it is done, well or not, and only then touch their devices.
 

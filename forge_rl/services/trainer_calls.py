@@ -1,4 +1,4 @@
-"""The calls to all ranks of a trainer, by what each rank returns."""
+"""The calls to all ranks of a trainer, with the types of their replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoadedPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReply:
-    """What one rank returns of a step."""
+    """One rank's reply to a step."""
 
     metrics: list[dict[str, Value] | None]
     """Metrics of each update; see `StepResult`."""
@@ -42,7 +42,7 @@ class StepReply:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReply:
-    """What one rank returns of a publish."""
+    """One rank's reply to a publish."""
 
     reports: list[ShardReport]
     """The shards that it wrote."""
@@ -52,7 +52,7 @@ class PublishReply:
 
 @dataclass(frozen=True)
 class RankCall(Generic[R]):
-    """An endpoint of `TrainerActor` that is called on all ranks, and the type of what each returns."""
+    """An endpoint of `TrainerActor` that is called on all ranks, and the type of each rank's reply."""
 
     method: str
     reply: type[R]

@@ -17,7 +17,8 @@ class LazyNames(Mapping[str, T]):
         JOBS: LazyNames[type[Job]] = LazyNames({"slurm": "forge_rl.jobs.slurm:SlurmJob"})
         JOBS["slurm"]
 
-    Iteration, `len` and `in` import nothing. The core reaches a wing in no other way; see `tests/test_layers.py`.
+    Iteration, `len` and `in` import nothing. This is the only way in which the core reaches a wing; see
+    `tests/test_layers.py`.
 
     Args:
         places: MODULE:NAME of each object, by name.

@@ -9,17 +9,16 @@ P = ParamSpec("P")
 
 
 class Listeners(Generic[P]):
-    """Callables that are told of an event, in the order in which they were added.
+    """Callables to call at an event, in the order in which they were added.
 
         mixture.changed = Listeners[[str]]()
         mixture.changed.add(print)
         mixture.changed.tell("mixture maths 1 -> 2")
 
-    Change the state first and tell of it then: one that raises keeps no other from being told, and leaves no state
-    half-changed.
+    Change the state before `tell`. Then a listener that raises neither leaves it half-changed nor stops the others.
 
     Args:
-        failed: called with what a listener raises; by default the first error is raised once all have been told.
+        failed: called with each listener's exception; by default the first one is raised once all have been called.
     """
 
     def __init__(self, failed: Callable[[Exception], object] | None = None) -> None:
@@ -27,11 +26,11 @@ class Listeners(Generic[P]):
         self._listeners: list[Callable[P, object]] = []
 
     def add(self, listener: Callable[P, object], *, first: bool = False) -> None:
-        """Tell a listener from now on; `first` puts it before the present ones."""
+        """Add a listener; `first` puts it before the others."""
         self._listeners.insert(0 if first else len(self._listeners), listener)
 
     def discard(self, listener: Callable[P, object]) -> None:
-        """Tell a listener no more, if it was added."""
+        """Remove a listener, if it was added."""
         if listener in self._listeners:
             self._listeners.remove(listener)
 

@@ -26,7 +26,7 @@ _RESERVED = frozenset(
 
 
 def read_template_args(texts: Sequence[str]) -> dict[str, object]:
-    """Read NAME=VALUE texts, whose values are read as those of other options.
+    """Read NAME=VALUE texts, with values as in the options of other flags.
 
         read_template_args(["enable_thinking=false", "reasoning_effort=high"])
 

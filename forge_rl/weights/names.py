@@ -50,16 +50,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class SameNames:
-    """Names of a model whose weights have those of the folder's files, as on transformers' own modelling code.
-
-    Exceptions are what transformers itself renames when it loads the folder.
-    """
+    """Names of a model on transformers' own modelling code: those in the folder's files, except the ones that
+    transformers itself renames or stacks when it loads the folder."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Names in the files that differ, by the model's name."""
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names in the files of what the model stacks, by the model's name: of experts, for which "{}" stands for the index
-    in the first dim, and of equal parts of the second dim, in order."""
+    """Names in the files of weights that the model stacks in one, by the model's name. "{}" is an expert's index, along
+    the first dim; several names are equal parts of the second dim, in order."""
     head: str = "lm_head.weight"
     """Hugging Face's name of the head: VALUE_HEAD in a value model."""
 

@@ -18,7 +18,7 @@ from forge_rl.sandbox.fences import fenced_code
 from forge_rl.types import Message, Task, ToolCall
 
 _QUEUE_S = 3600.0
-"""Maximum seconds of a call with the wait for a session; the code's own time is limited in the session."""
+"""Maximum seconds of a call, including the wait for a session; the session itself limits the time of the code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class CodeSession(Protocol):
     """Where an episode's code runs. Starts nothing before the first code."""
 
     was_kept: bool | None = None
-    """True if the latest code was not run because its output was kept; None without a cache."""
+    """True if the latest code was not run, as its output was in the cache; None without a cache."""
 
     async def run(self, code: str, /) -> str:
         """Run code; return what the model is shown.
@@ -72,7 +72,7 @@ class CodeSession(Protocol):
         return None
 
     async def close(self) -> None:
-        """Close whatever is open."""
+        """End the session, if it was started."""
 
 
 class CodeWorld:

@@ -57,8 +57,8 @@ class GymnasiumEnv:
         options: options of `gymnasium.make`.
 
     Raises:
-        ConfigError: Gymnasium is not installed, there is no such environment, or its action space is neither discrete
-            nor text, or it shows images or long arrays.
+        ConfigError: Gymnasium is not installed, it does not know the environment, the action space is neither discrete
+            nor text, or observations are images or long arrays.
     """
 
     def __init__(

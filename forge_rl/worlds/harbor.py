@@ -175,7 +175,7 @@ def read_tasks(folder: Path) -> list[HarborTask]:
     """Read all task folders below a folder, or the folder itself if it is a task, sorted by path.
 
     Raises:
-        ConfigError: there are no tasks.
+        ConfigError: no task is found.
         TaskError: a task cannot be read, or two have the same name.
     """
     folders = [folder] if (folder / "task.toml").is_file() else sorted(_folders(folder, _DEPTH))

@@ -41,7 +41,7 @@ class Programs(TextReward):
 
         --reward programs                # the column cases: [{"input": "1 2\\n", "output": "3\\n"}, ...]
         --reward programs:cases=input_output  # APPS, TACO: {"inputs": [...], "outputs": [...], "fn_name": ...}
-        --reward programs:language=c++  # compiled anew for each input; also c, go, rust, java, javascript, ruby, ...
+        --reward programs:language=c++  # compiled again for each input; also c, go, rust, java, javascript, ruby, ...
 
     The program is the last fenced block of the completion. Each input is read by a fresh sandbox session, which never
     has the expected output: outputs are compared outside. Spaces at the ends of lines, and empty lines at the
@@ -56,8 +56,8 @@ class Programs(TextReward):
     tolerance: float = 0.0
     """Maximum relative or absolute error of numbers in an output; with 0 they are compared as text."""
     language: str = "python"
-    """Language of the programs, a name in `forge_rl.sandbox.languages`. Those in others than python are commands, whose
-    standard input is the case's."""
+    """Language of the programs, a name in `forge_rl.sandbox.languages`. Programs in languages other than python run as
+    commands, with the case's standard input."""
     partial: bool = False
     """Score the share of inputs with the right output, instead of 1.0 if all have it."""
     deadline_s: ClassVar[float] = 3600.0

@@ -47,7 +47,8 @@ class Family:
     set_sharding: Callable[..., None]
     """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
     general: bool = False
-    """True if transformers' own code is the model, see `families.general`; there are no layers to build then."""
+    """True if transformers' own code computes the model, see `families.general`; `layer` and `set_sharding` are then
+    never called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class Architecture:
     quantized: bool = False
     """True if the folder holds quantised weights, which are dequantised."""
     weight_count: int = 0
-    """Number of weights, weight_count in a model that these dimensions do not describe; 0 if they do."""
+    """Number of weights of a model that these dimensions do not describe; 0 if they do."""
     folder: Path | None = None
     """Folder of a model that transformers' code builds; None for native families."""
 

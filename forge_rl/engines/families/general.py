@@ -1,6 +1,7 @@
 """Models without a native family: read from config.json by transformers, whose own code trains them.
 
-Whatever is refused is refused here, from config.json and the model's structure, before anything starts.
+Models that cannot be trained on packed rows are refused here, from config.json and their structure, before anything
+starts.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ COMPARED = frozenset(
     )
 )
 """Types whose packed rows were compared with transformers, one episode at a time; see docs/running/models.md."""
-_STEERING = ("e_score_correction_bias", "expert_bias")
-"""Ends of the names of biases that only choose experts."""
-_CAN = "the trainer takes decoders of full, sliding-window, chunked and linear attention, and short convolutions"
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Ends of the names of biases in float32 that choose experts, as in DeepSeek-V3 and AFMoE."""
+_SUPPORTED = "the trainer takes decoders of full, sliding-window, chunked and linear attention, and short convolutions"
 
 
 def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
@@ -120,7 +121,7 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
         problem = "has no model.embed_tokens"
     elif not isinstance(head, nn.Linear) or head.bias is not None:
         problem = "has no lm_head without bias"
-    elif any(name.endswith(_STEERING) for name, _ in causal.named_parameters()):
+    elif any(name.endswith(_ROUTER_BIASES) for name, _ in causal.named_parameters()):
         problem = "chooses experts by biases in float32, which only native families keep so"
     else:
         try:
@@ -137,8 +138,7 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
 
 
 def file_names(folder: Path) -> SameNames:
-    """Return how the folder's files name a model's weights, which is told by transformers' own table of conversions and
-    by the files.
+    """Return how the folder's files name a model's weights, by transformers' own table of conversions and the files.
 
     Raises:
         ModelError: the files hold something that only a conversion of values could load.
@@ -157,7 +157,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     renames = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
 
     def in_files(name: str) -> str:
-        """Undo the renamings, if the files have the result; a stack's name is tried for the first expert."""
+        """Undo the renamings if the files have the result; a stack's name is looked up for its first expert."""
         original = name
         for rename in renames:
             for source, target in zip(rename.source_patterns, rename.target_patterns, strict=False):
@@ -176,9 +176,9 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
         dims = [(type(operation), getattr(operation, "dim", None)) for operation in merge.operations]
         if dims not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             raise ModelError(
-                f"{folder}: transformers computes {name!r} from what the files hold, and the trainer could not give it "
+                f"{folder}: transformers computes {name!r} from what the files hold, and the trainer cannot convert it "
                 "back",
-                hint=f"use a model of another architecture: {_CAN}",
+                hint=f"use a model of another architecture: {_SUPPORTED}",
             )
         sources = (source.replace("*", "{}") for source in merge.source_patterns)
         stacks[name] = tuple(in_files(name.replace(merge.target_patterns[0], source)) for source in sources)
@@ -257,27 +257,27 @@ def _check_layers(path: Path, config: Any, model: Any) -> None:
     if other_kinds := sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS + _RECURRENT_KINDS}):
         problem = f"has layers of {', '.join(other_kinds)}, which might carry a state from one episode into the next"
     elif getattr(model, "_is_stateful", False) and not kinds:
-        problem = "has recurrent layers, whose state would run on from one episode into the next"
+        problem = "has recurrent layers, whose state would carry over from one episode into the next"
     elif not _is_uniform(config):
         problem = "has layers with heads of different sizes"
     elif not _has_interface(model):
         problem = "does without transformers' attention interface"
     elif getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        problem = "is no decoder"
+        problem = "is not a decoder"
     elif getattr(config, "attn_temperature_tuning", False):
         problem = "scales scores by a token's place in the row (attn_temperature_tuning), instead of in its episode"
     elif "dynamic" in _rope_types(config):
         problem = "has RoPE of type 'dynamic', whose angles depend on the longest episode of a row"
     if problem:
         raise ModelError(
-            f"{path}: a {config.model_type!r} {problem}", hint=f"use a model of another architecture: {_CAN}"
+            f"{path}: a {config.model_type!r} {problem}", hint=f"use a model of another architecture: {_SUPPORTED}"
         )
 
 
 def _has_interface(model: Any) -> bool:
     """Return whether a model calls the attention function that its config names.
 
-    transformers says so of most; of models with a state it does not, as servers need more than that.
+    transformers marks most of those that do, but none with a recurrent state, as inference servers need more for them.
     """
     return getattr(model, "_supports_attention_backend", False) or hasattr(
         sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"
@@ -298,7 +298,7 @@ def recurrent_mixers(causal: Any) -> list[nn.Module]:
     """Return the modules with a state of a model's layers, as transformers built it.
 
     Raises:
-        LookupError: a layer with a state has none of the known names for it.
+        LookupError: the module with a layer's state has none of the known names.
     """
     kinds = getattr(causal.config, "layer_types", None) or ()
     mixers = []

@@ -19,7 +19,7 @@ from forge_rl.weights.names import Names
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterExport:
-    """What the export of a model's adapters needs to know of it.
+    """Writes a model's adapters; holds their settings and the names of the model's weights.
 
     AdapterExport(lora=lora, names=names).write(folder / "training", source, folder / "model")
     """
@@ -51,11 +51,11 @@ class AdapterExport:
             module, _, kind = key.removeprefix("model.").rpartition(".")
             assert isinstance(block.values, torch.Tensor)
             factors.setdefault(self.names.to_hf(f"{module}.weight"), {})[kind] = block.values
-        first, second = ADAPTERS
+        a_name, b_name = ADAPTERS
         with filled(folder) as place:
             write_adapter(
                 place,
-                {name: (pair[first], pair[second]) for name, pair in factors.items()},
+                {name: (pair[a_name], pair[b_name]) for name, pair in factors.items()},
                 base=source,
                 alpha=self.lora.alpha,
                 rslora=self.lora.rslora,

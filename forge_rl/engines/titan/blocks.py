@@ -110,7 +110,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]) -> dict[str, Block]:
     """Return this rank's blocks of all state by name; creates the moments, which AdamW does only at the first step.
 
-    Of a model with adapters the state is theirs alone: its weights are those of the folder that it began with.
+    If the model has adapters, the state holds only these: its weights are in the folder that training started from.
 
     Raises:
         CheckpointError: the optimizer trains other tensors than the model's weights, as after an interrupted step.

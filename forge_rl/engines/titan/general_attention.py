@@ -57,7 +57,7 @@ class RowMask:
     window: int | None
     """Sliding window in tokens, including the query's own; None for none."""
     is_causal: bool
-    """True if the rule is the causal one, or that of the window."""
+    """True if the rule is plain causal masking, or the sliding window."""
 
     @cached_property
     def trees(self) -> tuple[TreeMask, ...]:
@@ -146,16 +146,16 @@ def attend(
         scaling: factor on the scores; None means 1 / sqrt(head_dim).
         softcap: bound of the scores, by tanh.
         s_aux: [heads], attention sinks.
-        options: others, which must be without effect.
+        options: other options, which must have no effect.
 
     Raises:
         ModelError: the model asks for something that this function does not do.
     """
     unknown_options = [name for name, option in options.items() if option is not None and name not in _WITHOUT_EFFECT]
     if unknown_options or not isinstance(attention_mask, RowMask):
-        lacking = f"with {', '.join(sorted(unknown_options))}" if unknown_options else "without transformers' masks"
+        kind = f"with {', '.join(sorted(unknown_options))}" if unknown_options else "without transformers' masks"
         raise ModelError(
-            f"{type(module).__name__} needs attention {lacking}, which packed rows do not have",
+            f"{type(module).__name__} needs attention {kind}, which packed rows do not support",
             hint="use a model of another architecture",
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -33,9 +33,9 @@ class GeneralModel(nn.Module):
         logits = model(token_ids[None], positions[None], row)  # [1, L, V]
         scores = model(token_ids[None], positions[None], row, scored_indices=scored_indices, targets=targets)
 
-    Its weights have the names that transformers gives them, which are those of the folder's files. What the model's own
-    code does around its head, such as a factor on the hidden states or a bound on the logits, is done by calling that
-    code with the decoder and the head replaced by what they returned.
+    Its weights have the names that transformers gives them; `names` maps these to the folder's files. Anything that the
+    model's own code does around its head, such as scaling the hidden states or bounding the logits, is done by running
+    that code with stand-ins for decoder and head that return their outputs.
 
     Args:
         causal: transformers' model, with weights on the meta device and buffers in memory.
@@ -110,8 +110,8 @@ class GeneralModel(nn.Module):
             targets: [N] or [N, K] int64, see `token_scores`.
         """
         setattr(self._config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
-        # Without a mask, here of ones, transformers takes jumps of the positions for borders, also within a tree. It
-        # looks at the values, which the meta device of a plan does not have.
+        # Without a mask, transformers would take jumps in positions for borders between episodes, even within a tree.
+        # It reads the mask's values, which the meta device of a plan does not have.
         ones = torch.ones(tokens.shape, dtype=torch.int64, device="cpu" if tokens.is_meta else tokens.device)
         with precision(self.lm_head.weight.dtype):
             hidden = self.model(
@@ -156,8 +156,8 @@ def build_general(architecture: Architecture, *, values: bool = False) -> Genera
     return GeneralModel(causal, architecture, values=values)
 
 
-class _Returns(nn.Module):
-    """Stands for a module of a model, and returns what it is told to."""
+class _StandIn(nn.Module):
+    """Takes the place of a module, and returns an output that was set before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Returns(nn.Module):
 
 
 class _AroundHead:
-    """What a model's own code does between its decoder and its head, and to its logits.
+    """A model's own code between its decoder and its head, and after the head.
 
     Args:
         causal: transformers' model, which loses its decoder and head.
@@ -178,7 +178,7 @@ class _AroundHead:
 
     def __init__(self, causal: Any) -> None:
         self._causal = causal
-        self._decoder, self._head = _Returns(), _Returns()
+        self._decoder, self._head = _StandIn(), _StandIn()
         causal.model, causal.lm_head = self._decoder, self._head
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class _AroundHead:
         return logits if outputs.ndim == 3 else logits[0]
 
     def changes_logits(self, vocab: int) -> bool:
-        """Return whether logits are other than the head's output."""
+        """Return whether logits differ from the head's output."""
         outputs = torch.linspace(-100, 100, vocab)[None, None]
         return not torch.equal(self.logits(outputs), outputs)
 

@@ -25,8 +25,8 @@ class RowContext:
 
     @cached_property
     def paths(self) -> list[tuple[torch.Tensor, int]]:
-        """Indices of each way from a tree's root to a leaf, [n] int64, in the row's order, and how many of its last
-        tokens no earlier one has. Padding, which ends a row, is in none."""
+        """Each path from a tree's root to a leaf, in the row's order: indices of its tokens, [n] int64, and how many of
+        the last ones no earlier path has. Padding, at the end of a row, is in none."""
         return list(_paths(self.row))
 
 
@@ -37,13 +37,13 @@ def _paths(row: Row) -> Iterator[tuple[torch.Tensor, int]]:
         if tree < 0:
             break
         following = token + 1
-        goes_on = (
+        is_continued = (
             following < len(trees)
             and trees[following] == tree
             and until[token] > following
             and positions[following] == positions[token] + 1
         )
-        if not goes_on:
+        if not is_continued:
             yield (row.until[:following] > token).nonzero()[:, 0], following - first
             first = following
 
@@ -51,7 +51,7 @@ def _paths(row: Row) -> Iterator[tuple[torch.Tensor, int]]:
 def restart_states(mixers: list[nn.Module], config: Any) -> None:
     """Have the layers' mixers see one episode at a time, from its first token on.
 
-    A shared prefix is computed again for each of its branches, in the mixer alone: its state is not handed on.
+    The mixer alone computes a shared prefix again for each of its branches, as its state is not passed on.
 
     Args:
         mixers: modules that take hidden states, [1, L, dim], and return as many.

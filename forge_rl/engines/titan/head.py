@@ -27,7 +27,7 @@ class FloatHead(Linear):
         pass
 
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What the model does to its logits, [N, V], before they are scored."""
+    """The model's own change of its logits, [N, V], before they are scored."""
 
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor | None = None, scoring: Scoring = DEFAULT_SCORING

@@ -116,14 +116,14 @@ def _check_adapters(saved_keys: set[str], stage_keys: set[str], folder: Folder) 
     if saved_adapters == adapters:
         return
     if saved_adapters and adapters:
-        described = (
+        problem = (
             f"has adapters on other modules than --lora.targets: {min(saved_adapters ^ adapters).split('.', 1)[1]!r}"
         )
     else:
-        described = f"is of a run that trained {'adapters' if saved_adapters else 'weights'}, and this one does not"
+        problem = f"is of a run that trained {'adapters' if saved_adapters else 'weights'}, and this one does not"
     raise CheckpointError(
-        f"the training state in {folder} {described}",
-        hint="set the --lora flags as in that run, or choose another --out",
+        f"the training state in {folder} {problem}",
+        hint="set --lora.rank and --lora.targets as in that run, or choose another --out",
     )
 
 

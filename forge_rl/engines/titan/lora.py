@@ -1,9 +1,9 @@
-"""LoRA on torchtitan: linear layers with adapters in any layout, and the weights that they amount to.
+"""LoRA on torchtitan: linear layers with adapters in any layout, and weights with the adapters merged into them.
 
-torchtitan's own component (`torchtitan.components.lora`) rewrites configs before the model is built. There k and v are
-one config, so that neither can be a target alone; adapters start from draws that depend on the layout, cannot be
-switched off, which the frozen reference needs, and have no dropout. So adapters are added to the built model instead,
-with its rule for tensor parallelism: A is split as the inputs of the matrix are, B as its outputs.
+torchtitan's own component (`torchtitan.components.lora`) rewrites configs before the model is built. There, k and v
+are one config, so neither can be a target alone; adapters start from draws that depend on the layout, have no dropout,
+and cannot be switched off, as the frozen reference needs. So adapters are added to the built model instead, with
+torchtitan's rule for tensor parallelism: A is split as the inputs of the matrix are, B as its outputs.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _A, _B = ADAPTERS
 
 @dataclass
 class AdapterSwitch:
-    """What all adapters of a model share: whether they act, and the draw of their dropout."""
+    """State that all adapters of a model share: whether they act, and the draw of their dropout."""
 
     lora: LoRAConfig
     seed: int
     on: bool = True
     """False while the model acts as the one that training started from."""
     row: tuple[int, ...] = ()
-    """Place of the row in the run, for dropout."""
+    """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
 
 
 def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed: int) -> None:
     """Freeze a built model, and add adapters to the modules that the settings name, before it is parallelised.
 
     Raises:
-        ConfigError: a target is no module that can have an adapter.
+        ConfigError: a target names no module that can have an adapter.
     """
     modules = adapted_modules(architecture, lora)
     model.requires_grad_(False)
@@ -139,8 +139,7 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _dropped(module: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Set a share of the inputs to 0, the same when the forward pass is recomputed; all stay where no gradient is
-    asked for."""
+    """Set a share of the inputs to 0, the same when the forward pass is recomputed; none if gradients are disabled."""
     switch: AdapterSwitch = module.adapters
     share = switch.lora.dropout
     if not share or not torch.is_grad_enabled():
@@ -161,8 +160,8 @@ def adapted_modules_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def init_adapters(model: Any) -> None:
-    """Give adapters their first values, the same in any layout: A is uniform within 1 / sqrt(inputs), B is 0, so that
-    the model is the one that training started from. These are also the first values in `peft`."""
+    """Give adapters their first values, the same in any layout: A is uniform within 1 / sqrt(inputs), as in peft, and B
+    is 0, which leaves the model's outputs unchanged."""
     if model.adapters is None:
         return
     with torch.no_grad():
@@ -193,7 +192,7 @@ def draw_dropout(model: Any, row: Row, planned: int) -> None:
     """Set the draw of dropout for a row's forward and backward pass.
 
     Args:
-        planned: number of minibatches before.
+        planned: number of earlier minibatches of the run.
     """
     if model.adapters is not None and model.adapters.lora.dropout:
         model.adapters.row = (planned, *row.token_ids.tolist())
@@ -209,7 +208,7 @@ def merged_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
 
 
 def _merging(model: Any, ranks: range) -> dict[str, _MergedWeight]:
-    """Gather the adapters of all ranks; return what merges each with its weight, by torchtitan's name of the weight.
+    """Gather the adapters of all ranks; return an object that merges each, by torchtitan's name of the weight.
 
     Every rank calls this.
 

@@ -59,7 +59,7 @@ class PolicyModel(Decoder):
     offloads: HostCopies | None = None
     """Copies of layers' inputs in host memory, if they are kept there."""
     adapters: AdapterSwitch | None = None
-    """What its adapters share; None if all weights are trained."""
+    """Shared state of its adapters; None if all weights are trained."""
     spans_tie = False
     """Whether the first and the last pipeline stage each hold the weight that embedding and head share."""
 

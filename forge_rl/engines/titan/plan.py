@@ -107,7 +107,7 @@ def plan_training(
         kv_elements = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
         row += 2 * kv_elements * dtype.itemsize // tp
     is_recomputed = settings.activation_checkpointing != "none" and hidden_bytes < MAPPED_BYTES
-    # Frozen weights beside adapters are in the dtype of the passes.
+    # With adapters, frozen weights are in the dtype of the passes.
     trained = trace.trained if settings.lora.rank else trace.count
     heap_bytes = (
         state_itemsize * trace.small // (tp if whole_gradients else num_shards) // 2
@@ -211,7 +211,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
 
 
 def _row(tokens: int) -> Row:
-    """Return a row of one episode, of which a general model makes its masks."""
+    """Return a row of one episode, from which a general model makes its masks."""
     index = torch.arange(tokens)
     zeros, ends = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), tokens, dtype=torch.int32)
     numbers: dict[str, Any] = dict.fromkeys(

@@ -56,7 +56,7 @@ class CheckpointWriter:
         """Copy the state, and start writing `folder/training` and `folder/model`, which exist and are empty.
 
         Waits for an earlier save first. Any number of ranks, in any layout, can read the result. Frozen weights are
-        written without optimizer state. Of a model with adapters only these are written, `folder/model` in PEFT's
+        written without optimizer state. If the model has adapters, only these are written, to `folder/model` in PEFT's
         format.
 
         Args:

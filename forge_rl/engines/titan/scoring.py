@@ -94,7 +94,7 @@ class RowScorer:
         self._parallelism.begin(device_row)
 
     def _is_policy(self, model: PolicyModel | GeneralModel) -> bool:
-        """Return True of the trained model, unless it acts as the reference, without its adapters."""
+        """Return True for the trained model, unless its adapters are off: it then acts as the reference."""
         return model is self._trained and (model.adapters is None or model.adapters.on)
 
     def on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:

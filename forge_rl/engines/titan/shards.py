@@ -25,7 +25,7 @@ ADAPTERS = "lora_A", "lora_B"
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a checkpoint holds by name: all weights, or of a model with adapters these alone."""
+    """Yield the tensors of a checkpoint by name: all weights or, if the model has adapters, these alone."""
     if getattr(model, "adapters", None) is None:
         yield from named_weights(model)
         return

@@ -118,7 +118,7 @@ class TitanEngine:
             return StepResult(metrics=metrics, scores=scores)
 
     def forward_backward(self, update: Update) -> RowResults:
-        """Run both passes of each of an update's rows, and add up the gradients; `optimizer_step` is to follow.
+        """Run both passes of each of an update's rows, and add up the gradients, for `optimizer_step` to use.
 
         `train_batch` calls both, and cleans up after their errors.
         """
@@ -153,7 +153,7 @@ class TitanEngine:
         Returns None, and changes no weight, if a gradient is not finite.
 
         Raises:
-            LossError: that is because the loss failed, on this rank or another.
+            LossError: a gradient is not finite because the loss failed, on this rank or another.
         """
         counts, routing = self._routing(results)
         norm = self._parallelism.clip(self.model, self._settings.optimizer.max_grad_norm)

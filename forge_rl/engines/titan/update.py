@@ -20,7 +20,7 @@ from forge_rl.packing.rows import Minibatch, Row
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """One update: what is trained on, and how.
+    """Rows and settings of one update.
 
     update = Update(minibatch=minibatch, loss=loss, temperature=0.7)
     metrics = engine.optimizer_step(engine.forward_backward(update), lr=1e-5)
@@ -56,7 +56,7 @@ class Update:
 
     @property
     def scoring(self) -> Scoring:
-        """What to compute of each target's distribution."""
+        """Quantities to compute from each target's distribution."""
         needs = self.loss.needs
         return Scoring(
             temperature=self.temperature, entropy_gradient="entropy_gradient" in needs, squares="squares" in needs
@@ -104,7 +104,7 @@ class Update:
 
 @dataclass(eq=False)
 class RowResults:
-    """What both passes over an update's rows leave, besides the gradients that they add up."""
+    """Results of both passes over an update's rows, besides the gradients that they add up."""
 
     rows: int
     """Number of this share's rows."""

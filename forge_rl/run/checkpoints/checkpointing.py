@@ -48,7 +48,7 @@ class Checkpointer:
 
     Args:
         checkpoints: the run folder's checkpoints.
-        parts: what is saved and restored. Any engines and weight store follow the trainer after a restart; the
+        parts: the parts to save and restore. Engines and weight store, if any, follow the trainer after a restart; the
             evaluator's scores decide which checkpoint is the best.
         models: folders of the models that the trainer and, if there is one, the critic began with.
         warn: called with each problem that does not stop the run.

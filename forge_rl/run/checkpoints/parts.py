@@ -13,11 +13,11 @@ from forge_rl.run.service_set import Services
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What a run works with: its steps are steps of all of these."""
+    """Parts of a run that are always at the same step."""
 
     services: Services
     batches: RolloutExecutor | Examples
-    """What gives the run its batches."""
+    """Source of the run's batches."""
     evaluator: Evaluator
     live: LiveSettings
     """Settings that can change during the run."""

@@ -119,7 +119,7 @@ class Control:
                 hint="resume it first",
             )
         checkpoint = await self._run.after_step(functools.partial(self._run.checkpoint, wait=True))
-        assert checkpoint is not None, "it was waited for"
+        assert checkpoint is not None, "checkpoint(wait=True) returns it"
         return str(checkpoint.folder)
 
     async def evaluate(self) -> object:

@@ -1,6 +1,6 @@
 """The client's side of live control: sends requests to a run, by the socket or the address in its folder.
 
-The other side is `run.control_server`. Imports nothing heavy.
+The other side is `forge_rl.run.live.control_server`. Imports nothing heavy.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Knob:
     name: str
     """Name in `BOUNDS`."""
     get: Callable[[], Mapping[str, Any]]
-    """Returns the current values, as JSON; may have others that cannot be set."""
+    """Returns the current values, as JSON; may include values that cannot be set."""
     set: Callable[[Mapping[str, Any]], None]
     """Sets values within bounds; must change nothing if it raises a ForgeError."""
     changed: Callable[[str], None]
@@ -89,8 +89,8 @@ class Knob:
     from_when: str = ""
     """When a change takes effect, for its line."""
     moves: bool = False
-    """Whether the values also change by themselves, as hosts join or leave: only what was set is a change then, and a
-    resumed run takes up each alone."""
+    """Whether the values also change as hosts join or leave: only values that were set then count as changes, and a
+    resumed run restores each on its own."""
     _written: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Knob:
         """Set values; of none, nothing changes, and nothing is told.
 
         Raises:
-            ConfigError: one is unknown, or cannot be; nothing has then changed.
+            ConfigError: a name is unknown, or a value refused; nothing has then changed.
         """
         for name, value in values.items():
             if name not in self.given:
@@ -133,7 +133,7 @@ class Knob:
         """Reapply the live changes of an earlier process.
 
         Args:
-            old_flags: its `given`.
+            old_flags: `given` of that process.
         """
         lasting: dict[str, Any] = {}
         for name, live in changes.items():

@@ -1,9 +1,9 @@
 """The live settings of a run: what code or attached clients change while it runs, and what a resumed run keeps.
 
-Numbers are knobs, see `run.knobs`; the mixture and the reward have classes of their own with the same methods. `given`
-holds the values by this command's flags. `read` returns the current values, and `write` sets a client's, changing
-nothing if it raises a ForgeError. `changes` returns the live changes to save, and `resume` reapplies the changes of an
-earlier process. All values are JSON.
+Numbers are knobs, see `run.live.knobs`; the mixture and the reward have classes of their own with the same methods.
+`given` holds the values by this command's flags. `read` returns the current values, and `write` sets a client's,
+changing nothing if it raises a ForgeError. `changes` returns the live changes to save, and `resume` reapplies the
+changes of an earlier process. All values are JSON.
 """
 
 from __future__ import annotations

@@ -45,16 +45,16 @@ class SavedStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """What a run has reached when it ends, and how it ends."""
+    """How a run ended, and how far it got."""
 
     outcome: RunOutcome = "finished"
     cause: str = ""
-    """What it failed by."""
+    """Cause of a failure, as text."""
     step: int
     """Number of finished steps."""
     seconds: float
     scores: Mapping[int, float] = field(default_factory=dict)
-    """Score of the first set that is evaluated, by step."""
+    """Score of the first evaluated set, by step."""
     checkpoint: SavedStep | None = None
     """The last one."""
     best: SavedStep | None = None

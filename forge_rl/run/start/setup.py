@@ -1,4 +1,4 @@
-"""What a run is made of besides its settings: what it trains on, with which loss and tasks."""
+"""The objects that a run is started with, besides its settings: loss, tasks, and how episodes are generated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AgentPlayer:
     gateway: AgentGateway | None = None
     """Settings of the gateway; None for the defaults."""
     environment: AgentEnvironment | None = None
-    """What the agent is a part of, if it is: its processes run as long as the run."""
+    """Environment that the agent belongs to, if any: its processes run as long as the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
