@@ -198,9 +198,9 @@ class E2BSession:
             try:
                 async with (
                     asyncio.timeout(wall_s),
-                    self._pool.client.stream(request, limit_s=wall_s + _GRACE_S) as arriving,
+                    self._pool.client.stream(request, limit_s=wall_s + _GRACE_S) as chunks,
                 ):
-                    await heard.all(arriving)
+                    await heard.all(chunks)
             except TimeoutError:
                 await self.close()
                 heard.error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed")
