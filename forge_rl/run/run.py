@@ -266,10 +266,8 @@ class Run(Generic[C]):
         await run.train_on(batch, batch_advantages(batch, estimator="rloo"))
 
         Args:
-            advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`. Given examples have none.
+            advantages: [P, G] float32, or [P][G] arrays with one per token; None for given examples. See `pack`.
         """
-        if advantages is None:
-            advantages = batch.rewards
         with self.phase("train"):
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)
             temperature = self.generator.sampling.temperature if self._generates else 1.0
