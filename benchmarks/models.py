@@ -4,12 +4,12 @@ python -m benchmarks.models --json out.json
 
 For each published checkpoint, a small random model with the quirks of its folder (tests/zoo) is trained and saved:
 
-    forward_deviation   of the logits of packed rows from those of transformers, one episode at a time, in float64; the
+    forward_deviation   of the logits of packed rows from logits of transformers, one episode at a time, in float64; the
                         larger of rows with and without shared prefixes
     gradient_deviation  of the gradients, relative to each weight's largest entry
     files_equal         whether a saved folder has the names, shapes, config and tokenizer of the one it was loaded from
-    engine_gap          of an engine's logprobs from those of the trainer's saved folder, after loading two published
-                        and attested versions, in units of what rounding explains (--engines)
+    engine_gap          of an engine's logprobs from logprobs of the trainer's saved folder, after loading two published
+                        and attested versions, in units of the expected rounding (--engines)
     whole_run           whether a GRPO run of two steps ends well (--whole-runs)
 """
 
@@ -40,7 +40,7 @@ _RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Show what models can do, by name."""
+    """Compare models with transformers and with engines, by name."""
 
     models: tuple[str, ...] = ()
     """Names of published checkpoints, as in tests/zoo; by default all without a native family."""
@@ -91,7 +91,7 @@ def measure(config: Config, report: Report) -> None:
 
 
 def _try_model(config: Config, name: str, scratch: Path, *, runs: bool) -> dict[str, object]:
-    """Measure one model; what an engine or a run fails with is kept as its reason."""
+    """Measure one model; the row keeps the error of an engine or a run that fails."""
     from tests.zoo.checkpoints import CHECKPOINTS
     from tests.zoo.general import GENERAL
     from tests.zoo.packed import compare, engine_of, rows_of
@@ -118,12 +118,12 @@ def _try_model(config: Config, name: str, scratch: Path, *, runs: bool) -> dict[
 
 
 def _engine_gap(folder: Path, timeout_s: int) -> dict[str, object]:
-    """Serve the model, load two versions and serve what was saved, see tests/zoo/engine.py."""
+    """Serve the model, load two versions and serve the saved folder, see tests/zoo/engine.py."""
     command = [sys.executable, "-m", "tests.zoo.engine", str(folder)]
-    ended = _ended(command, timeout_s, decode_environment(0, replicas=1))
-    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"started"')]
-    if ended.returncode or not lines:
-        return {"engine_gap": None, "engine_failed": _last_line(ended)}
+    process = _finished(command, timeout_s, decode_environment(0, replicas=1))
+    lines = [line for line in process.stdout.splitlines() if line.startswith('{"started"')]
+    if process.returncode or not lines:
+        return {"engine_gap": None, "engine_failed": _last_line(process)}
     gaps = json.loads(lines[-1])
     return {"engine_gap": max(gaps[name] for name in ("started", "loaded", "restarted"))}
 
@@ -131,13 +131,13 @@ def _engine_gap(folder: Path, timeout_s: int) -> dict[str, object]:
 def _whole_run(model: Path, modelling: str, out: Path, timeout_s: int) -> dict[str, object]:
     command = [sys.executable, "-m", "recipes.grpo", "--model", str(model.resolve()), "--out", str(out), *_RUN.split()]
     command += ["--trainer.modelling", modelling]
-    ended = _ended(command, timeout_s, {})
-    if ended.returncode == 0:
+    process = _finished(command, timeout_s, {})
+    if process.returncode == 0:
         return {"whole_run": True}
-    return {"whole_run": False, "run_failed": _last_line(ended)}
+    return {"whole_run": False, "run_failed": _last_line(process)}
 
 
-def _ended(command: list[str], timeout_s: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _finished(command: list[str], timeout_s: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -146,10 +146,10 @@ def _ended(command: list[str], timeout_s: int, environment: dict[str, str]) -> s
         return subprocess.CompletedProcess(command, 1, "", f"it took more than {timeout_s} s")
 
 
-def _last_line(ended: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+def _last_line(process: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in (process.stdout + process.stderr).splitlines() if line.strip()]
     errors = [line for line in lines if "rror" in line] or lines
-    return errors[-1][:300] if errors else f"exit status {ended.returncode}"
+    return errors[-1][:300] if errors else f"exit status {process.returncode}"
 
 
 def _table(report: Report) -> Table:

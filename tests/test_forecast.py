@@ -1,4 +1,4 @@
-"""Plans for machines that are not here: counts worked by hand, layouts that fit, and hostile config.json files."""
+"""Plans for machines that are not at hand: counts worked by hand, layouts that fit, and hostile config.json files."""
 
 from __future__ import annotations
 

@@ -262,6 +262,13 @@ def trained_groups(minibatch: Minibatch) -> set[int]:
     return {episode // 2 for row in minibatch.rows for episode in row.episodes[row.mask].tolist()}
 
 
+def test_without_advantages_no_group_is_spared():
+    batch = batch_of(simple([[20], [21]], [10, 11]), simple([[22], [23]], [10, 12]))
+    result = pack(batch, None, Layout(seq_len=64))
+    assert not any(row.advantages.any() for row in result.rows)
+    assert result.without_uniform.trained_tokens == result.trained_tokens == 4
+
+
 def test_every_minibatch_has_its_share_of_every_source_and_of_what_is_trained():
     for seed, (counts, minibatches) in enumerate([((4, 4), 2), ((12, 4), 4), ((4, 4, 4), 3), ((5, 2, 9, 1), 4)]):
         sources = [name for name, count in zip("abcd", counts, strict=False) for _ in range(count)]

@@ -88,7 +88,7 @@ def minibatch_loss(minibatch: Minibatch, loss: Loss, leaves: Mapping[str, torch.
     if not loss.keeps_uniform:
         minibatch = minibatch.without_uniform()
     references, proximals = (
-        [_looked_up(row, leaves, name) for row in minibatch.rows] if name in loss.needs else ()
+        [_lookup(row, leaves, name) for row in minibatch.rows] if name in loss.needs else ()
         for name in ("reference", "proximal")
     )
     update = Update(minibatch=minibatch, loss=loss, references=references, proximals=proximals, version=0.0)
@@ -99,8 +99,8 @@ def minibatch_loss(minibatch: Minibatch, loss: Loss, leaves: Mapping[str, torch.
         parts = [_inputs(update, index, leaves, {}).at(tokens) for index, (tokens, _) in enumerate(places)]
         with _alone(), torch.no_grad():
             statistics = minibatch_statistics(loss, parts, places, peers=1)
-    for index, of_row in enumerate(statistics):
-        total = total + call_loss(loss, _inputs(update, index, leaves, of_row))[0]
+    for index, row_statistics in enumerate(statistics):
+        total = total + call_loss(loss, _inputs(update, index, leaves, row_statistics))[0]
     return total / update.divisor
 
 
@@ -108,15 +108,15 @@ def _inputs(
     update: Update, index: int, leaves: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]
 ) -> LossInputs:
     row = update.minibatch.rows[index]
-    logprobs = _looked_up(row, leaves, "logprobs")
+    logprobs = _lookup(row, leaves, "logprobs")
     if "top_logprobs" in leaves:
-        logprobs = torch.cat([logprobs[:, None], _looked_up(row, leaves, "top_logprobs")], dim=1)
-    values = _looked_up(row, leaves, "values") if "values" in update.loss.needs else None
-    scores = TokenScores(logprobs, _looked_up(row, leaves, "entropy"), None, values)
+        logprobs = torch.cat([logprobs[:, None], _lookup(row, leaves, "top_logprobs")], dim=1)
+    values = _lookup(row, leaves, "values") if "values" in update.loss.needs else None
+    scores = TokenScores(logprobs, _lookup(row, leaves, "entropy"), None, values)
     return update.inputs(index, row, scores, statistics)
 
 
-def _looked_up(row: Row, leaves: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def _lookup(row: Row, leaves: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     tokens = torch.where(row.mask, row.targets - 1, 0)
     values = leaves[name].flatten(0, 1)[tokens]
     return values.where(row.mask if values.ndim == 1 else row.mask[:, None], torch.nan)

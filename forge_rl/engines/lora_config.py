@@ -92,17 +92,17 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
     """
     modules = linear_modules(architecture)
     if ALL_LINEAR in lora.targets:
-        unused = [target for target in lora.targets if target != ALL_LINEAR]
-        matched = modules
+        unmatched_targets = [target for target in lora.targets if target != ALL_LINEAR]
+        matches = modules
     else:
-        matched = {name: hf for name, hf in modules.items() if any(f".{hf}".endswith(f".{t}") for t in lora.targets)}
-        unused = [t for t in lora.targets if not any(f".{hf}".endswith(f".{t}") for hf in matched.values())]
-    if unused:
+        matches = {name: hf for name, hf in modules.items() if any(f".{hf}".endswith(f".{t}") for t in lora.targets)}
+        unmatched_targets = [t for t in lora.targets if not any(f".{hf}".endswith(f".{t}") for hf in matches.values())]
+    if unmatched_targets:
         raise ConfigError(
-            f"--lora.targets {unused[0]}: {_cause(architecture, unused[0])}",
+            f"--lora.targets {unmatched_targets[0]}: {_cause(architecture, unmatched_targets[0])}",
             hint=f"choose from {ALL_LINEAR} {' '.join(dict.fromkeys(hf.split('.')[-1] for hf in modules.values()))}",
         )
-    return matched
+    return matches
 
 
 def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:

@@ -1,4 +1,4 @@
-"""Forecast: plans of a run on machines that are not here: a layout that fits, and the time of a step.
+"""Forecast: plans of a run on machines that are not at hand: a layout that fits, and the time of a step.
 
     show_forecast(config)  # python -m recipes.grpo --plan --on 8xH100
 

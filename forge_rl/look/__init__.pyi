@@ -1,4 +1,4 @@
-"""Public names of what looks at runs."""
+"""Public names of `look`."""
 
 from forge_rl.look.page.report_file import write_page as write_page
 from forge_rl.look.page.run_data import RunData as RunData

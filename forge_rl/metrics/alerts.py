@@ -30,8 +30,8 @@ _MOST_LETTERS = 2000
 """Most letters of an alert's text."""
 _HOUR_S = 3600.0
 _MOST_PER_HOUR = 60
-"""Most alerts per hour about advisories; further ones are counted in the next alert's left_out. One a minute still
-shows that something flaps, and floods no chat."""
+"""Maximum alerts per hour about advisories; further ones are counted in the next alert's left_out. One a minute shows a
+flapping condition without flooding a chat."""
 
 
 @dataclass(frozen=True, kw_only=True)

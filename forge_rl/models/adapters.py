@@ -183,9 +183,9 @@ class Adapter:
 
         digests = model_digests(base)
         weights = {name: digest for name, digest in self.digests.items() if name.endswith(".safetensors")}
-        if changed := sorted(name for name, digest in weights.items() if digests.get(name) != digest):
+        if changed_files := sorted(name for name, digest in weights.items() if digests.get(name) != digest):
             raise ModelError(
-                f"{base} is not the model that {self.folder} adapts: {', '.join(changed[:3])} changed",
+                f"{base} is not the model that {self.folder} adapts: {', '.join(changed_files[:3])} changed",
                 hint="put that model back, or name it with --base",
             )
 

@@ -254,7 +254,7 @@ def pack(
 
     Args:
         advantages: [P, G] float32, one per episode, shared by its segments: a tensor, an array, or lists; or one per
-            token of each episode. None for a loss that reads none, as of given examples: no group is then uniform.
+            token of each episode. None if the loss reads none, as on given examples: no group can then be spared.
         drop_uniform: if False, all groups share rows, and none can be spared.
         columns: other values that the loss needs for each token; see `Loss.columns`.
 

@@ -30,7 +30,7 @@ from forge_rl.system.variables import hide
 C = TypeVar("C")
 
 _FORECAST: LazyNames[Callable[[object], None]] = LazyNames({"show": "forge_rl.forecast.show:show_forecast"})
-"""Plans of machines that are not here, which few commands ask for."""
+"""Plans of machines that are not at hand, which few commands ask for."""
 
 _LAST_S = 20.0
 """Time in which tasks that a run has left end, and a program that got a second signal; then it exits."""

@@ -266,18 +266,16 @@ class Run(Generic[C]):
         await run.train_on(batch, batch_advantages(batch, estimator="rloo"))
 
         Args:
-            advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`. Given examples have none.
+            advantages: [P, G] float32, or [P][G] arrays with one per token; None for given examples. See `pack`.
 
         Raises:
             ConfigError: generated episodes came without advantages.
         """
-        if advantages is None:
-            if not isinstance(self.batches, Examples):
-                raise ConfigError(
-                    "train_on() got generated episodes without advantages",
-                    hint="pass them: run.train_on(batch, rl.batch_advantages(batch))",
-                )
-            advantages = batch.rewards
+        if advantages is None and not isinstance(self.batches, Examples):
+            raise ConfigError(
+                "train_on() got generated episodes without advantages",
+                hint="pass them: run.train_on(batch, rl.batch_advantages(batch))",
+            )
         with self.phase("train"):
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)
             temperature = self.generator.sampling.temperature if self._generates else 1.0

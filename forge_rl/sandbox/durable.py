@@ -220,31 +220,31 @@ class DurableSession:
             self._check()
             if wall_s is not None and not 0 < wall_s < math.inf:
                 raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
-            cache, ran = self._sessions.cache, list[Result]()
+            cache, results = self._sessions.cache, list[Result]()
             options = {"stdin": stdin, "env": env, "folder": folder, "folders": folders}
             action = _Action(
                 code=code, wall_s=wall_s, options={name: value for name, value in options.items() if value}
             )
 
             async def compute() -> tuple[str, bool]:
-                ran.append(await self._run(action))
-                error = ran[0].error
-                text = json.dumps(result_to_json(replace(ran[0], usage=Usage(wall_s=0.0))))
+                results.append(await self._run(action))
+                error = results[0].error
+                text = json.dumps(result_to_json(replace(results[0], usage=Usage(wall_s=0.0))))
                 return text, not self._ended and (error is None or error.name not in _BY_SANDBOX)
 
             if cache is None:
-                ran.append(await self._run(action))
+                results.append(await self._run(action))
             else:
                 key = content_key(self._keys[-1].hex(), *action.about)
                 text, self.was_kept = await cache.get(key, compute)
-                if not ran:
+                if not results:
                     try:
-                        ran.append(result_from_json(json.loads(text), self.limits))
+                        results.append(result_from_json(json.loads(text), self.limits))
                     except (ValueError, RecursionError, SandboxWireError):  # not by this version
                         cache.forget(key)
                         await compute()
-            self._append(replace(action, result_text=_shown(ran[0])))
-            return ran[0]
+            self._append(replace(action, result_text=_shown(results[0])))
+            return results[0]
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file, once a cell is run.

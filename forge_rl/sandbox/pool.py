@@ -56,7 +56,7 @@ class Pool:
     limits: Limits = field(default_factory=Limits)
     """Limits of sessions that are opened without limits of their own."""
     warm: int = 4
-    """Number of sessions kept started for the next that are opened, with the limits that were asked for of late."""
+    """Number of sessions kept ready to be opened, with recently requested limits."""
     sessions: int | None = None
     """How many may be open, forks included; None for as many as memory and open files allow."""
     memory_bytes: int | None = None

@@ -342,8 +342,7 @@ class Trainer:
         Returns:
             [T] float32 for each episode; see `values_of_episodes`.
         """
-        zero_advantages = [[np.zeros(e.response_tokens, np.float32) for e in group.episodes] for group in batch.groups]
-        packed = await asyncio.to_thread(pack, batch, zero_advantages, self.layout, drop_uniform=False)
+        packed = await asyncio.to_thread(pack, batch, None, self.layout)
         return values_of_episodes(batch, packed, await self.values(packed))
 
     async def _score(

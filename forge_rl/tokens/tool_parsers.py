@@ -35,7 +35,7 @@ _AGAIN_S = 0.05
 """Interval at which code that swallowed the error is interrupted again."""
 
 PARSED: ContextVar[dict[str, Any] | None] = ContextVar("parsed completions", default=None)
-"""What the parser read in each whole completion of a request, by its text: vLLM's server parses them again after us."""
+"""Results of parsing a request's whole completions, by their text, as vLLM's server parses each a second time."""
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Worlds: environments that run what a model writes, and adapters to environments and tools of others.
+"""Worlds: environments that run what a model writes, and adapters to third-party environments and tools.
 
     environment = ShellEnv()
     async with start(config, loss=loss, sources=sources, reward=UnitTests(), environment=environment) as run:

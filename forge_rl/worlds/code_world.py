@@ -113,9 +113,9 @@ class CodeWorld:
             code = "\n".join(blocks)
             # The record of an episode shows code in blocks as it shows code in calls.
             call = ToolCall(id="block", name=self._tool.name, arguments=json.dumps({self._argument: code}))
-            text, ran_call = await self._run(call, code)
+            text, finished_call = await self._run(call, code)
             messages: tuple[Message, ...] = ({"role": "user", "content": f"Output:\n{text}"},)
-            return Step(done=False, messages=messages, calls=(ran_call,))
+            return Step(done=False, messages=messages, calls=(finished_call,))
         if not calls:
             return Step(done=False, messages=({"role": "user", "content": UNREADABLE_CALL},))
         pairs = [await self._run(call) for call in calls]

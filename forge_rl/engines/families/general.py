@@ -182,7 +182,9 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
             )
         sources = (source.replace("*", "{}") for source in merge.source_patterns)
         stacks[name] = tuple(in_files(name.replace(merge.target_patterns[0], source)) for source in sources)
-    return SameNames(renamed={name: other for name, other in renamed.items() if name != other}, stacks=stacks)
+    return SameNames(
+        renamed={name: file_name for name, file_name in renamed.items() if name != file_name}, stacks=stacks
+    )
 
 
 def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:

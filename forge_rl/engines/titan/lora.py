@@ -203,11 +203,11 @@ def merged_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
 
     Every rank calls this.
     """
-    merging = _merging(model, ranks)
-    return local_shards(model, ranks, lambda name, weight: merging[name].of(weight) if name in merging else weight)
+    mergers = _mergers(model, ranks)
+    return local_shards(model, ranks, lambda name, weight: mergers[name].of(weight) if name in mergers else weight)
 
 
-def _merging(model: Any, ranks: range) -> dict[str, _MergedWeight]:
+def _mergers(model: Any, ranks: range) -> dict[str, _MergedWeight]:
     """Gather the adapters of all ranks; return an object that merges each, by torchtitan's name of the weight.
 
     Every rank calls this.

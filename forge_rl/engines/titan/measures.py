@@ -116,8 +116,8 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
     # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
     sampled = mask & (inputs.versions >= 0)
     fresh = torch.zeros_like(mask) if version is None else sampled & (inputs.versions == version)
-    for name, compared in (("logprob_gap", fresh), ("logprob_drift", sampled & ~fresh)):
-        gap = logprob_gap(logprobs, inputs.behaviour, compared)
+    for name, token_mask in (("logprob_gap", fresh), ("logprob_drift", sampled & ~fresh)):
+        gap = logprob_gap(logprobs, inputs.behaviour, token_mask)
         measures.add(name, Mean, gap["abs_sum"], gap["count"])
         measures.add(f"{name}/max", Max, torch.where(gap["count"] > 0, gap["max"], -math.inf))
     mask = mask & logprobs.isfinite() & inputs.behaviour.isfinite()

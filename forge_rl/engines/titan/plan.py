@@ -108,13 +108,13 @@ def plan_training(
         row += 2 * kv_elements * dtype.itemsize // tp
     is_recomputed = settings.activation_checkpointing != "none" and hidden_bytes < MAPPED_BYTES
     # With adapters, frozen weights are in the dtype of the passes.
-    trained = trace.trained if settings.lora.rank else trace.count
+    num_trained = trace.trained if settings.lora.rank else trace.count
     heap_bytes = (
         state_itemsize * trace.small // (tp if whole_gradients else num_shards) // 2
         + is_recomputed * kept_layers * hidden_bytes
     )
     return TrainMemory(
-        weights=(state_itemsize * trained + dtype.itemsize * (trace.count - trained)) // num_shards,
+        weights=(state_itemsize * num_trained + dtype.itemsize * (trace.count - num_trained)) // num_shards,
         gradients=state_itemsize * trace.trained // (tp if whole_gradients else num_shards),
         optimizer=_moments(trace, settings, state_itemsize) // num_shards,
         moments=2 * state_itemsize * trace.trained // num_shards,

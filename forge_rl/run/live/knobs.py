@@ -135,7 +135,7 @@ class Knob:
         Args:
             old_flags: `given` of that process.
         """
-        lasting: dict[str, Any] = {}
+        lasting_changes: dict[str, Any] = {}
         for name, live in changes.items():
             flag, label = self.given.get(name, live), self._bounds[name].label
             if flag == live:
@@ -143,8 +143,12 @@ class Knob:
             if flag != old_flags.get(name):
                 self.tell(f"the current flags set {label} {flag:g}, which overrides the live change to {live:g}")
             else:
-                lasting[name] = live
-        for values in [{name: value} for name, value in lasting.items()] if self.moves else [lasting] * bool(lasting):
+                lasting_changes[name] = live
+        if self.moves:
+            steps = [{name: value} for name, value in lasting_changes.items()]
+        else:
+            steps = [lasting_changes] if lasting_changes else []
+        for values in steps:
             try:
                 self.put(values)
             except ForgeError as error:  # accepted by an earlier version, or there are other hosts now

@@ -1,1 +1,1 @@
-"""What a run writes of itself: its folder, its log and trace, the metrics of steps and the records of episodes."""
+"""A run's records of itself: its folder, its log and trace, the metrics of steps and the records of episodes."""

@@ -108,7 +108,7 @@ class RunMonitor:
             watching.cancel()
 
     def follow_training(self, progress: Callable[[], tuple[int, int] | None]) -> None:
-        """Watch training too: `progress` returns the microbatches done and in all of the current step; None between
+        """Watch training too: `progress` returns the current step's finished microbatches and all of them; None between
         steps."""
         self._training = progress
 

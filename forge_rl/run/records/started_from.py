@@ -55,7 +55,7 @@ def where_moved(flag: str, record: ModelRecord) -> str:
     if not folder.is_dir():
         return ""
     folder = model_in(folder).resolve()
-    if is_adapter(folder):  # the record is of what it was merged into, with which keep_model compares
+    if is_adapter(folder):  # the record is of the merged model, which ModelKeeper compares
         return ""
     if not (changed := _changed(record, folder)):
         return ""

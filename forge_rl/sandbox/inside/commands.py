@@ -101,7 +101,7 @@ class _Command:
     folder: str = ""
     """Where it starts, below the workspace or its home."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """Places of folders of the session's, with their names."""
+    """Folders of the session to mount: the name of each, by the path at which the command sees it."""
 
 
 @dataclass

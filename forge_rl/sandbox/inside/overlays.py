@@ -27,7 +27,7 @@ _OPAQUE = "trusted.overlay.opaque"
 
 
 class ForkFolder(NamedTuple):
-    """Where a fork's workspace will be, which does not exist."""
+    """Place of a fork's workspace, which does not exist yet."""
 
     scratch: str
     """The scratch folder, in which sessions run and may do anything."""

@@ -51,13 +51,13 @@ class E2BPool:
     sessions: int = 20
     """How many may be open."""
     idle_s: float = 300.0
-    """A sandbox ends if it is not used for this long, also if this program is gone."""
+    """Seconds without use after which a sandbox ends, even if this program is gone."""
     internet: bool = False
     """Let sandboxes reach the internet."""
     api_key_env: str = "E2B_API_KEY"
     """Environment variable with the key."""
     api_url: str = "https://api.e2b.app"
-    """Address of E2B's API, or of an installation of one's own."""
+    """Address of E2B's API, or of your own installation."""
     sandbox_url: str = "https://{port}-{id}.{domain}"
     """Address of a port of a sandbox, with {port}, {id} and {domain}."""
 
@@ -198,9 +198,9 @@ class E2BSession:
             try:
                 async with (
                     asyncio.timeout(wall_s),
-                    self._pool.client.stream(request, limit_s=wall_s + _GRACE_S) as arriving,
+                    self._pool.client.stream(request, limit_s=wall_s + _GRACE_S) as chunks,
                 ):
-                    await heard.all(arriving)
+                    await heard.all(chunks)
             except TimeoutError:
                 await self.close()
                 heard.error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed")

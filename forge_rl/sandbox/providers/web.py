@@ -70,8 +70,8 @@ class WebClient:
             SandboxError: the answer is too large, or incomplete at the deadline.
         """
         parts = bytearray()
-        async with self.stream(request, limit_s=limit_s) as arriving:
-            async for part in arriving:
+        async with self.stream(request, limit_s=limit_s) as chunks:
+            async for part in chunks:
                 parts += part
                 if len(parts) > most_bytes:
                     raise SandboxError(f"{self.service} answered with more than {most_bytes} bytes")
