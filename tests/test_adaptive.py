@@ -51,7 +51,7 @@ def test_shares_are_proportional_where_no_bound_holds_them(scores, least, most, 
     high=st.floats(0, 1),
     total=st.floats(0.01, 1),
 )
-def test_shares_lie_within_the_bounds_add_up_and_keep_the_ratios_of_those_that_are_free(scores, low, high, total):
+def test_shares_are_bounded_add_up_and_keep_the_ratios_of_free_ones(scores, low, high, total):
     each = total / len(scores)
     least, most = low * each, each + high * (1 - each)
     shares = list(bounded_shares(dict(enumerate(scores)), min_share=least, max_share=most, total=total).values())  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_in_any_course_of_rewards_shares_add_up_to_one_within_the_bounds(seed, s
             assert all(0.05 - 1e-12 <= share <= 0.7 + 1e-12 for share in shares.values())
 
 
-def test_what_is_half_solved_grows_and_what_is_always_or_never_solved_falls_to_the_least():
+def test_half_solved_sources_grow_and_others_fall_to_the_minimum():
     found = mixture(hard=1, right=1, easy=1)
     found.adapt(SUCCESS)
     assert found.shares == pytest.approx({"hard": 1 / 3, "right": 1 / 3, "easy": 1 / 3})
@@ -92,7 +92,7 @@ def test_what_is_half_solved_grows_and_what_is_always_or_never_solved_falls_to_t
     assert found.shares == pytest.approx({"hard": 0.05, "right": 0.9, "easy": 0.05})
 
 
-def test_tasks_of_which_half_are_always_solved_and_half_never_give_nothing_to_learn():
+def test_mixed_always_and_never_solved_tasks_give_nothing_to_learn():
     found = mixture(split=1, right=1)
     found.adapt(SUCCESS)
     for _ in range(20):
@@ -108,7 +108,7 @@ def test_the_target_is_where_a_source_has_its_largest_share(target: float, more:
     assert found.shares[more] == max(found.shares.values()) > 0.5
 
 
-def test_a_share_that_is_set_by_hand_stays_until_adapt_is_set_again_and_a_listener_hears_of_both():
+def test_a_share_set_by_hand_stays_until_adapt_is_set_again():
     found, heard = mixture(a=1, b=1, c=1), []
     found.changed.add(heard.append)
     found.adapt(SUCCESS)
@@ -138,7 +138,7 @@ def test_a_share_that_is_not_there_to_give_is_refused(share: float):
     assert found.shares == pytest.approx({"a": 0.5, "b": 0.5})
 
 
-def test_a_small_share_that_changes_with_each_batch_gets_its_turn_all_the_same():
+def test_a_small_share_that_changes_often_still_gets_its_turn():
     found = mixture(a=1, b=1)
     found.adapt(Adapting(adapt="success", least=0.05, most=0.95))
     given_out = 0
@@ -155,7 +155,7 @@ def test_a_source_whose_weight_is_zero_stays_out():
     assert found.shares == pytest.approx({"a": 0.5, "b": 0.5, "c": 0.0})
 
 
-def test_a_restored_mixture_adapts_on_where_it_stood_also_what_was_set_by_hand():
+def test_a_restored_mixture_continues_adapting_from_its_state():
     found, resumed = mixture(a=2, b=1, c=1), mixture(a=2, b=1, c=1)
     found.adapt(SUCCESS)
     found["c"] = 0.25

@@ -40,7 +40,7 @@ def test_advantages_match_the_formula_of_trl():
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 @pytest.mark.parametrize("size", [2, 7, 8, 10, 12, 16])
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7])
-def test_equal_rewards_give_exactly_zero_although_they_round_off_their_mean(estimator, size, reward):
+def test_equal_rewards_give_exactly_zero_despite_rounding(estimator, size, reward):
     assert torch.equal(
         group_advantages(torch.full((1, size), reward), estimator=estimator, lengths=torch.ones(1, size)),
         torch.zeros(1, size),
@@ -188,7 +188,7 @@ def test_no_score_and_one_score_give_zero(estimator: Estimator):
         group_advantages(rewards, estimator=estimator, scored=scored[0])
 
 
-def test_max_rl_ignores_groups_without_success_and_bounds_what_rewards_below_zero_do():
+def test_max_rl_ignores_failed_groups_and_bounds_negative_rewards():
     rewards = torch.tensor([[0.0, 0.0, 0.0], [-1.0, 0.5, 0.0], [-1.0, 1.0, 0.003]])  # means 0, below 0, 0.001
     expected = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-2.0, 2.0, 2.0]])
     torch.testing.assert_close(group_advantages(rewards, estimator="max_rl"), expected)
@@ -228,7 +228,7 @@ def test_gdpo_normalises_parts_as_trl_does():
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gdpo_tells_apart_what_a_sum_does_not_and_gives_nothing_for_equal_parts():
+def test_gdpo_distinguishes_rewards_that_a_sum_cannot():
     batch = scored([{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}])
     assert not batch_advantages(batch).any()  # type: ignore[union-attr]
     assert gdpo_advantages(batch, {"a": 1.0, "b": 1.0}).abs().min() < 1e-3

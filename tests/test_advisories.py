@@ -122,14 +122,12 @@ def test_a_cache_counts_as_full_by_its_use_or_by_preemptions(usage: float, preem
 
 
 @pytest.mark.parametrize(("counts", "begins"), [([3, 0, 2, 0, 4, 0], [3]), ([3, 0, 0, 0, 0, 0], []), ([0] * 6, [])])
-def test_failures_that_alternate_with_0_are_told_and_a_single_step_of_them_is_not(
-    counts: list[int], begins: list[int]
-) -> None:
+def test_alternating_failures_are_reported_and_a_single_step_is_not(counts: list[int], begins: list[int]) -> None:
     rows = [{"step": step, "outcomes/environment_error": float(count)} for step, count in enumerate(counts, 1)]
     assert [advisory.since for advisory, end in advisories_of(rows) if end is None] == begins
 
 
-def test_divergence_at_the_second_step_is_told_at_once_instead_of_what_follows_from_it() -> None:
+def test_divergence_at_step_two_hides_the_advisories_that_follow() -> None:
     broken: Row = {"entropy": 0.02, "logprob_drift": 4.0, "ratio/p99": 300.0, "tokens/completion_mean": 1024.0}
     broken |= {"episodes/truncated": 1.0, "groups/uniform": 1.0, "reward/max": 0.0, "episodes/repeated": 0.9}
     rows = [{"step": step, **STEADY, **(broken if step > 1 else {})} for step in range(1, 40)]
@@ -139,7 +137,7 @@ def test_divergence_at_the_second_step_is_told_at_once_instead_of_what_follows_f
     assert advisories_of([*rows, {"step": 40, **STEADY}])[0] == (advisory, 40)
 
 
-def test_the_first_steps_of_a_real_run_whose_learning_rate_is_a_thousand_times_too_high_name_it() -> None:
+def test_a_learning_rate_a_thousand_times_too_high_is_named() -> None:
     # recipes.grpo with the bundled model and --trainer.optimizer.lr 3e-2: the third batch teaches nothing.
     usual: Row = {"entropy": 2.17, "ratio/p99": 1.0, "grad_norm": 2.02, "tokens/completion_mean": 14.1, "lr": 0.03}
     broken: Row = {"entropy": 0.508, "ratio/p99": 4.9e8, "grad_norm": 0.12, "tokens/completion_mean": 15.8, "lr": 0.03}
@@ -236,7 +234,7 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
 
 
 @pytest.mark.parametrize("kind", EFFECTS)
-def test_a_flag_without_an_effect_is_told_after_some_steps_and_no_longer_once_it_has_one(kind: str) -> None:
+def test_a_flag_without_effect_is_reported_until_it_has_one(kind: str) -> None:
     settings, without, having = ASKED[kind]
     steps = EFFECTS[kind].steps
     rows = [{"step": step, **without} for step in range(1, steps + 1)]
@@ -250,7 +248,7 @@ def test_a_flag_without_an_effect_is_told_after_some_steps_and_no_longer_once_it
     assert not settings or advisories_of(rows, settings={}) == [], "nobody asked for it"
 
 
-def test_the_page_of_metrics_names_each_effect_with_its_metric_and_tests_that_exist() -> None:
+def test_the_metrics_page_names_each_effect_and_its_existing_tests() -> None:
     root = Path(__file__).parent.parent
     table = (root / "docs" / "running" / "metrics.md").read_text().partition("## Effects of flags")[2]
     rows = [line.split("|") for line in table.splitlines() if "`tests/" in line]

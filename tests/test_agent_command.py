@@ -70,9 +70,7 @@ def test_the_bundled_agent_asks_again_and_its_turns_are_one_segment():
         ("", "Hello there."),
     ],
 )
-def test_what_it_prints_is_scored_or_the_answer_of_its_last_line_or_else_the_policys_last_answer(
-    prints: str, scored: str
-):
+def test_an_agents_output_or_its_last_line_or_answer_is_scored(prints: str, scored: str):
     episode = episode_of(AgentCommand(python(ASKS + f"ask()\n{prints}")))
     assert (episode.outcome, episode.text) == (Outcome.COMPLETED, scored)
 

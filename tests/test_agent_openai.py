@@ -231,7 +231,7 @@ async def test_an_agent_that_catches_its_cancellation_is_left_behind_and_ended(m
         gives_up.set()  # else a failure would wait for the agents
 
 
-async def test_agents_whose_tasks_ignore_their_cancellation_end_the_run_when_they_are_many(
+async def test_many_agents_that_ignore_cancellation_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(agents_module, "_GRACE_S", 0.01)
@@ -278,7 +278,7 @@ async def test_agents_whose_tasks_ignore_their_cancellation_end_the_run_when_the
         end.set()  # else a failure would wait for the agents
 
 
-async def test_answers_of_one_episode_are_decoded_one_at_a_time_and_of_two_side_by_side():
+async def test_episodes_decode_in_parallel_but_each_one_answer_at_a_time():
     async def agent(task: Task, session: Session) -> None:
         await asyncio.gather(ask(session, "one"), ask(session, "two"))
 
@@ -292,7 +292,7 @@ async def test_answers_of_one_episode_are_decoded_one_at_a_time_and_of_two_side_
     assert [backend.most_open for backend in backends] == [1, 1]
 
 
-async def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine():
+async def test_a_cancelled_or_slow_episode_leaves_no_request_on_an_engine():
     async def agent(task: Task, session: Session) -> str:
         return await ask(session)
 
@@ -331,7 +331,7 @@ async def test_an_agent_that_overcame_an_error_of_its_tools_still_has_its_limit(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_an_agent_that_asks_again_and_again_is_cut_and_scored_and_one_that_hangs_is_not(hangs: bool):
+async def test_an_endless_agent_is_cut_and_scored_and_a_hung_one_is_not(hangs: bool):
     client = PolicyClient(FakeBackend())
     asked = asyncio.Event()
 
@@ -380,7 +380,7 @@ async def test_an_agent_that_loops_is_told_what_a_session_may_have_and_is_cut():
         assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 2)
 
 
-async def test_an_agent_whose_first_prompt_is_too_long_is_no_failure_of_the_agent():
+async def test_a_first_prompt_that_is_too_long_is_no_failure_of_the_agent():
     async def agent(task: Task, session: Session) -> str:
         return await ask(session, "word " * 5000)
 
@@ -390,7 +390,7 @@ async def test_an_agent_whose_first_prompt_is_too_long_is_no_failure_of_the_agen
         assert "--generator.max-model-len" in caught.value.hint
 
 
-async def test_an_agent_whose_request_ends_engines_sees_an_error_and_costs_its_own_episode_alone():
+async def test_a_request_that_kills_engines_costs_only_its_agents_episode():
     async def agent(task: Task, session: Session) -> str:
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(session)

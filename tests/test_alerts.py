@@ -81,7 +81,7 @@ def test_a_command_gets_each_advisory_and_the_end_as_json_without_secrets(
     assert not any("alert" in text for text in events(tmp_path))
 
 
-def test_a_command_that_hangs_is_killed_with_what_it_started_and_only_warned_of(tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     hangs = f"open({str(pids)!r}, 'a').write(f'{{os.fork() or os.getpid()}}\\n')\ntime.sleep(60)"
     sink = AlertSink(Alerts(command=script(tmp_path, hangs), deadline_s=3.0))
@@ -171,7 +171,7 @@ def scrape(listener: socket.socket) -> str:
         return str(answer.read().decode())
 
 
-def test_a_scraper_gets_the_latest_metrics_advisories_and_state_of_a_live_run(tmp_path: Path) -> None:
+def test_a_scraper_gets_metrics_advisories_and_state_of_a_live_run(tmp_path: Path) -> None:
     listener = listen("0")
     address = listener.getsockname()
     with log_to(tmp_path, PrometheusSink(listener, phase=lambda: "train", paused=lambda: True)) as log:

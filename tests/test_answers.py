@@ -52,7 +52,7 @@ def test_the_kind_of_each_true_answer_of_the_table(rows: list[Row]):
 
 
 @pytest.mark.parametrize("reward", [Auto(), Maths()])
-def test_a_copy_of_the_question_is_no_answer_unless_it_is_how_the_truth_is_written(reward: Any):
+def test_a_copy_of_the_question_is_wrong_unless_the_truth_is_one(reward: Any):
     assert scored(reward, asked("12", "What is 84/7?"), r"\boxed{84/7}") == 0
     assert scored(reward, asked("12", "What is 84/7?"), r"\boxed{12}") == 1
     assert scored(reward, asked("x^2+2x+1", "Expand (x+1)^2."), r"\boxed{(x+1)^2}") == 0

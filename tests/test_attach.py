@@ -44,7 +44,7 @@ print(sorted({"torch", "monarch", "numpy", "transformers", "rich", "tyro"} & set
 
 
 @pytest.mark.long
-def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_when_it_is_continued(
+def test_changes_from_another_process_hold_after_a_kill(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "run"
@@ -123,7 +123,7 @@ def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_w
 
 
 @pytest.mark.long
-def test_a_run_is_paused_and_resumed_its_learning_rate_changes_and_it_stops_after_its_step_with_a_summary(
+def test_an_attached_client_pauses_resumes_and_stops_a_run(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(FOLDER, str(tmp_path))

@@ -330,9 +330,7 @@ def test_a_prompt_is_too_long_by_its_tokens_and_not_by_its_bytes(
     assert len(scan.too_long) == (1 if limit == 40 else 0)
 
 
-def test_tasks_that_are_evaluated_and_trained_on_are_refused_with_their_number(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_tasks_both_evaluated_and_trained_on_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     train = write(tmp_path / "train.jsonl", *(f"What is {n}?" for n in range(40)))
     test = write(tmp_path / "test.jsonl", *(f"WHAT is {n}?" for n in range(35, 50)))
     check = partial(check_tasks, make_lengths=lambda: PromptLengths(tokenizer, 200), cache=tmp_path)

@@ -56,7 +56,7 @@ def test_a_batch_has_its_quotas_and_batches_are_open_up_to_the_lag() -> None:
     assert plan.dropped == []
 
 
-def test_a_group_that_is_replaced_is_told_of_and_so_is_the_one_in_its_place() -> None:
+def test_a_replaced_group_and_its_replacement_are_reported() -> None:
     plan = Plan(max_lag=1, dynamic_sampling=True)
     plan.planner.fill(0, idle=False)
     first = plan.planned[0]
@@ -72,7 +72,7 @@ def test_a_group_that_is_replaced_is_told_of_and_so_is_the_one_in_its_place() ->
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_group_whose_rewards_are_close_to_their_mean_is_replaced_and_observed(max_lag: int) -> None:
+def test_a_group_with_rewards_close_to_their_mean_is_replaced(max_lag: int) -> None:
     plan = Plan(max_lag=max_lag, dynamic_sampling=True, least_advantage=0.5)
     plan.planner.fill(0, idle=False)
     first, second, third = plan.planned
@@ -151,7 +151,7 @@ def test_too_many_unusable_groups_of_a_source_in_a_row_are_an_error() -> None:
     assert len(list(plan.planner.groups())) == 3, "another is planned all the same"
 
 
-def test_all_completed_groups_of_a_batch_are_told_beside_it_and_what_was_discarded_with_its_cost() -> None:
+def test_a_batch_reports_its_completed_and_discarded_groups() -> None:
     plan = Plan(max_lag=1, dynamic_sampling=True)
     plan.planner.fill(0, idle=False)
     second, third, _ = plan.planned[1], plan.planned[2], plan.complete(plan.planned[0], uniform=True)

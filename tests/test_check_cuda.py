@@ -90,7 +90,7 @@ def test_a_driver_that_finds_no_device_takes_the_place_of_a_real_one() -> None:
     assert done.stdout.strip() == "100"
 
 
-def test_the_checks_install_what_a_gpu_would_have_into_a_folder_of_their_own() -> None:
+def test_the_checks_install_a_gpus_packages_into_their_own_folder() -> None:
     make = ["make", "--no-print-directory", "--dry-run", "--always-make", "check-cuda", "PYTHON=python3"]
     lines = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     (checked,) = (line for line in lines if "cuda_machine" in line)

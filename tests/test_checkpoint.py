@@ -56,7 +56,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path) -> N
     assert not list(tmp_path.glob(".step-*")), "leftovers of the failed write are removed by the next"
 
 
-def test_the_best_stays_whatever_is_written_and_so_does_one_whose_score_is_not_known_yet(tmp_path: Path) -> None:
+def test_the_best_and_unscored_checkpoints_are_never_deleted(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     assert checkpoints.best() is None
     for step in (1, 2, 3):
@@ -80,7 +80,7 @@ def test_the_best_stays_whatever_is_written_and_so_does_one_whose_score_is_not_k
     assert not (tmp_path / "best").is_symlink()
 
 
-def test_a_link_that_is_not_written_yet_when_a_run_dies_is_no_best_and_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_unfinished_best_link_of_a_dead_run_does_no_harm(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)
     (tmp_path / ".best.partial").symlink_to("step-000001")
@@ -122,7 +122,7 @@ def test_a_broken_controller_file_names_the_folder_to_delete(tmp_path: Path) -> 
         latest.controller_state()
 
 
-async def test_the_loop_goes_on_while_the_disk_is_slow_and_a_cancelled_write_is_over_when_it_says_so(
+async def test_a_slow_write_does_not_block_the_loop_even_when_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints, loop = Checkpoints(tmp_path, keep=2), asyncio.get_running_loop()
@@ -180,7 +180,7 @@ def nonsense(path: Path) -> None:
         ("manifest.json", nonsense, "manifest.json cannot be read: "),
     ],
 )
-def test_a_damaged_checkpoint_is_told_and_set_aside_and_the_one_before_it_is_used(
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     name: str, harm: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
@@ -272,7 +272,7 @@ def test_a_second_write_of_a_step_that_fails_or_is_killed_leaves_the_first(
     assert checkpoints.of_step(2).damage() == ""
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(
+def test_a_new_checkpoint_survives_a_failed_removal_of_an_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
@@ -287,7 +287,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(
     assert not list(tmp_path.glob(".step-*"))
 
 
-def test_a_newer_format_is_refused_by_name_and_one_without_a_format_is_read(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused_and_a_missing_format_is_read(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 1)
     folder = checkpoints.of_step(1).folder

@@ -165,7 +165,7 @@ async def save(checkpointer: Checkpointer) -> Checkpoint:
     return saved
 
 
-async def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_it(tmp_path: Path) -> None:
+async def test_a_checkpoint_is_of_the_step_that_ended_and_resumes_there(tmp_path: Path) -> None:
     parts = Parts()
     first = checkpointer_of(parts, tmp_path)
     scores_of(first)[0] = 0.25
@@ -189,7 +189,7 @@ async def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_
     assert (again.batches, scores_of(second), second.saved, second.step) == (2, {0: 0.25}, 2, 2)
 
 
-async def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_dies_meanwhile(
+async def test_a_rollback_survives_repeated_deaths_of_the_trainer(
     tmp_path: Path,
 ) -> None:
     parts = Parts(ReplicaError("killed", service="trainer"), ReplicaError("killed", service="trainer"))
@@ -212,7 +212,7 @@ async def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_tr
     assert (parts.batches, scores_of(checkpointer), checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
 
 
-async def test_objects_of_the_recipe_follow_checkpoints_rollbacks_and_new_processes(tmp_path: Path) -> None:
+async def test_objects_of_the_recipe_follow_checkpoints_and_rollbacks(tmp_path: Path) -> None:
     parts = Parts()
     first, entropy = checkpointer_of(parts, tmp_path), AdaptiveEntropy(target=1.0, delta=0.25)
     first.kept.add("entropy", entropy)
@@ -249,7 +249,7 @@ def test_an_object_whose_state_is_not_json_is_refused(tmp_path: Path) -> None:
         checkpointer_of(Parts(), tmp_path).kept.add("odd", Odd())
 
 
-async def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_comes_late(
+async def test_the_best_checkpoint_has_the_highest_score_even_a_late_one(
     tmp_path: Path,
 ) -> None:
     parts = Parts()
@@ -311,7 +311,7 @@ async def test_a_rollback_forgets_an_evaluation_of_a_step_that_is_done_again(tmp
     assert (evaluator.step, len(parts.evaluations)) == (None, 3)
 
 
-def test_closing_takes_no_note_of_how_a_checkpoint_failed_whose_trainer_died(tmp_path: Path) -> None:
+def test_closing_ignores_a_checkpoint_whose_trainer_died(tmp_path: Path) -> None:
     async def check() -> None:
         parts, unseen = Parts(), list[object]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
@@ -331,7 +331,7 @@ def test_closing_takes_no_note_of_how_a_checkpoint_failed_whose_trainer_died(tmp
 
 
 @pytest.mark.parametrize("place", ["restart", "restore", "rollback", "publish", "load"])
-async def test_a_stop_or_an_error_in_a_rollback_saves_nothing_and_the_next_rollback_makes_the_run_whole(
+async def test_a_rollback_cut_short_saves_nothing_and_the_next_repairs_it(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = Parts()
@@ -399,7 +399,7 @@ async def test_without_a_checkpoint_a_rollback_goes_to_the_start(tmp_path: Path)
     assert (parts.batches, checkpointer.saved, checkpointer.step) == (0, None, 0)
 
 
-async def test_a_reset_goes_to_the_start_in_place_with_a_new_version_and_the_score_of_the_same_weights(
+async def test_a_reset_restores_the_first_weights_under_a_new_version(
     tmp_path: Path,
 ) -> None:
     parts = Parts()
@@ -465,7 +465,7 @@ async def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
         await checkpointer.resume(saved)
 
 
-async def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp_path: Path) -> None:
+async def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     parts = Parts()
     checkpointer = checkpointer_of(parts, tmp_path)
     assert await checkpointer.finish_save() is None
@@ -488,7 +488,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_waits_for_
     assert (saved.step, checkpointer.saved) == (2, 2)
 
 
-async def test_checkpoints_that_cannot_be_written_are_told_and_those_before_them_stay(tmp_path: Path) -> None:
+async def test_checkpoints_that_cannot_be_written_leave_earlier_ones(tmp_path: Path) -> None:
     parts = Parts()
     checkpointer = checkpointer_of(parts, tmp_path)
 
@@ -519,7 +519,7 @@ async def test_checkpoints_that_cannot_be_written_are_told_and_those_before_them
     assert [each.step for each in checkpointer.checkpoints.all()] == [3, 7]
 
 
-async def test_a_rollback_drops_what_was_being_written_and_takes_the_last_that_is_whole(tmp_path: Path) -> None:
+async def test_a_rollback_drops_unfinished_checkpoints(tmp_path: Path) -> None:
     parts = Parts()
     checkpointer = checkpointer_of(parts, tmp_path)
     for _ in range(2):

@@ -112,7 +112,7 @@ def test_a_wrong_file_is_one_clear_message(text: str, message: str, file: Path) 
         parsed("--config", str(file))
 
 
-def test_flags_that_became_constants_are_ignored_at_their_old_defaults_and_refused_otherwise(file: Path) -> None:
+def test_retired_flags_are_accepted_only_at_their_defaults(file: Path) -> None:
     file.write_text("[generator.restart]\nmax_restarts = 4\nbackoff_s = 1.0\npause_s = 300.0\n")
     assert read(file, RunConfig).generator.restart.max_restarts == 4
     file.write_text("[generator.restart]\nbackoff_s = 2.0\n")

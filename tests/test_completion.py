@@ -52,7 +52,7 @@ def test_a_completion_of_one_engine_is_what_the_engine_sent(tokenizer: Tokenizer
     assert (turn.text, turn.truncated) == ("ab", False)
 
 
-def test_experts_of_a_resumed_completion_are_those_of_the_engine_that_ended_it(tokenizer: Tokenizer) -> None:
+def test_a_resumed_completions_experts_are_those_of_the_last_engine(tokenizer: Tokenizer) -> None:
     completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
     add(completion, chunk((5, 6)))
     completion.fail_over(DIED)
@@ -95,7 +95,7 @@ def test_whoever_is_given_the_chunks_may_end_the_completion(tokenizer: Tokenizer
     assert (turn.text, turn.truncated, completion.finish) == ("ab", False, "stop")
 
 
-def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_token(tokenizer: Tokenizer) -> None:
+def test_a_completion_is_given_up_after_three_deaths_without_tokens(tokenizer: Tokenizer) -> None:
     completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
     completion.fail_over(DIED)
     completion.fail_over(DIED)
@@ -110,7 +110,7 @@ def test_a_completion_is_given_up_when_three_engines_in_a_row_die_without_a_toke
         completion.fail_over(DIED)
 
 
-def test_a_completion_at_which_engines_die_after_some_tokens_each_is_given_up_too(tokenizer: Tokenizer) -> None:
+def test_a_completion_is_given_up_after_killing_twelve_engines(tokenizer: Tokenizer) -> None:
     completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
     for _ in range(11):
         completion.add(chunk((5,)))

@@ -47,7 +47,7 @@ def test_each_of_two_minibatches_is_as_if_its_groups_were_alone(comparison: Comp
     assert minibatch_deviation(comparison.ours, batch, conformance.deviation) < conformance.BOUND
 
 
-def test_groups_of_equal_rewards_change_no_number_where_they_are_spared_and_keep_theirs_where_not() -> None:
+def test_sparing_uniform_groups_changes_no_gradient() -> None:
     batch, compared = draw("token_advantages", 0), 0
     for comparison in TRL_LOSSES + VERL_LOSSES:
         loss = comparison.ours.loss if isinstance(comparison.ours, LossOf) else None
@@ -58,7 +58,7 @@ def test_groups_of_equal_rewards_change_no_number_where_they_are_spared_and_keep
     assert compared > 20
 
 
-def test_batches_become_episodes_of_several_turns_with_tokens_that_have_no_logprob() -> None:
+def test_batches_become_multi_turn_episodes_with_unscored_tokens() -> None:
     batch, loss = draw("masked", 0), ClippedSurrogate()
     packed = packed_batch(batch, loss, {}, group_size=GROUP_SIZE, minibatches=1)
     (minibatch,) = packed.minibatches
@@ -124,7 +124,7 @@ def test_a_deviation_is_relative_to_the_element_or_to_the_median() -> None:
     assert conformance.deviation(np.zeros(2), np.zeros((2, 1))) == np.inf
 
 
-def test_a_report_has_the_worst_of_what_is_equal_and_refuses_a_stale_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_the_worst_deviation_and_refuses_stale_excuses(monkeypatch: pytest.MonkeyPatch) -> None:
     equal = replace(COMPARISONS[0], batches=("plain",))
     differs = replace(equal, method="another", differs="by 1%")
     wrong = replace(equal, method="a third")

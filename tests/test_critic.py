@@ -39,7 +39,7 @@ def numbered(batch: Batch) -> tuple[PackedBatch, list[torch.Tensor], list[np.nda
     return laid, [row.columns["numbers"] for row in laid.rows], numbers
 
 
-def test_values_are_regrouped_by_episode_and_by_turn_also_where_histories_are_rewritten():
+def test_values_are_regrouped_by_episode_and_turn_after_rewrites():
     batch = random_batch(0, vocab=43, groups=3, turns=4)
 
     def rewritten(episode: Any) -> Any:
@@ -70,7 +70,7 @@ def test_a_token_that_is_not_trained_has_the_value_before_it():
     assert [each.tolist() for each in found] == [[0, 0, 0], [1001, 1001, 1001], [0, 0, 0]]
 
 
-async def test_a_checkpoint_holds_the_critic_and_a_rollback_brings_it_back_with_the_policy(tmp_path: Path) -> None:
+async def test_a_rollback_restores_the_critic_with_the_policy(tmp_path: Path) -> None:
     policy, critic = Parts(), Parts()
     critic.name = "critic"
     checkpointer = checkpointer_of(policy, tmp_path)
@@ -115,7 +115,7 @@ class Stopped:
         return {}
 
 
-async def test_a_stop_between_the_updates_of_policy_and_critic_saves_no_step_of_half_of_them(tmp_path: Path) -> None:
+async def test_a_stop_between_policy_and_critic_saves_no_half_step(tmp_path: Path) -> None:
     policy, critic = Parts(), Parts()
     critic.name = "critic"
     checkpointer = checkpointer_of(policy, tmp_path)
@@ -195,7 +195,7 @@ def updates_of(out: Path) -> list[tuple[int, int, int]]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_run_survives_the_deaths_of_a_critics_rank_of_the_trainer_and_of_the_controller(
+def test_a_run_survives_deaths_of_critic_trainer_and_controller(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

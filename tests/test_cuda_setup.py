@@ -80,7 +80,7 @@ def test_a_folder_of_wheels_for_cpus_is_not_used_for_cuda(extra: str, given: str
         assert check < min(number for number, line in enumerate(lines) if "uv pip install" in line)
 
 
-def test_a_setup_for_what_needs_no_gpu_says_that_it_does_not_look_for_a_driver(
+def test_a_setup_without_a_gpu_says_that_it_skips_the_driver(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cuda_machine, "driver_version", lambda: "570.1")

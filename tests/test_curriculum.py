@@ -77,7 +77,7 @@ def test_new_tasks_are_taken_as_they_come():
     assert pools.metrics()["curriculum/new"] == 100
 
 
-def test_a_pool_that_a_source_does_not_have_is_replaced_by_others_and_rarely_looked_for():
+def test_a_pool_that_a_source_lacks_is_replaced_and_rarely_sought():
     pools, source = learned(rate=lambda name: 0.5), Cycling("a")
     assert chosen(pools, 100, source) == {"normal": 100}
     assert source.index <= 100 + 100 / 10 * 2 * 100  # a hundred passed over for each of two pools, every ten draws
@@ -122,7 +122,7 @@ def test_the_solve_rate_is_a_running_mean_of_clipped_rewards_or_of_a_part():
     assert caught.value.hint == "its parts: format"
 
 
-def test_metrics_count_tasks_by_pool_and_what_was_chosen_since_the_last_call():
+def test_metrics_count_tasks_by_pool_since_the_last_call():
     pools = learned()
     chosen(pools, 4)
     values = pools.metrics()
@@ -224,7 +224,7 @@ def test_undelivered_batches_are_drawn_again_although_difficulties_changed(done:
         assert [task for task in again if task.source == source][: len(pending)] == pending
 
 
-def test_a_state_from_before_the_curriculum_starts_it_and_one_with_it_is_ignored_without():
+def test_states_with_and_without_a_curriculum_are_interchangeable():
     plain, pools = stream(None), stream(learned())
     pools.restore(*saved(plain, []))
     assert pools.metrics()["curriculum/easy_tasks"] == 0

@@ -42,7 +42,7 @@ def shown(config: Config, width: int = 100) -> str:
     return console.file.getvalue()
 
 
-def test_tasks_are_shown_with_prompt_truth_lengths_duplicates_and_held_out_share(tmp_path: Path) -> None:
+def test_tasks_are_shown_with_prompt_truth_lengths_and_duplicates(tmp_path: Path) -> None:
     path, test = tmp_path / "sums.jsonl", tmp_path / "test.jsonl"
     rows = [{"problem": f"{n} + 1 = ?" if n else EVIL, "solution": n + 1} for n in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[3]]))
@@ -130,7 +130,7 @@ def test_lengths_are_those_of_recipes() -> None:
     assert Config().evaluation.tasks == recipe.evaluation.tasks
 
 
-def test_an_error_is_one_message_and_the_program_loads_neither_torch_nor_monarch(tmp_path: Path) -> None:
+def test_an_error_is_one_message_without_loading_torch_or_monarch(tmp_path: Path) -> None:
     environment = {**os.environ, "COLUMNS": "100"}
     command = [sys.executable, "-m", "apps.data", str(tmp_path / "a.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -8,7 +8,7 @@ from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.errors import ConfigError, TaskError
 
 
-def test_the_same_tasks_and_seed_give_the_same_questions_with_instruction_and_system_message():
+def test_a_seed_repeats_questions_instruction_and_system_message():
     data = DataConfig(instruction=" Answer briefly.", system="You add.")
     mixtures = [data.build([ONE_DIGIT_ADDITION], seed=seed) for seed in (1, 1, 2)]
     first, again, other = ([mixture.draw_from("basic_arithmetic") for _ in range(6)] for mixture in mixtures)

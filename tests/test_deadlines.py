@@ -71,7 +71,7 @@ def test_what_is_cancelled_is_never_late():
     run(main())
 
 
-def test_calls_that_are_late_one_after_the_other_are_not_looked_at_each_time():
+def test_successive_late_calls_are_not_examined_each_time():
     async def main() -> None:
         looks = 0
 

@@ -139,7 +139,7 @@ def test_turns_are_taken_on_shared_gpus_where_that_costs_nothing():
         assert found.placement == settings.get("placement", "auto")
 
 
-def test_guests_get_the_memory_of_the_trainers_gpus_while_its_state_is_elsewhere():
+def test_guests_get_the_trainers_gpu_memory_while_it_is_offloaded():
     asynchronous = ScheduleConfig(kind="asynchronous")
     config, _ = chosen("8B", "80 GB", ranks=8, there=16, guests=8, schedule=asynchronous)
     assert told(config) == (2048, False, False, 0.9, "auto")

@@ -210,7 +210,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     [*(("file", how) for how in SPOILT), *(("s3", how) for how in ("no JSON", "empty", "cut", "longer", "gone"))],
     indirect=["address"],
 )
-def test_what_is_torn_or_hostile_is_refused_and_the_next_full_version_heals(how: str, address: str, tmp_path: Path):
+def test_torn_or_hostile_changes_are_refused_until_a_full_version(how: str, address: str, tmp_path: Path):
     spoil, said = SPOILT[how]
     publisher, follower = DeltaPublisher(address, full_every=2), DeltaSubscriber(address)
     publish(publisher, 1, first())
@@ -245,9 +245,7 @@ def test_no_flipped_bit_passes(tmp_path: Path):
         assert equal(follower, step(first(), 1)), "a bit that decoding ignores"
 
 
-def test_a_write_that_fails_leaves_nothing_visible_and_the_next_version_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_write_leaves_nothing_and_the_next_version_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     publisher, follower = DeltaPublisher(str(tmp_path)), DeltaSubscriber(str(tmp_path))
     publish(publisher, 1, first())
     with monkeypatch.context() as patch:
@@ -277,7 +275,7 @@ def test_versions_outlive_single_failures_of_a_store(kind: str, s3: S3):
 
 
 @pytest.mark.parametrize("file", ["-000.bin", ".json"])
-def test_a_version_that_a_store_refuses_is_not_seen_and_one_that_it_withholds_leaves_the_old_one(file: str, s3: S3):
+def test_a_refused_or_withheld_version_leaves_the_old_one(file: str, s3: S3):
     publisher, follower = DeltaPublisher("s3://bucket/run"), DeltaSubscriber("s3://bucket/run")
     publish(publisher, 1, first())
     assert follower.update()

@@ -140,7 +140,7 @@ def test_a_panel_of_an_ordinary_run_fits_a_terminal_of_24_lines(width: int) -> N
     assert any("warnings 9" in line for line in lines)
 
 
-def test_services_are_shown_while_they_start_and_vanish_when_the_first_phase_begins() -> None:
+def test_services_are_shown_until_the_first_phase_begins() -> None:
     bench = Bench(mode="none")
     bench.display.startup("trainer", "starting", "1 rank")
     bench.display.startup("generator", "starting")
@@ -373,7 +373,7 @@ def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
     assert told[0].startswith("nothing more is shown, as stdout cannot be written: [Errno ")
 
 
-def test_the_reward_of_all_groups_is_shown_where_the_trained_ones_have_another() -> None:
+def test_the_reward_of_all_groups_is_shown_where_it_differs() -> None:
     for mode in ("plain", "none"):
         bench = Bench(mode=mode)
         for step, of_all in ((1, 0.45311), (2, 0.857)):

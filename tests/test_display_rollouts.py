@@ -51,7 +51,7 @@ def test_anything_that_moves_ends_the_wait(moved: str) -> None:
         assert "generator/1; 10.0s without progress" in bench.text()
 
 
-def test_a_wait_in_plain_mode_is_a_line_every_thirty_seconds_once_it_is_not_normal() -> None:
+def test_plain_mode_reports_an_abnormal_wait_every_thirty_seconds() -> None:
     bench = Bench()
     with bench.phases.phase("publish"):
         bench.display.poll()
@@ -74,7 +74,7 @@ def test_a_batch_that_was_ready_has_no_rate() -> None:
     assert bench.lines()[-1].endswith("rollout 0.00s")
 
 
-def test_a_long_rollout_that_moves_is_told_in_plain_mode_every_thirty_seconds() -> None:
+def test_plain_mode_reports_a_long_rollout_every_thirty_seconds() -> None:
     bench = Bench()
     with bench.phases.phase("rollout"):
         for done in range(64):
@@ -85,7 +85,7 @@ def test_a_long_rollout_that_moves_is_told_in_plain_mode_every_thirty_seconds() 
     ]
 
 
-def test_a_short_rollout_and_other_phases_say_nothing_of_rollouts_in_plain_mode() -> None:
+def test_plain_mode_says_nothing_of_short_rollouts() -> None:
     bench = Bench()
     for phase, seconds in (("rollout", 29), ("train", 64)):
         with bench.phases.phase(phase):
@@ -175,7 +175,7 @@ def test_the_panel_shows_the_progress_of_an_update_until_it_ends() -> None:
     assert "microbatches" not in bench.text()
 
 
-def test_the_panel_shows_an_answer_as_plain_text_and_reward_parts_and_sources() -> None:
+def test_the_panel_shows_an_answer_as_plain_text_and_reward_parts() -> None:
     bench = Bench(mode="none", width=100, height=60)
     task = Task(id="7", source="sums", messages=({"role": "user", "content": "?"},), truth={})
     turn = Turn(

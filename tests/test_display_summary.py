@@ -20,7 +20,7 @@ def test_a_histogram_is_no_number_for_the_console() -> None:
     assert "hist" not in bench.lines()[-1]
 
 
-def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time() -> None:
+def test_the_summary_has_faults_and_recoveries_in_order_of_time() -> None:
     bench = Bench(width=100)
     killed = Fault(
         service="generator", replica=1, cause="its process was ended by SIGKILL", phase="rollout", at_s=3725.0

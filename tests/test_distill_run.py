@@ -57,7 +57,7 @@ def check_scores(scores: TeacherScores, batch: Any, source: str, folder: Path, t
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-async def test_teachers_score_as_transformers_does_also_after_their_engine_was_killed(
+async def test_teachers_score_as_transformers_does_even_after_a_kill(
     tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
     teacher = make_tiny_model(tmp_path / "teacher", bundled_model(default_cache()), hidden_size=96, num_hidden_layers=3)

@@ -139,7 +139,7 @@ def test_a_small_tail_is_exact_in_float64_and_bounded_in_float32():
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_policy_that_is_certain_of_the_top_has_the_gradient_of_the_softmax_in_float32(beta: float):
+def test_a_certain_policy_has_the_softmax_gradient_in_float32(beta: float):
     # The teacher has 0.3 in its tail, of which the policy has e^-14, close to the rounding of 1 in float32. The least
     # tail is above that, so the gradient of the forward KL is up to half too small, but has its direction.
     logits = torch.tensor([[14.0, 0.0, -1.0]], requires_grad=True)
@@ -242,7 +242,7 @@ def test_a_wrong_option_names_its_flag(wrong: dict[str, float]):
         Distillation(**wrong)  # type: ignore[arg-type]
 
 
-def test_advantages_are_the_differences_of_logprobs_and_their_policy_gradient_is_the_reverse_kls():
+def test_logprob_difference_advantages_give_the_reverse_kl_gradient():
     batch = batch_of([(0.0, [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])])])
     (episode,) = batch.episodes
     policy = np.concatenate([turn.logprobs for turn in episode.turns])

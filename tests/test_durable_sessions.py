@@ -74,9 +74,7 @@ def test_a_session_whose_processes_are_killed_goes_on_with_its_state(
     with_sessions(sandbox, work)
 
 
-def test_cells_that_give_something_else_when_they_are_repeated_end_the_session_and_are_not_kept(
-    sandbox: SharedPool, tmp_path: Path
-):
+def test_cells_that_differ_when_repeated_end_the_session(sandbox: SharedPool, tmp_path: Path):
     async def work(sessions: DurableSessions) -> None:
         async def play() -> str | None:
             async with sessions.open() as session:
@@ -148,7 +146,7 @@ def test_kept_results_cost_no_session_and_a_miss_forks_the_nearest(sandbox: Shar
         ("while True: pass", "CellOverrun", 1),
     ],
 )
-def test_a_cell_that_kills_its_session_or_takes_too_long_is_its_result_and_is_not_kept(
+def test_a_fatal_or_slow_cell_is_a_result_and_is_not_kept(
     sandbox: SharedPool, code: str, error: str, ran: int, tmp_path: Path
 ):
     async def work(sessions: DurableSessions) -> None:

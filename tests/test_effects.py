@@ -69,7 +69,7 @@ async def runs_code(task, episode: Episode):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_what_tools_and_rewards_that_run_code_promise_is_above_zero_in_a_run(
+def test_effects_of_tools_and_code_rewards_are_above_zero_in_a_run(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     try:

@@ -277,7 +277,7 @@ class Scaled:
         self.replicas = replicas
 
 
-def test_a_resumed_run_takes_up_numbers_of_replicas_unless_flags_change_them():
+def test_a_resumed_run_keeps_replica_counts_unless_flags_change():
     told: list[str] = []
 
     def knob(engines: int = 1, environments: int = 1) -> Knob:

@@ -64,7 +64,7 @@ def check_routing(model: torch.nn.Module, turn: Turn) -> None:
     ],
     ids=lambda devices: "-".join(devices),
 )
-async def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_chose(
+async def test_workers_that_share_experts_compute_what_one_does(
     devices: dict[str, int], tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
     model = make_moe(tmp_path / "moe", tiny_model)

@@ -15,7 +15,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * PAGE
 
 
-def test_pages_are_given_back_and_come_back_as_zeros_until_they_are_written() -> None:
+def test_freed_pages_come_back_as_zeros_until_they_are_written() -> None:
     from forge_rl.engines.vllm.cpu import release
 
     kept = torch.ones(1 << 20)

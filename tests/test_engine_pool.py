@@ -54,7 +54,7 @@ async def test_what_no_engine_can_load_is_an_error_and_ends_none():
     assert failed == []
 
 
-async def test_an_engine_that_loads_during_a_rollback_loads_the_new_weights_of_that_number(
+async def test_an_engine_that_loads_in_a_rollback_loads_the_new_weights(
     monkeypatch: pytest.MonkeyPatch,
 ):
     pool, _ = pool_of()

@@ -41,9 +41,7 @@ async def test_an_engine_that_dies_while_it_loads_comes_back_with_that_version(
         await on.until_serving(0, 1)
 
 
-async def test_an_engine_that_is_brought_back_during_a_load_serves_what_the_others_do(
-    tmp_path: Path, nothing_left: None
-) -> None:
+async def test_an_engine_revived_during_a_load_serves_what_others_do(tmp_path: Path, nothing_left: None) -> None:
     async with stage(tmp_path) as on:
         await on.load(1)
         on.orders.tell(0, load="hold")
@@ -82,9 +80,7 @@ async def test_engines_that_dropped_their_weights_load_them_again_to_wake(tmp_pa
         assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
 
 
-async def test_an_engine_that_comes_back_waits_for_its_devices_and_a_load_does_not_wait_for_it(
-    tmp_path: Path, nothing_left: None
-) -> None:
+async def test_a_load_does_not_wait_for_an_engine_that_awaits_its_devices(tmp_path: Path, nothing_left: None) -> None:
     free, kept = asyncio.Event(), list[bool]()
 
     @contextlib.asynccontextmanager
@@ -230,9 +226,7 @@ async def test_spares_that_do_not_start_are_tried_again_later(tmp_path: Path, no
         assert not any(fault.fatal for fault in on.faults.seen)
 
 
-async def test_a_guest_serves_the_present_version_while_it_has_devices_and_else_others_resume_its_requests(
-    tmp_path: Path, nothing_left: None
-) -> None:
+async def test_a_guest_serves_while_it_has_devices_then_others_resume(tmp_path: Path, nothing_left: None) -> None:
     free, lent = asyncio.Event(), list[int]()
 
     @contextlib.asynccontextmanager

@@ -207,7 +207,7 @@ def test_a_game_comes_with_its_options_and_its_tasks():
     assert list(sources_of(game, seed=0)) == ["game"]
 
 
-def test_eval_tasks_are_used_beside_an_environments_own_and_unused_flags_of_data_are_refused(users_folder: Path):
+def test_an_environments_own_tasks_are_evaluated_on_eval_tasks(users_folder: Path):
     (users_folder / "test.jsonl").write_text('{"question": "Guess.", "answer": "5"}\n')
     settings = Config(env="game", eval_tasks=("test=test.jsonl",))
     mixture = settings.sources(build_environment("game"))

@@ -154,7 +154,7 @@ async def test_what_takes_too_long_is_named_and_closed(tmp_path: Path):
         assert service._service.replicas[0].held == 0
 
 
-async def test_an_environment_that_blocks_its_process_holds_up_the_others_there_and_ends_none(
+async def test_a_blocking_environment_delays_its_process_but_ends_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(link_module, "POLL_S", 0.5)
@@ -199,7 +199,7 @@ async def test_a_slow_constructor_holds_up_no_other_environment(tmp_path: Path):
         await session.close()
 
 
-async def test_a_constructor_may_need_the_event_loop_and_what_it_raises_is_no_death(tmp_path: Path):
+async def test_a_constructor_may_need_the_loop_or_raise_without_a_death(tmp_path: Path):
     async with environment(tmp_path, Constructed) as (service, faults):
         session, _ = await service.open(task_of(notes=tmp_path / "notes", construct="loop"))
         await session.close()
@@ -315,7 +315,7 @@ class Remembering(Story):
 @pytest.mark.parametrize(
     ("factory", "worked"), [(Story, ["a", "b", "c"]), (Remembering, ["a", "c"])], ids=["replayed", "resumed"]
 )
-async def test_an_environment_whose_process_dies_is_rebuilt_in_another_and_loses_no_turn(
+async def test_an_environment_outlives_its_process_without_losing_a_turn(
     factory: EnvFactory, worked: list[str], tmp_path: Path
 ):
     async with environment(tmp_path, factory, replicas=2) as (service, faults):

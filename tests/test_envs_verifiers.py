@@ -93,7 +93,7 @@ async def test_its_tasks_are_a_source_and_its_scores_have_parts(peer: str, tmp_p
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_played_again(
+async def test_a_worker_that_dies_or_hangs_is_replaced_and_replayed(
     peer: str, tmp_path: Path, nothing_left: None, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ):
     environment = VerifiersEnv("sums", VerifiersSettings(python=peer, hang_s=0.5 if hangs else 300.0))
@@ -158,7 +158,7 @@ async def episodes(environment: VerifiersEnv, logs: Path, answers: Sequence[str]
         return list(await asyncio.gather(*(run(source.draw(), client) for client in clients)))
 
 
-async def test_its_score_is_the_episodes_and_a_dead_worker_is_an_infrastructure_error(peer: str, tmp_path: Path):
+async def test_the_workers_score_counts_and_its_death_is_infrastructure(peer: str, tmp_path: Path):
     async def agent(task: Task, session: Session) -> Score:
         await ask(session)
         if task.id == "dead":

@@ -138,7 +138,7 @@ def test_a_turn_keeps_its_messages_and_calls() -> None:
     assert (first.calls, first.calls[0].seconds) == ((ran,), 0.5), "as the environment ran it"
 
 
-def test_an_environment_that_takes_calls_is_given_those_that_the_parser_found():
+def test_an_environment_gets_the_calls_that_the_parser_found():
     episode = run(Calculator, ["so *add", "three"], parse=parse)
     assert Calculator.given == [("so ", (ToolCall(id="c1", name="add", arguments="{}"),)), ("three", ())]
     assert [turn.text for turn in episode.turns] == ["so *add", "three"]
@@ -168,7 +168,7 @@ class Broken(World):
         return Step(done=False)
 
 
-def test_a_step_that_shows_nothing_and_does_not_end_is_the_environments_error():
+def test_a_step_that_shows_nothing_and_does_not_end_is_an_error():
     episode = run(Broken, ["a"])
     assert (episode.outcome, len(episode.turns)) == (Outcome.ENVIRONMENT_ERROR, 1)
     assert "must show the model something" in episode.problem
@@ -179,7 +179,7 @@ class Sandboxed(World):
         raise SandboxError("the sandbox server is gone")
 
 
-def test_a_sandbox_that_fails_under_an_environment_or_a_reward_is_no_evidence_about_the_policy():
+def test_a_failed_sandbox_is_no_evidence_about_the_policy():
     def score(task: Task, text: str) -> float:
         raise SandboxError("the sandbox server is gone")
 
@@ -188,7 +188,7 @@ def test_a_sandbox_that_fails_under_an_environment_or_a_reward_is_no_evidence_ab
         assert (episode.outcome, episode.score) == (Outcome.INFRASTRUCTURE_ERROR, None)
 
 
-async def test_a_story_of_a_benchmark_has_a_score_also_where_its_short_turns_outgrow_the_context() -> None:
+async def test_a_benchmark_conversation_is_scored_even_past_the_context() -> None:
     story = _Story(100, random.Random(0))
     runner = EpisodeRunner(Letters(), story, None)  # type: ignore[arg-type]  # the environment scores
     rooms = iter([True, True])
@@ -215,7 +215,7 @@ class QuotingThoughts(Quoting):
     thoughts = True
 
 
-def test_environments_see_what_follows_the_thoughts_unless_they_ask_for_these() -> None:
+def test_environments_see_thoughts_only_if_they_ask() -> None:
     for kind in (Quoting, QuotingThoughts):
         assert run(kind, ["<think>end</think>go"]).reward == len("go"), "the verifier sees the answer"
     assert (Quoting.seen_texts, QuotingThoughts.seen_texts) == (["go"], ["<think>end</think>go"])

@@ -65,7 +65,7 @@ def filled(path: Path, rewards: list[float], *, failed: bool = False) -> Results
     return found
 
 
-def test_what_is_finished_is_kept_and_what_failed_or_was_torn_is_done_again(tmp_path: Path) -> None:
+def test_finished_work_is_kept_and_failed_or_torn_work_is_redone(tmp_path: Path) -> None:
     path = tmp_path / "model.jsonl"
     filled(path, [0.0, 0.5, 1.0], failed=True)
     whole = path.read_bytes()
@@ -184,7 +184,7 @@ def test_with_many_models_each_is_compared_with_the_first() -> None:
     assert pairs_of(["a", "b", "c", "d"]) == [("a", "b"), ("a", "c"), ("a", "d")]
 
 
-def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of_settings(
+def test_models_are_evaluated_once_under_one_set_of_settings(
     tiny_model: Path,
     tmp_path: Path,
     nothing_left: None,

@@ -14,7 +14,7 @@ from benchmarks.intervals import coverage
 from forge_rl.algorithms.evaluation import avg_at_k, compare_paired, maj_at_k, mean_over_tasks, pass_at_k
 
 
-def test_a_score_is_a_mean_over_tasks_and_its_error_counts_tasks_not_episodes() -> None:
+def test_a_score_and_its_error_count_tasks_and_not_episodes() -> None:
     # Means of the tasks: 0.5, 1, 0; their standard deviation is 0.5.
     score = avg_at_k([[0, 1], [1, 1], [0, 0]])
     assert score.value == 0.5
@@ -23,7 +23,7 @@ def test_a_score_is_a_mean_over_tasks_and_its_error_counts_tasks_not_episodes() 
     assert alike == avg_at_k([[0.0], [1.0], [1.0]]), "a hundred equal episodes say no more than one"
 
 
-def test_tasks_whose_episodes_failed_are_left_out_and_one_task_has_no_error() -> None:
+def test_failed_tasks_are_left_out_and_a_single_task_has_no_error() -> None:
     assert avg_at_k([[1.0], [], [0.0]]).value == 0.5
     one, none = avg_at_k([[0.25, 0.75]]), mean_over_tasks([])
     assert (one.value, math.isnan(one.stderr)) == (0.5, True)
@@ -74,7 +74,7 @@ def test_a_comparison_is_paired_and_counts_won_and_lost_tasks() -> None:
     assert levels == compare_paired([2.0, 2.0, 2.0], [3.0, 3.0, 3.0])
 
 
-def test_an_interval_of_paired_proportions_is_bonett_and_prices_and_of_many_tasks_the_normal_distributions() -> None:
+def test_paired_intervals_are_bonett_price_or_normal_for_many_tasks() -> None:
     # 20 tasks: 4 won, 1 lost; the adjusted shares are 5/22 and 2/22
     found = compare_paired([0.0] * 4 + [1.0] + [0.0] * 15, [1.0] * 4 + [0.0] * 16)
     half = 1.959964 * math.sqrt((5 / 22 + 2 / 22 - (3 / 22) ** 2) / 22)
@@ -90,7 +90,7 @@ def test_an_interval_of_paired_proportions_is_bonett_and_prices_and_of_many_task
     assert found.high == pytest.approx(statistics.fmean(paired) + half, abs=0.004)
 
 
-def test_intervals_have_a_width_where_all_scores_are_equal_and_stay_within_what_scores_can_be() -> None:
+def test_intervals_of_equal_scores_have_a_width_within_bounds() -> None:
     never, always = mean_over_tasks([0.0] * 10), mean_over_tasks([1.0] * 10)
     assert (never.stderr, never.low, always.high) == (0.0, 0.0, 1.0)
     assert 0.2 < never.high < 0.45, "ten failures leave room for a chance of a quarter"

@@ -96,7 +96,7 @@ def test_the_one_default_set_keeps_its_short_name() -> None:
     }
 
 
-def test_several_sets_have_names_of_their_own_and_the_first_ones_score_counts() -> None:
+def test_several_sets_have_names_and_the_first_ones_score_counts() -> None:
     answers = [(1.0, "5"), (0.0, "6"), (0.0, "6"), (1.0, "5"), (0.0, "")]
     rollouts = Rollouts({("a", "1"): answers, ("b", "1"): [(1.0, "")] * 5})
     sets = {"maths": tasks("a", "1"), "words": tasks("b", "1"), "none": []}
@@ -136,7 +136,7 @@ def test_the_user_is_told_where_most_tokens_are_of_other_weights() -> None:
     assert "--evaluation.blocking" in warning
 
 
-def test_only_the_first_evaluation_and_those_of_runs_in_rounds_are_of_one_version() -> None:
+def test_only_first_evaluations_or_runs_in_rounds_have_one_version() -> None:
     for step, in_rounds, expected in ((0, False, True), (5, False, False), (5, True, True)):
         rollouts = Rollouts({})
         rollouts.config = ScheduleConfig(max_lag=0 if in_rounds else 1)
@@ -153,7 +153,7 @@ def test_only_the_first_evaluation_and_those_of_runs_in_rounds_are_of_one_versio
         assert (evaluator.step, len(rollouts.started)) == (None, 2)
 
 
-def test_one_task_may_be_in_two_sets_and_its_pass_at_k_counts_what_the_user_calls_a_success() -> None:
+def test_a_task_may_be_in_two_sets_and_pass_at_k_uses_the_threshold() -> None:
     (task,) = tasks("a", "1")
     evaluation = Evaluation({"x": [task], "y": [task]}, episodes=2, sampling=Sampling(max_tokens=1), version=0)
     assert (evaluation.total, evaluation.left) == (4, 4)

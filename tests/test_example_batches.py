@@ -75,7 +75,7 @@ def next_ids(examples: Examples) -> list[str]:
     return ids(asyncio.run(examples.next_batch()))
 
 
-def test_batches_have_the_mixture_and_unusable_tasks_are_replaced_by_others_of_their_source() -> None:
+def test_unusable_examples_are_replaced_within_their_source() -> None:
     examples = examples_of()
     first = asyncio.run(examples.next_batch())
     assert ids(first) == ["a1", "a2", "b1"]
@@ -86,7 +86,7 @@ def test_batches_have_the_mixture_and_unusable_tasks_are_replaced_by_others_of_t
     assert batch_metrics(first) == {f"tokens/completion_{name}": length for name, length in lengths.items()}
 
 
-def test_a_resumed_run_goes_on_with_the_next_batch_also_after_a_stop_within_one() -> None:
+def test_a_resumed_run_continues_with_the_next_batch() -> None:
     examples, expected = examples_of(), examples_of()
     batches = [next_ids(expected) for _ in range(4)]
     assert next_ids(examples) == batches[0]
@@ -211,7 +211,7 @@ class Scoring(Handle):
         return {"loss": value, "tokens/trained": float(packed.trained_tokens)}
 
 
-def test_an_evaluation_of_examples_scores_the_negative_loss_and_leaves_unusable_tasks_out() -> None:
+def test_an_evaluation_of_examples_scores_the_negative_loss() -> None:
     warnings: list[str] = []
     maker = ExampleMaker(one, NOBODY, longest=10)
     evaluations = ExampleEvaluations(cast(Any, Scoring()), CrossEntropy(), maker, warn=warnings.append)
@@ -294,7 +294,7 @@ def test_settings_and_arguments_of_a_start_agree(tmp_path: Path) -> None:
     assert torch.tensor(RunConfig().starts_engines)
 
 
-def test_a_start_of_one_kind_makes_the_run_that_start_makes_of_the_same_arguments() -> None:
+def test_narrow_starts_make_the_same_run_as_start() -> None:
     loss, sources = CrossEntropy(), as_mixture([{"question": "1?", "answer": "1"}], seed=0)
     score, critic = build_reward(("auto",)), CriticConfig()
     rollouts = Rollouts(reward=score, player=AgentPlayer(agent="mine.py:solve"), teachers=TeachersConfig())
@@ -320,7 +320,7 @@ def test_a_start_of_one_kind_makes_the_run_that_start_makes_of_the_same_argument
         start_rollouts(ExampleConfig(), rollouts, loss=loss, sources=sources)
 
 
-def test_an_environment_that_plays_its_own_episodes_replaces_agent_and_reward() -> None:
+def test_a_self_playing_environment_replaces_agent_and_reward() -> None:
     class Played:
         reward = staticmethod(build_reward(("auto",)))
 

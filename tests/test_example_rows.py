@@ -181,7 +181,7 @@ def test_a_row_without_its_answers_is_named_with_its_column(
         DataConfig().build([str(path)], seed=0, kind=kind).draw_from("a")
 
 
-def test_kinds_are_for_rows_of_files_and_code_and_name_columns_of_their_own(tmp_path: Path) -> None:
+def test_kinds_are_for_rows_of_files_and_name_their_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"q": "2+3?", "good": "5", "bad": "6"}) + "\n")
     named = f"{path}:question=q,chosen=good,rejected=bad"

@@ -12,7 +12,7 @@ ROWS = [{"question": f"What is {n} + {m}?", "answer": str(n + m)} for n in range
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_on_examples_takes_the_same_steps_when_a_rank_and_the_controller_die(
+def test_a_run_on_examples_takes_the_same_steps_despite_deaths(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))

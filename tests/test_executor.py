@@ -79,7 +79,7 @@ async def test_a_restored_state_goes_on_with_the_same_batches() -> None:
     assert batch.rewards.tolist() == expected.rewards.tolist()
 
 
-async def test_a_straggler_that_over_sampling_carries_over_is_drawn_again_by_a_resumed_run() -> None:
+async def test_a_resumed_run_draws_a_carried_straggler_again() -> None:
     class Slow:
         def __init__(self, task: Task) -> None:
             self.task = task
@@ -154,7 +154,7 @@ async def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
     assert len(told) == 2
 
 
-def test_an_episode_that_outgrows_the_context_is_truncated_and_its_environment_may_still_reward_it() -> None:
+def test_an_episode_cut_by_the_context_may_still_be_rewarded() -> None:
     class Endless(TwoTurns):
         async def step(self, answer: str, *, truncated: bool = False) -> Step:
             if truncated and not answer:
@@ -181,7 +181,7 @@ def test_an_episode_that_outgrows_the_context_is_truncated_and_its_environment_m
     assert environment.closed == 1
 
 
-async def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() -> None:
+async def test_a_task_too_long_for_the_context_is_skipped_and_counted() -> None:
     class LongPrompts(SingleTurn):
         async def reset(self) -> Observation:
             length = 99 if self._task.id == "2" else 3
@@ -206,7 +206,7 @@ async def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_coun
     assert "--generator.max-model-len" in caught.value.hint
 
 
-async def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once_if_no_advantage_is_left() -> None:
+async def test_uniform_batches_are_delivered_with_one_warning() -> None:
     warnings: list[str] = []
     executor = rollouts(reward=StagedReward(lambda task, text: 0.5), warn=warnings.append)
     batch = await executor.next_batch()
@@ -236,7 +236,7 @@ async def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
 
 
 @pytest.mark.parametrize(("rises", "told"), [(True, []), (False, ["batch 4"])])
-def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(rises: bool, told: list[str]) -> None:
+def test_answers_that_stay_cut_without_rising_rewards_are_reported(rises: bool, told: list[str]) -> None:
     warnings: list[str] = []
     advice = Advice()
     for number in range(7):
@@ -252,9 +252,7 @@ def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(ris
 
 
 @pytest.mark.parametrize(("before", "after"), [(40, 900), (800, 900), (400, 40), (400, 400)])
-def test_a_batch_that_is_suddenly_cut_or_of_another_length_names_the_learning_rate_first(
-    before: int, after: int
-) -> None:
+def test_sudden_changes_of_length_name_the_learning_rate_first(before: int, after: int) -> None:
     def batch_of(tokens: int, outcome: Outcome, spread: float) -> Batch:
         task = Task(id="1", source="s", messages=())
         turn = Turn(token_ids=[1] * tokens, prompt_ids=[1], logprobs=[0.0] * tokens, versions=[0] * tokens, text="")
@@ -286,7 +284,7 @@ async def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() 
     assert values["completed/tokens"] == delivered_tokens + values["discarded/uniform_tokens"]
 
 
-async def test_a_group_whose_turns_differ_in_value_teaches_although_its_rewards_are_equal() -> None:
+async def test_a_group_whose_turns_differ_teaches_despite_equal_rewards() -> None:
     def by_turn(task: Task, episode: Episode) -> Score:
         return Score(total=1.0, turns=(float(int(episode.text) % 7),) if int(task.id) % 2 == 0 else ())
 
@@ -296,7 +294,7 @@ async def test_a_group_whose_turns_differ_in_value_teaches_although_its_rewards_
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
 
 
-async def test_an_error_that_is_no_outcome_ends_the_wait_and_a_later_one_starts_the_episode_again() -> None:
+async def test_a_bug_ends_the_wait_and_the_next_wait_retries_the_episode() -> None:
     executor = rollouts()
     fail_once(executor, lambda task: task.id == "2")
     with pytest.raises(RuntimeError, match="a bug"):
@@ -410,7 +408,7 @@ async def test_concurrent_completions_of_an_episode_decode_one_after_the_other()
         assert len((await executor.next_batch()).episodes) == 12
 
 
-async def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_told_apart() -> None:
+async def test_environment_errors_are_distinguished_from_model_errors() -> None:
     class Picky(SingleTurn):
         async def step(self, answer: str, *, truncated: bool = False) -> Step:
             if int(self._task.id) == 1:
@@ -427,7 +425,7 @@ async def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_a
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-async def test_a_pause_holds_all_requests_at_a_token_until_it_ends_and_nothing_is_lost(evaluates: bool) -> None:
+async def test_a_pause_holds_all_requests_at_a_token_and_loses_nothing(evaluates: bool) -> None:
     generator, hold = MortalGenerator(), Hold()
     executor = rollouts(generator=generator, hold=hold)
     if evaluates:

@@ -54,7 +54,7 @@ async def test_an_episode_whose_environment_or_judge_died_starts_again() -> None
         assert [episode.reward for episode in group.episodes] == rewards, "what failed is in no group's mean"
 
 
-async def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had() -> None:
+async def test_a_turn_whose_engine_dies_continues_from_its_tokens() -> None:
     generator = MortalGenerator()
     executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
     coming = asyncio.create_task(executor.next_batch())
@@ -83,7 +83,7 @@ async def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_i
     assert executor._scheduler.states["decoding"] == 0
 
 
-async def test_what_a_replaced_groups_running_episodes_had_decoded_counts_as_discarded() -> None:
+async def test_a_replaced_groups_decoded_tokens_count_as_discarded() -> None:
     generator = MortalGenerator()
     executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
     coming = asyncio.create_task(executor.next_batch())
@@ -100,7 +100,7 @@ async def test_what_a_replaced_groups_running_episodes_had_decoded_counts_as_dis
     assert executor.metrics()["completed/tokens"] == 12 * 12
 
 
-async def test_a_stop_text_ends_a_completion_also_where_another_engine_went_on_with_it() -> None:
+async def test_a_stop_text_ends_a_completion_over_two_engines() -> None:
     generator = MortalGenerator()
     generator.sampling = Sampling(max_tokens=12, stop=tuple(5 * str(digit) for digit in range(10)))
     executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(len(text))))
@@ -119,7 +119,7 @@ async def test_a_stop_text_ends_a_completion_also_where_another_engine_went_on_w
     assert not turn.truncated
 
 
-async def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goes_first() -> None:
+async def test_when_all_engines_die_interrupted_work_goes_first() -> None:
     generator = MortalGenerator()
     executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
     coming = asyncio.create_task(executor.next_batch())
@@ -138,7 +138,7 @@ async def test_when_all_engines_die_nothing_is_lost_and_what_was_interrupted_goe
     assert len(generator.seen) == 24
 
 
-async def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_batches() -> None:
+async def test_an_evaluation_survives_a_dead_engine_even_between_batches() -> None:
     generator = MortalGenerator()
     executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: 1.0))
     executor._scheduler.capacity.set_paused(True)
@@ -154,7 +154,7 @@ async def test_an_evaluation_survives_the_death_of_its_engine_also_between_two_b
     assert episode.turns[0].versions.tolist() == [0] * 3 + [1] * 9
 
 
-async def test_a_completion_at_which_engines_die_again_and_again_costs_its_episode_and_not_all_engines() -> None:
+async def test_a_completion_that_kills_engines_costs_only_its_episode() -> None:
     class Poisonous(StagedGenerator):
         async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
             if completion.prompt_ids.tolist() == [ord("1")]:

@@ -32,7 +32,7 @@ from tests.staged_rollouts import (
 )
 
 
-async def test_a_judge_that_fails_once_is_asked_again_and_nothing_is_decoded_again() -> None:
+async def test_a_judge_that_fails_once_is_asked_again_without_decoding() -> None:
     failed: set[str] = set()
     warnings: list[str] = []
 
@@ -60,7 +60,7 @@ def ranks(task: Task, episodes: Sequence[Episode]) -> list[float]:
     return [float(texts.index(episode.text)) for episode in episodes]
 
 
-async def test_a_reward_of_the_group_is_given_all_its_episodes_once_they_have_ended() -> None:
+async def test_a_group_reward_gets_all_episodes_once_they_have_ended() -> None:
     seen: list[int] = []
     ended: list[Episode] = []
 
@@ -117,7 +117,7 @@ class BrokenReward:
         return float(int(text) % 7)
 
 
-async def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended() -> None:
+async def test_a_broken_reward_is_named_and_a_fix_resumes_the_rollout() -> None:
     warnings: list[str] = []
     reward = BrokenReward()
     executor = rollouts(
@@ -183,7 +183,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("form", ["text", "group"])
 @pytest.mark.parametrize("error", [JudgeError, ForgeError])
-async def test_a_reward_that_is_away_for_a_while_is_asked_again_in_training_and_evaluation(
+async def test_an_unavailable_reward_is_retried_in_runs_and_evaluations(
     error: type[ForgeError], form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_pauses(monkeypatch)

@@ -59,7 +59,7 @@ def test_a_trainer_keeps_what_it_freed_until_memory_is_short() -> None:
     assert short < 50
 
 
-def test_a_trainer_releases_what_a_step_needed_before_engines_read_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_frees_a_steps_memory_before_engines_read(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(train, "release_memory", lambda: seen.append("release"))
     monkeypatch.setattr(train, "merged_shards", lambda model, ranks: seen.extend([model, ranks]))
@@ -74,7 +74,7 @@ def test_an_engine_on_cpu_compiles_nothing_at_its_first_request() -> None:
     assert decode_environment(0, replicas=1)["TORCH_COMPILE_DISABLE"] == "1"
 
 
-def test_vllm_reads_whether_it_is_to_be_batch_invariant_before_it_is_imported() -> None:
+def test_vllm_reads_batch_invariance_before_it_is_imported() -> None:
     assert decode_environment(0, replicas=1, batch_invariant=True)["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in decode_environment(0, replicas=1)
 

@@ -46,7 +46,7 @@ def test_many_hosts_make_a_tree_and_many_buckets_a_chain():
     assert most_children(8, 4) == 1  # 11 steps, not 12
 
 
-def test_children_of_a_failed_host_are_placed_elsewhere_and_nobody_is_sent_to_it_again():
+def test_children_of_a_failed_host_read_from_other_hosts():
     fanout = Fanout(100)  # a tree: w <- a, b; a <- c, d
     for host, parent in (("a", "w"), ("b", "w"), ("c", "a"), ("d", "b"), ("e", "a")):
         assert set(fanout.join(host, buckets(1)).values()) == {parent}

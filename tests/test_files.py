@@ -109,9 +109,7 @@ def draw(source: Source, count: int) -> list[Task]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_of_file_gives_every_row_once_an_epoch_and_goes_on_exactly_wherever_it_stopped(
-    name: str, tmp_path: Path, small_blocks: None
-) -> None:
+def test_each_file_kind_gives_rows_once_an_epoch_and_resumes(name: str, tmp_path: Path, small_blocks: None) -> None:
     path = KINDS[name](tmp_path / name, rows(60))
     whole = source(path, seed=3)
     drawn, states = [], []
@@ -131,7 +129,7 @@ def test_each_kind_of_file_gives_every_row_once_an_epoch_and_goes_on_exactly_whe
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.feather"])
-def test_a_compressed_file_is_copied_once_until_it_changes_and_within_the_free_space(
+def test_a_compressed_file_is_copied_once_within_the_free_space(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = {"a.jsonl.gz": write_gz, "a.parquet": write_parquet, "a.feather": write_arrow_file}[name]
@@ -195,9 +193,7 @@ def test_a_pattern_may_choose_some_shards(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(find_files("./t-00002-of-00004.jsonl")) == 1
 
 
-def test_held_out_tasks_are_never_drawn_are_the_same_for_every_seed_and_in_every_wording(
-    tmp_path: Path, small_blocks: None
-) -> None:
+def test_held_out_tasks_are_never_drawn_under_any_seed_or_wording(tmp_path: Path, small_blocks: None) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows(200))
     held_out = source(path, share=0.2).held_out(1000)
     assert 20 <= len(held_out) <= 60
@@ -226,7 +222,7 @@ def test_rows_of_one_problem_in_other_words_are_held_out_together(tmp_path: Path
     assert not {t.truth["n"] for t in by_problem.held_out(500)} & {t.truth["n"] for t in draw(by_problem, 150)}
 
 
-def test_a_file_that_changed_is_refused_on_resuming_and_one_that_moved_is_not(tmp_path: Path) -> None:
+def test_resuming_refuses_a_changed_file_but_not_a_moved_one(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows(30))
     state = source(path).state()
     moved = path.rename(tmp_path / "b.jsonl")

@@ -15,7 +15,7 @@ from forge_rl.types import Task
 from tests.test_files import build, draw, questions, rows, source, write_jsonl
 
 
-def test_files_and_generated_tasks_make_a_mixture_and_only_the_generated_ask_for_a_number(tmp_path: Path) -> None:
+def test_files_and_generated_tasks_mix_with_their_own_instructions(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", [{"problem": f"{n}?", "solution": n} for n in range(50)])
     mixture = build(f"{path}:question=problem,answer=solution*0.7", "chain_sum*0.3")
     assert mixture.shares == {"train": 0.7, "chain_sum": 0.3}
@@ -62,7 +62,7 @@ def test_a_folder_that_datasets_wrote_is_read_split_by_split(tmp_path: Path) -> 
     assert len(list(source(*find_files(str(tmp_path / "saved" / "train"))).held_out(0))) == 0
 
 
-def test_a_set_for_evaluation_has_a_name_and_takes_the_place_of_a_held_out_share(tmp_path: Path) -> None:
+def test_a_named_evaluation_set_replaces_the_held_out_share(tmp_path: Path) -> None:
     train, test = (
         write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("train", rows(40)), ("test", rows(50)[40:]))
     )
@@ -122,7 +122,7 @@ ITERABLES: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("kind", ITERABLES)
-def test_an_iterable_is_a_source_that_begins_again_and_goes_on_where_it_stopped(kind: str) -> None:
+def test_an_iterable_is_a_source_that_repeats_and_resumes(kind: str) -> None:
     def made() -> IterableSource:
         return IterableSource("mine", ITERABLES[kind](), seed=1)  # type: ignore[arg-type]
 

@@ -51,7 +51,7 @@ def test_a_csv_may_have_line_breaks_quotes_and_commas_in_quotes(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
-def test_the_delimiter_of_a_csv_is_guessed_and_json_in_its_cells_is_reached(tmp_path: Path, delimiter: str) -> None:
+def test_a_csvs_delimiter_is_guessed_and_json_in_cells_is_reached(tmp_path: Path, delimiter: str) -> None:
     path = tmp_path / "a.csv"
     meta = json.dumps({"ground": {"truth": "1;5, |"}}).replace('"', '""')
     path.write_text(f'question{delimiter}"a;b|c"{delimiter}meta\n"2;3, or 4?"{delimiter}x{delimiter}"{meta}"\n')

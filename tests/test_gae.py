@@ -62,7 +62,7 @@ def test_length_adaptive_lambda_is_each_episodes_own_and_never_negative():
     np.testing.assert_allclose(targets[0], np.cumsum(rewards[0][::-1])[::-1], rtol=1e-4, atol=1e-5)
 
 
-def test_advantages_are_whitened_over_the_tokens_of_all_episodes_and_targets_are_not():
+def test_advantages_are_whitened_over_all_tokens_but_not_targets():
     values, rewards = random_arrays([3, 9, 1])
     plain, targets = gae(values, rewards, GaeConfig(whiten=False))
     white, same = gae(values, rewards)

@@ -43,7 +43,7 @@ async def listener_of(gateway: Gateway) -> Any:
     return uvicorn.servers[0].sockets[0]
 
 
-async def test_the_body_of_an_answer_does_not_wait_until_its_head_is_acknowledged():
+async def test_an_answers_body_does_not_wait_for_the_ack_of_its_head():
     async with serving(FakeBackend()) as gateway:
         assert (await listener_of(gateway)).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -138,7 +138,7 @@ async def test_more_completions_than_may_be_in_flight_are_refused():
         assert (await client.post("/chat/completions", json={**BODY, "n": 3})).status_code == 200
 
 
-async def test_sessions_do_not_use_up_what_others_may_ask_and_each_has_its_own_bound():
+async def test_sessions_and_other_clients_have_separate_limits():
     backend = FakeBackend(gate=asyncio.Event())
     async with serving(backend, max_concurrent=1) as gateway, httpx.AsyncClient(timeout=60) as client:
         url = f"{gateway.base_url}/chat/completions"

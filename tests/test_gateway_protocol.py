@@ -56,7 +56,7 @@ async def test_a_stream_of_a_response_adds_up_to_it():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_that_calls_tools_is_gone_on_from_with_the_engines_own_tokens(stream: bool):
+async def test_a_response_with_calls_is_continued_from_the_engines_tokens(stream: bool):
     odd = letters_of(f"Let me see. {CALL}\n{CALL}")
     async with agent_of(FakeBackend([odd, odd, "It is 2."])) as agent:
         history: list[Any] = list(HI)

@@ -121,7 +121,7 @@ def test_text_at_which_a_parsers_pattern_never_ends_is_text(monkeypatch: pytest.
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-def test_only_this_threads_processor_time_counts_and_code_that_swallows_the_error_is_interrupted_again():
+def test_time_limits_are_per_thread_and_interrupt_until_obeyed():
     def swallows() -> None:
         with contextlib.suppress(LateError):
             re.match(r"(?:a+)+$", "a" * 64 + "b")

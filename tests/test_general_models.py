@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.parametrize("name", GENERAL)
-def test_packed_rows_of_a_published_folder_equal_transformers_one_episode_at_a_time(name: str, tmp_path: Path):
+def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path: Path):
     folder = write(name, tmp_path / "hf")
     modelling = "transformers" if GENERAL[name].family in FAMILIES else "auto"
     architecture = read_architecture(folder, modelling)

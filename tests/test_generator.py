@@ -235,7 +235,7 @@ async def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
 
 
 @pytest.mark.long
-async def test_requests_beyond_the_kv_cache_finish_and_lower_the_limit_for_a_while(
+async def test_requests_beyond_the_kv_cache_finish_and_lower_the_limit(
     tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
     # 64 blocks of 32 tokens; a request grows to 7 of them.

@@ -55,9 +55,7 @@ async def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(
         assert completion.shown.tolist() == [*PROMPT, *draw(PROMPT, 3)]
 
 
-async def test_an_engine_of_others_has_no_devices_here_and_what_it_refuses_ends_no_run(
-    tmp_path: Path, nothing_left: None
-) -> None:
+async def test_an_external_engine_has_no_devices_and_may_refuse_requests(tmp_path: Path, nothing_left: None) -> None:
     waited: list[str] = []
 
     @contextlib.asynccontextmanager
@@ -124,9 +122,7 @@ async def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path,
     await check()
 
 
-async def test_a_logprob_that_is_not_finite_is_masked_and_only_many_replace_their_engine(
-    tmp_path: Path, nothing_left: None
-) -> None:
+async def test_a_non_finite_logprob_is_masked_and_many_replace_the_engine(tmp_path: Path, nothing_left: None) -> None:
     async with stage(tmp_path, 1) as on:
         await on.load(1)
         for kind in NON_FINITE:
@@ -233,9 +229,7 @@ async def test_when_all_engines_die_their_completions_wait_for_new_ones(tmp_path
         assert len(on.orders.notes("stream")) == 8
 
 
-async def test_an_engine_that_keeps_dying_is_given_up_and_without_any_the_run_ends(
-    tmp_path: Path, nothing_left: None
-) -> None:
+async def test_engines_that_keep_dying_are_given_up_and_the_last_is_fatal(tmp_path: Path, nothing_left: None) -> None:
     async with stage(tmp_path, max_restarts=2) as on:
         await on.load(1)
         on.orders.tell(0, setup="die")

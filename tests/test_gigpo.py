@@ -108,7 +108,7 @@ def test_anchors_may_be_whole_prompts_or_any_key():
     np.testing.assert_allclose(one[1][0], centered[1] + 0.5 - returns.mean(), rtol=1e-5)
 
 
-def test_a_total_is_paid_in_the_last_turn_and_a_rewritten_history_is_a_state_of_its_own():
+def test_a_total_is_paid_last_and_a_rewrite_is_a_new_state():
     turns = [
         Turn(prompt_ids=(1, 2), token_ids=(9,), logprobs=(-1.0,), versions=(0,), text=""),
         Turn(prompt_ids=(7, 7), token_ids=(9,), logprobs=(-1.0,), versions=(0,), text=""),

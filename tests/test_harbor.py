@@ -60,7 +60,7 @@ def test_tasks_are_read_from_a_folder_of_them_and_say_what_they_need(tmp_path: P
     assert read_tasks(steps)[0].instructions == ["Do one.", "Do two."]
 
 
-async def test_those_that_need_a_container_are_refused_by_name_and_count_or_left_out(tmp_path: Path):
+async def test_tasks_that_need_a_container_are_refused_or_left_out(tmp_path: Path):
     for number in range(10):
         make_task(tmp_path / f"t{number}", IMAGE.replace("sort", f"sort{number}"))
     for number in range(3):

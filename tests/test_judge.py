@@ -68,7 +68,7 @@ def test_a_structured_reply_is_asked_for_and_read():
         assert server.requests[0]["response_format"]["json_schema"]["strict"] is True
 
 
-def test_the_judge_sees_question_truth_and_answer_and_the_key_of_the_variable(monkeypatch: pytest.MonkeyPatch):
+def test_the_judge_sees_question_truth_answer_and_the_variables_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "sesame")
     with judge_server(reply("1")) as server:
         grade(judge_of(server.url, api_key_env="MY_KEY"), "it is 5")
@@ -164,7 +164,7 @@ def test_the_endpoint_may_ask_for_a_wait_in_seconds_or_until_a_date(headers: dic
     ("answer", "of_this_episode"),
     [(reply("fine"), True), (raw(400, "{}"), True), (raw(401, "{}"), False), (raw(503, "{}"), False)],
 )
-def test_an_error_tells_an_endpoint_that_fails_from_an_answer_that_it_cannot_grade(answer: Any, of_this_episode: bool):
+def test_a_failing_endpoint_is_told_from_an_answer_it_cannot_grade(answer: Any, of_this_episode: bool):
     with judge_server(answer) as server, pytest.raises(JudgeError) as caught:
         grade(judge_of(server.url, retries=0), "5")
     assert isinstance(caught.value, UngradedError) == of_this_episode
@@ -261,7 +261,7 @@ def by_criteria(judge: Judge, rubric: object) -> Score:
     return asyncio.run(judge(task, Episode(task=task, turns=(), output="5")))
 
 
-def test_each_criterion_of_a_tasks_own_rubric_is_graded_and_pitfalls_count_against_it():
+def test_each_criterion_of_a_rubric_is_graded_and_pitfalls_subtract():
     with judge_server(reply("Score: 10"), reply("Score: 5"), reply("Score: 2")) as server:
         score = by_criteria(judge_of(server.url, criteria="rubric", concurrent=1), RUBRIC)
         asked = [request["messages"][0]["content"] for request in server.requests]
@@ -275,7 +275,7 @@ def test_each_criterion_of_a_tasks_own_rubric_is_graded_and_pitfalls_count_again
         assert text in asked[0]
 
 
-def test_a_rubric_without_pitfalls_has_no_part_for_them_and_equal_criteria_are_asked_once():
+def test_a_rubric_without_pitfalls_has_no_part_for_them():
     with judge_server(reply("Score: 4")) as server:
         score = by_criteria(judge_of(server.url, criteria="rubric"), RUBRIC[:1] * 2)
         assert len(server.requests) == 1
@@ -287,7 +287,7 @@ def test_nothing_but_pitfalls_that_apply_scores_below_zero():
         assert by_criteria(judge_of(server.url, criteria="rubric", concurrent=1), RUBRIC[::2]).total == -2 / 3
 
 
-def test_a_failure_of_one_criterion_is_the_episodes_and_a_spending_limit_goes_first():
+def test_a_failed_criterion_fails_the_episode_unless_money_ran_out():
     with judge_server(reply("Score: 4"), raw(401, "{}")) as server:
         with pytest.raises(JudgeError, match="status 401") as caught:
             by_criteria(judge_of(server.url, criteria="rubric", concurrent=1), RUBRIC)

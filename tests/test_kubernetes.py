@@ -46,7 +46,7 @@ def job_of(kubeconfig: Path, **options: Any) -> KubernetesHosts:
     return KubernetesHosts(**given | options)
 
 
-def test_manifests_have_only_fields_of_the_clients_models_and_restrict_the_pods(tmp_path: Path):
+def test_manifests_have_only_known_fields_and_restrict_the_pods(tmp_path: Path):
     template = tmp_path / "pod.yaml"
     template.write_text(
         "metadata: {annotations: {team: a}}\n"
@@ -292,7 +292,7 @@ def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kube
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_a_whole_run_trains_on_a_pod_decodes_on_two_and_replaces_one_that_dies(
+def test_a_run_trains_and_decodes_on_pods_and_replaces_a_dead_one(
     cluster: ApiServer, kubeconfig: Path, commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
     """Each pod has a /dev/shm of its own, if the tests run as root: weights travel between them."""

@@ -236,7 +236,7 @@ def test_every_package_has_its_stage():
     }
 
 
-def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
+def test_shared_recipe_code_knows_no_loss_verifier_or_kind_of_data():
     recipes_own = ("forge_rl.rewards", "forge_rl.algorithms", "forge_rl.data.sources", "forge_rl.data.data_config")
     found = {
         (module, name)

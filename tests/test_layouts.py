@@ -161,9 +161,7 @@ def relays(rank: int, folder: Path, pairs: list[tuple[layouts.Case, layouts.Case
     ],
 )
 @pytest.mark.long
-def test_training_goes_on_in_another_layout_as_if_it_had_never_been_in_the_first(
-    ranks: int, order: tuple[str, ...], tmp_path: Path
-):
+def test_training_continues_in_another_layout_as_in_the_first(ranks: int, order: tuple[str, ...], tmp_path: Path):
     families = ("qwen3_moe", "gpt_oss")
     layouts.make_models(tmp_path, families)
     pairs = []
@@ -341,7 +339,7 @@ def test_ranks_that_cannot_be_laid_out_are_refused(degrees: Mapping[str, int], s
     assert works in error.value.hint
 
 
-def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(tmp_path: Path):
+def test_a_model_that_cannot_be_split_is_refused_with_valid_numbers(tmp_path: Path):
     make_model(tmp_path, hidden_size=72, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3)
     architecture = read_architecture(tmp_path)
     check_model(TrainSettings(tensor_parallel_degree=3, context_parallel_degree=2), 6, architecture)
@@ -373,7 +371,7 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(t
         assert works in error.value.hint
 
 
-def test_episodes_longer_than_what_the_trainers_devices_hold_are_refused_with_both_flags():
+def test_episodes_too_long_to_train_are_refused_with_both_flags():
     with pytest.raises(ConfigError) as error:
         RunConfig(trainer=Trainer.Config(seq_len=512))
     assert "--trainer.seq-len" in error.value.hint

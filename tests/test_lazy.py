@@ -25,7 +25,7 @@ print("colorsys" in sys.modules, names["colours"](1.0, 0.0, 0.0), "colorsys" in 
     assert done.stdout == "False (0.0, 1.0, 1.0) True\n"
 
 
-def test_a_name_that_is_not_there_is_a_key_error_and_one_that_leads_nowhere_is_not():
+def test_an_unknown_name_is_a_key_error_and_a_broken_one_is_not():
     names: LazyNames[object] = LazyNames({"moved": "forge_rl.errors:Nonsense"})
     with pytest.raises(KeyError):
         names["other"]

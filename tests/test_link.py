@@ -354,7 +354,7 @@ def test_a_stream_gives_what_came_before_its_error(shared: Shared):
     shared.run(main())
 
 
-def test_whoever_reads_a_stream_may_end_it_or_raise_and_the_replica_hears_of_it(shared: Shared):
+def test_a_streams_reader_may_end_it_or_raise_and_the_replica_hears(shared: Shared):
     async def main() -> None:
         async with held(shared.service) as replica:
             items: list[int] = []

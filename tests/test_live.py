@@ -159,9 +159,7 @@ def test_each_change_is_told_with_what_was_before_and_who_made_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("saved_after", [True, False])
-def test_what_was_changed_live_holds_in_a_continued_run_whether_a_checkpoint_came_after_it_or_not(
-    saved_after: bool, tmp_path: Path
-):
+def test_live_changes_hold_in_a_resumed_run_saved_or_not(saved_after: bool, tmp_path: Path):
     live = Live(tmp_path)
     live.checkpointer.step = 4
     checkpoint = None
@@ -199,7 +197,7 @@ def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path
         ({"lr": 2e-5}, (3, 2, 1.5, 64, 2e-5, Flagged(7.0)), "the current flags set learning rate 2e-05"),
     ],
 )
-def test_a_flag_that_the_continuing_command_changes_wins_over_what_was_changed_live(
+def test_flags_changed_on_resuming_win_over_live_changes(
     flags: dict[str, Any], expected: tuple[object, ...], said: str, tmp_path: Path
 ):
     live = Live(tmp_path)
@@ -221,7 +219,7 @@ def test_adapting_that_was_set_live_holds_and_flags_that_change_win(tmp_path: Pa
     assert other.mixture["a"] == 0.5, "set by hand no more"
 
 
-def test_a_reward_that_was_typed_at_a_prompt_cannot_come_again_and_that_is_said(tmp_path: Path):
+def test_a_reward_typed_at_a_prompt_is_not_restored_with_a_warning(tmp_path: Path):
     live = Live(tmp_path)
     asyncio.run(live.reward.replace(lambda task, text: 1.0))
     again = live.continued(live)
@@ -282,7 +280,7 @@ def test_a_broken_file_of_changes_is_refused(content: bytes, tmp_path: Path):
     assert "delete" in caught.value.hint
 
 
-async def test_a_bound_holds_from_the_next_batch_on_not_in_the_one_that_is_waited_for():
+async def test_a_bound_holds_from_the_next_batch_on():
     executor = rollouts(schedule=ScheduleConfig(max_lag=1))
     await executor.next_batch()
     executor.config = replace(executor.config, max_lag=3)
@@ -324,7 +322,7 @@ def test_the_state_of_live_settings_is_known_as_such(tmp_path: Path):
         ("mixture", {"adapting": {"adapt": "success", "target": "high"}}, "'high'"),
     ],
 )
-def test_a_change_out_of_bounds_is_refused_with_the_bound_and_changes_nothing(
+def test_a_change_out_of_bounds_is_refused_and_changes_nothing(
     knob: str, values: dict[str, Any], said: str, tmp_path: Path
 ):
     live = Live(tmp_path)

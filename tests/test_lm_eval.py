@@ -162,7 +162,7 @@ def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
     assert 512 < long < 1 << 20, "what the gateway scores"
 
 
-def test_the_context_is_as_long_as_model_and_memory_allow_unless_it_is_given(tiny_model: Path, tmp_path: Path):
+def test_the_context_is_as_long_as_model_and_memory_allow(tiny_model: Path, tmp_path: Path):
     read = json.loads((tiny_model / "config.json").read_text())
 
     def longest(positions: int, most: int | None = lm_eval.MOST_CONTEXT, **given: Any) -> int:

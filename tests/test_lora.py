@@ -201,7 +201,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_from_them(tmp_path: Path)
         engine_of(tmp_path / "hf", LoRAConfig(rank=4, targets=("q_proj",))).load_training_state(folder / "training")
 
 
-def test_dropout_is_of_updates_alone_and_the_same_where_activations_are_recomputed(tmp_path: Path):
+def test_dropout_is_in_updates_only_and_repeats_when_recomputed(tmp_path: Path):
     laid = packed(random_batch(0, vocab=43))
     make_model(tmp_path)
     ends = []
@@ -248,7 +248,7 @@ def test_what_has_no_adapter_is_refused_by_name(family: str, settings: dict, mes
     assert "--" in str(error.value)
 
 
-def test_the_learning_rate_of_adapters_is_ten_times_that_of_weights_unless_named():
+def test_adapters_have_ten_times_the_learning_rate_unless_set():
     assert grpo.Config(lora=LoRAConfig(rank=4)).trainer.optimizer.lr == pytest.approx(3e-4)
     config = parse(grpo.Config, "grpo", ["--lora.rank", "16", "--lora.targets", "q_proj", "v_proj"])
     assert (config.trainer.lora.rank, config.trainer.lora.targets) == (16, ("q_proj", "v_proj"))
@@ -263,7 +263,7 @@ def test_the_learning_rate_of_adapters_is_ten_times_that_of_weights_unless_named
         lora_lines(config, values=True)
 
 
-def test_memory_of_adapters_is_planned_without_a_reference_or_moments_of_weights(tmp_path: Path):
+def test_a_plan_of_adapters_has_no_reference_and_few_moments(tmp_path: Path):
     make_tiny = make_model(tmp_path, hidden_size=64, intermediate_size=256)
     count = sum(parameter.numel() for parameter in make_tiny.parameters())
     whole = TrainSettings(dtype="float32", seq_len=64)
@@ -284,7 +284,7 @@ def test_parameters_of_adapters_are_counted_before_there_are_any(family: str, tm
     assert adapter_parameters(read_architecture(tmp_path), lora) == sum(factor.numel() for factor in factors) > 0
 
 
-def test_a_base_in_bfloat16_stays_so_and_is_rounded_once_where_it_is_merged(tmp_path: Path):
+def test_a_bfloat16_base_is_rounded_only_once_when_merged(tmp_path: Path):
     engine = trained_engine(tmp_path, LoRAConfig(rank=4), dtype="bfloat16")
     dtypes = {name.endswith(ADAPTERS): parameter.dtype for name, parameter in engine.model.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
@@ -322,7 +322,7 @@ def test_adapters_act_where_a_frozen_reference_scores_the_same_rows(tmp_path: Pa
         torch.testing.assert_close(factor.detach(), trained[name].detach(), rtol=1e-8, atol=1e-10)
 
 
-def test_an_adapter_is_a_model_to_start_from_and_its_base_must_be_the_one_it_was_trained_on(tmp_path: Path):
+def test_an_adapter_is_a_model_as_long_as_its_base_is_unchanged(tmp_path: Path):
     source = tmp_path / "hf"
     engine = trained_engine(source, LoRAConfig(rank=3), dtype="float32")
     (source / "tokenizer.json").write_text("{}")

@@ -407,7 +407,7 @@ def test_expected_gradient_of_k2_on_policy_is_that_of_the_kl():
     torch.testing.assert_close(expected_gradient(logits, logprobs, penalty), exact)
 
 
-def test_expected_gradient_of_ratio_times_k3_is_that_of_the_kl_on_and_off_policy():
+def test_the_expected_gradient_of_ratio_times_k3_is_the_kls():
     logits, reference, other, exact = categorical()
     for behaviour in (logits.detach().log_softmax(0), other):
         logprobs = logits.log_softmax(0)

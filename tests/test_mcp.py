@@ -129,7 +129,7 @@ async def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(s
     assert pids[0] != pids[1]
 
 
-async def test_a_shared_server_that_hangs_is_replaced_and_one_that_is_only_slow_is_not(server: str):
+async def test_a_hung_shared_server_is_replaced_and_a_slow_one_is_not(server: str):
     env = McpEnv(server, timeout_s=2.0)
 
     session = await opened(env)

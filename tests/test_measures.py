@@ -54,7 +54,7 @@ def test_threads_of_a_rank_work_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch):
     assert set(chosen) == {torch.device("cuda", 3)}
 
 
-def test_diagnostics_are_those_of_all_tokens_and_of_each_source_however_rows_are_laid():
+def test_diagnostics_by_source_do_not_depend_on_the_layout_of_rows():
     generator = torch.Generator().manual_seed(0)
     batch = random_batch(1, vocab=43, groups=4)
     sources = ("a", "b", "a", "c")

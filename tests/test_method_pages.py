@@ -71,7 +71,7 @@ class Named(PolicyLoss):
     flag_names: ClassVar[FlagNames] = {"named": {}}
 
 
-def test_each_loss_has_a_page_and_a_public_name_and_one_without_them_is_named() -> None:
+def test_each_loss_has_a_page_and_a_public_name() -> None:
     assert methods.lacking(methods.losses(), methods.methods(), rl.__all__) == []
     assert {kind.__name__ for kind in methods.losses()} >= {"Cispo", "ClipCov", "Distillation", "Dpo", "ValueLoss"}
     assert methods.lacking([Unlisted, Named], methods.methods(), [*rl.__all__, "Named"]) == [

@@ -241,7 +241,7 @@ def test_a_service_error_learns_the_phase_that_it_broke() -> None:
         raise error
 
 
-def test_service_errors_in_a_group_learn_the_phase_and_keep_one_that_they_have() -> None:
+def test_grouped_service_errors_get_the_phase_unless_they_have_one() -> None:
     clock = PhaseClock(FakeClock())
     new, old = ServiceError("gone", service="generator"), ServiceError("late", service="reward")
     old.phase = "evaluate"
@@ -270,7 +270,7 @@ def test_a_pause_on_request_counts_in_no_phase_and_no_step() -> None:
     assert clock.finish_step() == {"seconds/step": 1.0}
 
 
-def test_an_evaluation_that_the_run_waited_for_leaves_the_seconds_and_shares_of_its_step() -> None:
+def test_waiting_for_an_evaluation_changes_no_seconds_of_its_step() -> None:
     time = FakeClock()
     clock, trainer = PhaseClock(time), SimpleNamespace(name="trainer", busy_s=0.0)
     config = SimpleNamespace(schedule=ScheduleConfig(), trainer=SimpleNamespace(dtype="float32"))

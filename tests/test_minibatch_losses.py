@@ -136,7 +136,7 @@ def test_a_quantile_is_numpys(share: float, count: int):
     assert quantile(torch.from_numpy(values), share).item() == pytest.approx(np.quantile(values, share), rel=1e-12)
 
 
-def test_an_entropy_bonus_has_the_mean_of_the_loss_and_keeps_groups_of_equal_rewards():
+def test_an_entropy_bonus_has_the_losss_mean_and_trains_all_groups():
     given = {name: torch.from_numpy(each) for name, each in example().items()}
     logprobs, entropy = (given.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
     weights = torch.rand(600, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -125,7 +125,7 @@ def test_the_state_of_other_sources_is_refused() -> None:
         _mixture(a=1).restore(_mixture(a=1, b=1).state())
 
 
-def test_a_state_is_a_copy_and_one_that_is_not_json_is_refused_by_the_name_of_its_source() -> None:
+def test_a_state_is_a_copy_and_must_be_json() -> None:
     mixture = _mixture(a=1, b=1)
     remaining = [3, 4]
     mixture.sources["b"].state = lambda: {"remaining": remaining}  # type: ignore[method-assign]

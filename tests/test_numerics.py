@@ -22,7 +22,7 @@ def turn(ids: list[int], logprobs: list[float]) -> Turn:
     return Turn(prompt_ids=[1], token_ids=ids, logprobs=logprobs, versions=[0] * len(ids), text="")
 
 
-def test_completions_are_equal_bitwise_or_differ_up_to_where_their_tokens_do() -> None:
+def test_completions_are_compared_up_to_where_their_tokens_differ() -> None:
     some = [turn([5, 6, 7], [-1.0, -2.0, -3.0]), turn([5, 6], [-1.0, -1.5])]
     others = [turn([5, 8, 7], [-1.25, -2.0, -9.0]), turn([5, 6], [-1.0, -1.5])]
     assert numerics._share_equal(some, some) == 1

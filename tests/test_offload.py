@@ -166,7 +166,7 @@ def check_scoring(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainer_that_leaves_the_device_between_steps_trains_as_one_that_stays(case: str, tmp_path: Path):
+def test_offloading_between_steps_does_not_change_training(case: str, tmp_path: Path):
     make_model(tmp_path, tie_word_embeddings=case == "float32")
     check_steps(tmp_path, CASES[case], ranks=1)
 

@@ -83,7 +83,7 @@ def called(name: str, arguments: str) -> list[ToolCall]:
     return [ToolCall(id="c", name=name, arguments=arguments)]
 
 
-async def test_a_completion_is_the_one_text_of_an_action_and_rewards_are_those_of_each_turn():
+async def test_a_completion_fills_an_actions_text_and_turns_have_rewards():
     answers = [seen(text="Begin."), seen(text="more", reward=0.5), seen(done=True, reward=1, text="end")]
     async with running(Peer(TEXT, answers, full=2)) as peer:
         session = OpenEnvFactory(peer.url, connect_s=30)(TASK)
@@ -138,7 +138,7 @@ async def test_an_action_of_several_fields_is_json_and_what_does_not_fit_is_told
         await session.close()
 
 
-async def test_tools_of_the_server_are_the_models_and_a_completion_without_a_call_ends_the_episode():
+async def test_server_tools_reach_the_model_and_no_call_ends_the_episode():
     listed = seen(tools=[{"name": "echo", "description": "Echo.", "input_schema": {"type": "object"}}])
     result = {"content": [{"type": "text", "text": "Hi"}], "data": "Hi"}
     error = seen(tool_name="nope", error={"error_type": "tool_not_found", "message": "Unknown tool"})
@@ -194,7 +194,7 @@ async def serving(**config: Any) -> AsyncIterator[str]:
         await running
 
 
-async def test_a_world_of_ours_is_played_over_the_protocol_many_sessions_at_a_time():
+async def test_a_world_is_played_over_the_protocol_in_many_sessions():
     async def play(url: str, seed: int) -> tuple[str, float | None, bool]:
         session = OpenEnvFactory(url, connect_s=30)(Task(id="1", source="s", messages=(), truth={"seed": seed}))
         shown = await session.reset()

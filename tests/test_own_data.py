@@ -19,7 +19,7 @@ WAIT_S = 400.0
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_run_on_a_users_file_goes_on_after_a_kill_and_ctrl_c_at_the_exact_next_task(
+def test_a_run_on_a_file_resumes_at_the_exact_next_task(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))

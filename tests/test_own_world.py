@@ -32,7 +32,7 @@ class World:
 
 
 @pytest.mark.long
-def test_a_run_in_a_users_world_trains_its_turns_and_an_edited_world_is_another_run(
+def test_a_run_trains_in_a_users_world_and_refuses_an_edited_one(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     path, out = tmp_path / "mine.py", tmp_path / "run"

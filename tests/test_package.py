@@ -47,7 +47,7 @@ def forge_rl(unpacked: Path, folder: Path, *args: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_a_wheel_installs_forge_rl_alone_with_every_module_recipes_and_apps(wheel: Path):
+def test_a_wheel_holds_forge_rl_alone_with_recipes_and_apps(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entries,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
@@ -137,7 +137,7 @@ def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, ar
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of_its_own(wheel: Path, tmp_path: Path):
+def test_a_wheel_trains_by_its_command_and_by_a_copied_recipe(wheel: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def run(*command: str | Path) -> None:

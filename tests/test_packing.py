@@ -190,7 +190,7 @@ def test_a_target_that_one_of_many_continuations_trains_is_kept():
     assert sorted(target for episode, target, mask in trained if mask and episode == 2) == [2, 3]
 
 
-def test_segments_of_little_in_common_do_not_shorten_the_prefix_of_the_others():
+def test_segments_of_little_in_common_shorten_no_other_prefix():
     long, other = [*range(10, 40)], [10, *range(50, 80)]
     batch = batch_of([(0.0, [turn(long, [1])]), (1.0, [turn(other, [1])]), (2.0, [turn(long, [3])])])
     (row,) = packed(batch).rows
@@ -199,7 +199,7 @@ def test_segments_of_little_in_common_do_not_shorten_the_prefix_of_the_others():
     assert row.until.tolist() == [61] + [31] * 28 + [30, 31] + [61] * 30
 
 
-def test_uniform_groups_lie_in_rows_that_can_be_spared_and_the_others_keep_their_index():
+def test_uniform_groups_are_packed_into_rows_of_their_own():
     prompt = [10, 11]
     uniform = [(0.1, [turn(prompt, [20])]), (0.1, [turn(prompt, [21, 24])])]
     batch = batch_of(uniform, simple([[22], [23]], prompt))
@@ -269,7 +269,7 @@ def test_without_advantages_no_group_is_spared():
     assert result.without_uniform.trained_tokens == result.trained_tokens == 4
 
 
-def test_every_minibatch_has_its_share_of_every_source_and_of_what_is_trained():
+def test_every_minibatch_has_its_share_of_every_source():
     for seed, (counts, minibatches) in enumerate([((4, 4), 2), ((12, 4), 4), ((4, 4, 4), 3), ((5, 2, 9, 1), 4)]):
         sources = [name for name, count in zip("abcd", counts, strict=False) for _ in range(count)]
         trained = [index % 3 != 1 for index in range(len(sources))]
@@ -282,7 +282,7 @@ def test_every_minibatch_has_its_share_of_every_source_and_of_what_is_trained():
         assert max(shares) - min(shares) <= 1, parts
 
 
-def test_epochs_cut_a_batch_into_other_minibatches_and_the_same_seed_and_version_into_the_same():
+def test_minibatches_differ_by_epoch_and_repeat_by_seed_and_version():
     groups = [simple([[20 + p], [30]], [10, 11, p]) for p in range(8)]
 
     def cut(seed: int, version: int = 7) -> list[set[int]]:
@@ -301,7 +301,7 @@ def test_epochs_cut_a_batch_into_other_minibatches_and_the_same_seed_and_version
     assert (whole.epochs, len(whole.minibatches)) == (1, 1), "one minibatch is the same each time"
 
 
-def test_the_length_of_an_episode_counts_all_its_segments_and_turns_keep_their_index():
+def test_an_episodes_length_counts_all_segments():
     rewritten = [turn([10, 11], [20, 21]), turn([12, 13], [22]), turn([10, 11, 20, 21, 14], [23, 24, 25])]
     result = packed(batch_of([(0.0, rewritten), (1.0, [turn([10, 11], [30])])]))
     found = {

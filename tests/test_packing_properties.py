@@ -51,7 +51,7 @@ layouts = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(batch=batches(), layout=layouts, drop_uniform=st.booleans())
-def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_it(batch, layout, drop_uniform):
+def test_each_trained_token_is_a_target_once_and_sees_only_its_past(batch, layout, drop_uniform):
     advantages = centered(batch)
     result = pack(batch, advantages, layout, drop_uniform=drop_uniform)
     spared = [row for part in result.minibatches for row in part.rows[len(part.rows) - part.uniform_rows :]]

@@ -17,7 +17,7 @@ def test_a_tree_longer_than_a_row_is_split_and_its_prefix_copied():
     assert result.trained_tokens == 16
 
 
-def test_a_segment_longer_than_a_row_is_refused_with_the_flag_and_what_is_needed():
+def test_a_segment_longer_than_a_row_is_refused_with_flag_and_need():
     with pytest.raises(ConfigError) as error:
         packed(batch_of(simple([[20] * 8, [30]], [10, 11, 12])), Layout(seq_len=8, pad_multiple=4))
     assert "10 tokens" in error.value.message
@@ -26,7 +26,7 @@ def test_a_segment_longer_than_a_row_is_refused_with_the_flag_and_what_is_needed
     assert "--trainer.context-parallel-degree to at least 2" in error.value.hint
 
 
-def test_a_row_that_devices_split_holds_what_is_longer_than_the_part_of_one():
+def test_a_split_row_holds_episodes_longer_than_one_devices_part():
     batch = batch_of(simple([[20] * 8, [30]], [10, 11, 12]))
     result = packed(batch, Layout(seq_len=8, context_parallel_degree=2, pad_multiple=4))
     assert [len(row) for row in result.rows] == [16], "each part is padded to a multiple of 4"

@@ -9,7 +9,7 @@ import pytest
 from forge_rl.runtime.pauses import clock_without_pauses
 
 
-async def test_a_deadline_does_not_pass_while_the_process_is_stopped_and_passes_afterwards() -> None:
+async def test_a_deadline_does_not_pass_while_the_process_is_stopped() -> None:
     loop = asyncio.get_running_loop()
     real, stopped = loop.time, 0.0
     loop.time = lambda: real() + stopped  # type: ignore[method-assign]

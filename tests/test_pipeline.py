@@ -78,7 +78,7 @@ def record(rank: int, folder: Path) -> tuple[list[str], int]:
     return events, most
 
 
-def test_a_stage_starts_as_many_rows_ahead_as_stages_follow_and_then_alternates(tmp_path: Path):
+def test_a_stage_starts_a_row_ahead_per_later_stage_then_alternates(tmp_path: Path):
     make_model(tmp_path, **SHAPE)
     found = run_ranks(record, 3, tmp_path)
     assert ["".join(events) for events, _ in found] == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
@@ -187,7 +187,7 @@ def biases(rank: int, folder: Path, **degrees: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("process_group")
-def test_biases_of_experts_move_as_in_one_process_also_where_a_stage_is_dense(tmp_path: Path):
+def test_expert_biases_move_as_in_one_process_despite_dense_stages(tmp_path: Path):
     make_model(tmp_path, "deepseek_v3", num_hidden_layers=3)
     alone = biases(0, tmp_path)
     for stages in (2, 3):

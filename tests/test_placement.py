@@ -146,7 +146,7 @@ async def test_after_a_transition_that_failed_the_next_one_is_whole(fails: str) 
     assert noted.pop() == ["offload", "wake"]
 
 
-async def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_afterwards() -> None:
+async def test_a_restarting_trainer_gets_room_and_is_offloaded_afterwards() -> None:
     noted, devices = shared()
     await devices.hand_to_engines()
     noted.pop()
@@ -160,7 +160,7 @@ async def test_room_is_made_for_a_trainer_that_starts_again_and_it_is_offloaded_
     assert noted.pop() == []
 
 
-async def test_an_engine_that_starts_has_the_devices_and_keeps_them_until_it_has_started() -> None:
+async def test_a_starting_engine_holds_the_devices_until_it_has_started() -> None:
     noted, devices = shared()
     await devices.hand_to_trainer()
     noted.pop()
@@ -216,7 +216,7 @@ def test_devices_are_shared_where_that_is_said_or_there_are_too_few(monkeypatch:
 
 
 @pytest.mark.parametrize(("gpus", "begun"), [(1, ["generator"]), (0, ["generator", "trainer"])])
-async def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
+async def test_on_shared_gpus_the_trainer_starts_after_the_engines(
     gpus: int, begun: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starting: list[str] = []
@@ -285,7 +285,7 @@ class Waits:
         return self.guest.pop()
 
 
-async def test_guests_decode_while_the_trainer_waits_longer_than_the_change_takes() -> None:
+async def test_guests_decode_only_in_waits_longer_than_the_handover() -> None:
     here = Waits()
     back = ["sleep", "onload"]
     assert await here.wait(9) == ["offload", *back], "guests are awake when they have started"

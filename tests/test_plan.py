@@ -124,7 +124,7 @@ def test_the_plan_of_a_cpu_is_what_rows_took(tmp_path: Path, monkeypatch: pytest
         assert PROCESS_BYTES + planned.total == pytest.approx(peak, rel=0.03)
 
 
-def test_a_plan_splits_states_over_ranks_and_counts_a_reference_and_what_is_frozen(tmp_path: Path):
+def test_a_plan_splits_states_over_ranks_and_counts_frozen_parts(tmp_path: Path):
     make_model(tmp_path, **SHAPE)
     settings = TrainSettings(dtype="bfloat16", seq_len=128)
     one = plan_training(tmp_path, settings, ranks=1, reference=True)

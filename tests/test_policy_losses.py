@@ -161,7 +161,7 @@ def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyL
 @pytest.mark.parametrize("loss", MORE, ids=short)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("of", ["logprobs", "behaviour", "reference", "proximal"])
-def test_a_trained_token_whose_logprob_is_not_finite_is_left_out_and_counted(loss: PolicyLoss, broken: float, of: str):
+def test_tokens_with_non_finite_logprobs_are_left_out_and_counted(loss: PolicyLoss, broken: float, of: str):
     loss = replace(loss, kl_coef=0.1, correction=Correction.presets["decoupled"], off_policy_bound=9.0)
     values = {name: torch.tensor([-1.0, -1.2, -0.9]) for name in ("logprobs", "behaviour", "reference", "proximal")}
     values[of][1] = broken

@@ -108,9 +108,7 @@ def engine_for(loss: PreferenceLoss, folder: Path, *, seq_len: int = 256) -> Tit
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_loss_and_gradient_of_pairs_are_those_of_their_formula_wherever_their_tokens_lie(
-    loss: PreferenceLoss, tmp_path: Path
-) -> None:
+def test_pairs_have_the_formulas_gradient_in_any_layout_of_rows(loss: PreferenceLoss, tmp_path: Path) -> None:
     head = None
     if isinstance(loss, BradleyTerry):
         model, head = make_value_model(tmp_path)
@@ -240,7 +238,7 @@ async def test_an_exported_reward_model_gives_the_scores_that_were_trained(tiny_
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-async def test_recipes_of_pairs_learn_a_preference_and_leave_a_policy_or_a_reward_model(
+async def test_recipes_of_pairs_learn_a_preference_or_a_reward_model(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "pairs.jsonl"

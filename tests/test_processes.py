@@ -90,7 +90,7 @@ def test_the_exit_status_of_a_child_of_another_process_is_told():
 
 @needs_root
 @pytest.mark.parametrize("status", [3, -signal.SIGKILL])
-def test_the_exit_status_of_a_child_that_closes_its_memory_to_others_is_told(status: int):
+def test_the_exit_status_of_an_undumpable_child_is_reported(status: int):
     def check() -> int | None:
         child = os.fork()
         if child == 0:
@@ -246,7 +246,7 @@ def test_an_action_runs_when_a_process_ends_and_at_once_if_it_has():
         process.wait()
 
 
-def test_an_action_runs_also_in_a_process_with_more_than_a_thousand_descriptors():
+def test_an_end_is_noticed_even_with_over_a_thousand_descriptors():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     null = os.open(os.devnull, os.O_RDONLY)

@@ -54,7 +54,7 @@ def test_a_wrong_program_scores_0_and_says_why(loop: asyncio.Runner, text: str, 
     assert (result.total, result.feedback) == (0.0, feedback)
 
 
-def test_a_part_of_the_inputs_is_a_part_of_the_score_and_no_input_sees_files_of_another(loop: asyncio.Runner):
+def test_a_score_is_the_share_of_inputs_which_share_no_files(loop: asyncio.Runner):
     text = "```sh\ntest -e seen && exit 9; touch seen; read n; echo $((n * n / 10))\n```"
     assert score(loop, "shell", text, partial=True).total == 0.5
 

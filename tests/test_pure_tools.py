@@ -58,7 +58,7 @@ def cached(episode: Episode) -> list[bool | None]:
     return [call.cached for turn in episode.turns for call in turn.calls]
 
 
-def test_results_of_pure_tools_are_kept_for_equal_arguments_and_their_share_is_a_metric(tmp_path: Path):
+def test_pure_tool_results_are_reused_for_equal_arguments(tmp_path: Path):
     RAN.clear()
     world = ToolEnv([price, now], cache=str(tmp_path))
     apples = calling(("price", {"item": "apple", "count": 2}), ("now", {}))

@@ -82,7 +82,7 @@ def test_code_that_ends_its_session_is_told_so_and_the_next_has_a_new_one(loop: 
     assert third.endswith("NameError: name 'x' is not defined")
 
 
-def test_an_episode_without_code_takes_no_session_and_one_with_code_gives_it_back(loop: asyncio.Runner):
+def test_an_episode_takes_a_session_only_for_code_and_returns_it(loop: asyncio.Runner):
     async def taken() -> list[int]:
         pool, counts = await shared_pool(), []
         for answers in (["4"], [fenced("2 + 2"), "4"]):
@@ -109,7 +109,7 @@ def test_with_the_tools_schema_a_block_is_the_answer(loop: asyncio.Runner):
     assert (ran.messages[0]["content"], last.output) == ("2", fenced("2"))
 
 
-def test_a_sandbox_that_dies_costs_no_turn_unless_code_gives_something_else_the_next_time(loop: asyncio.Runner):
+def test_a_dead_sandbox_costs_no_turn_if_its_code_is_deterministic(loop: asyncio.Runner):
     async def work(code: str) -> str:
         env = world()(TASK)
         await env.step(fenced(code), truncated=False, calls=())

@@ -133,7 +133,7 @@ def test_each_version_is_rounded_again_and_attested_as_it_was_received(tmp_path:
 
 
 @pytest.mark.parametrize(("quantization", "expected"), [("fp8", {"generator/quantized_bytes": 4096.0}), ("none", {})])
-async def test_bytes_of_weights_in_8_bits_are_counted_over_the_engines_that_round_them(
+async def test_bytes_of_8_bit_weights_are_summed_over_engines(
     quantization: Quantization,
     expected: dict[str, float],
     tmp_path: Path,

@@ -139,7 +139,7 @@ def test_flags_without_an_effect_are_refused_by_name(recipe: str, flags: str, me
             module.start(config)
 
 
-def test_flags_that_a_recipe_does_not_use_are_in_neither_its_help_nor_its_files() -> None:
+def test_unused_flags_are_in_neither_a_recipes_help_nor_its_files() -> None:
     for module, name in ((agent_openai, "environment"), (sft, "group_size")):
         assert name not in {flag.path[0] for flag in usable_flags(module.Config)}
         assert not re.search(rf"^\[?{name}\b", dump(module.Config()), re.MULTILINE)

@@ -237,7 +237,7 @@ async def test_a_host_that_dies_midway_is_named_to_all_who_wait(tmp_path: Path, 
             await hosts.ask(hosts.reader, "local", rest[0])
 
 
-async def test_a_host_serves_on_what_it_copies_and_if_it_dies_others_turn_to_the_writer(tmp_path: Path, shm: Path):
+async def test_a_host_serves_its_copies_and_readers_survive_its_death(tmp_path: Path, shm: Path):
     async with two_hosts(tmp_path, shm, "c") as hosts:
         third = hosts.service.replicas[2]
 

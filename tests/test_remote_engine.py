@@ -206,7 +206,7 @@ def test_what_an_engine_decodes_arrives_exactly(monkeypatch: pytest.MonkeyPatch)
     run(work)
 
 
-def test_weights_arrive_whole_and_attested_and_a_version_that_does_not_is_not_served(
+def test_only_weights_that_arrive_whole_and_attested_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work() -> None:
@@ -231,7 +231,7 @@ def test_weights_arrive_whole_and_attested_and_a_version_that_does_not_is_not_se
     run(work)
 
 
-def test_a_server_that_only_claims_to_have_loaded_is_found_out_by_its_fingerprints(
+def test_a_server_that_only_claims_to_load_fails_its_attestation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work() -> None:

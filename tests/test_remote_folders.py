@@ -35,7 +35,7 @@ def test_a_file_is_written_read_replaced_and_removed(
         folder.read("a/b", 9)
 
 
-def test_a_large_upload_that_breaks_in_the_middle_goes_on_or_leaves_nothing(s3: S3, tmp_path: Path) -> None:
+def test_a_broken_large_upload_resumes_or_leaves_nothing(s3: S3, tmp_path: Path) -> None:
     folder, large = opened("s3://bucket/run"), tmp_path / "large"
     with large.open("wb") as file:
         file.truncate(101 << 20)  # s3fs writes 100 MiB and more in parts

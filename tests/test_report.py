@@ -74,7 +74,7 @@ def test_the_file_has_every_field_that_a_reader_needs(tmp_path: Path) -> None:
     assert versions["peer"] == {"trl": "1.2"}
 
 
-def test_the_commit_is_the_one_that_is_checked_out_and_says_when_there_are_changes() -> None:
+def test_a_report_names_the_commit_and_uncommitted_changes() -> None:
     def git(*args: str) -> str:
         return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -215,7 +215,7 @@ def test_a_side_takes_a_step_for_each_turn_and_then_ends(tmp_path: Path) -> None
     assert child.returncode == 0
 
 
-def test_the_memory_of_a_side_is_that_of_all_its_processes_and_shared_memory_counts_once() -> None:
+def test_memory_of_a_side_counts_shared_memory_once() -> None:
     code = (
         "import mmap, os\n"
         "shared = mmap.mmap(-1, 32 << 20)\n"

@@ -55,7 +55,7 @@ async def files(store: RepositoryStore, repository: Path | str, revision: str) -
         return found.folder, read
 
 
-def test_a_checkout_has_the_files_of_its_revision_and_shares_those_that_are_equal(repository: Path, tmp_path: Path):
+def test_a_checkout_has_its_revisions_files_and_shares_equal_files(repository: Path, tmp_path: Path):
     first = git(repository, "rev-parse", "HEAD")
     (repository / "package" / "a.py").write_text("x = 2\n")
     second = commit(repository)
@@ -177,7 +177,7 @@ def test_what_was_used_longest_ago_is_evicted_and_nothing_in_use(repository: Pat
     assert revisions[1] in kept()
 
 
-def test_an_interrupted_process_leaves_nothing_half_and_two_at_once_make_one(repository: Path, tmp_path: Path):
+def test_interrupted_and_parallel_checkouts_leave_one_whole_tree(repository: Path, tmp_path: Path):
     revision = git(repository, "rev-parse", "HEAD")
     code = (
         "import asyncio, os, sys, pathlib\nfrom forge_rl.sandbox.workspaces.repositories import RepositoryStore\n"

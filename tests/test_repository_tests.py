@@ -220,7 +220,7 @@ def test_changes_of_tests_and_of_what_configures_them_do_not_count():
     assert [change.path for change in tests.counted(changes)] == ["src/a.py", "deep"]
 
 
-def test_a_module_added_in_place_of_pythons_own_does_not_count_and_one_that_was_there_does():
+def test_an_added_module_that_shadows_pythons_own_does_not_count():
     file = Entry(mode=0o100644, data=b"")
     paths = ("subprocess.py", "Json/__init__.py", "pluggy/x.py", "package/json.py", "own.py")
     changes = [Change(path=path, before=None, after=file) for path in paths]
@@ -300,7 +300,7 @@ def test_a_patch_of_tests_is_applied_and_a_command_decides_by_its_status(pool: S
         RepositoryTests(command="true", files={"../x": ""})
 
 
-def test_what_the_solution_has_left_running_ends_before_its_outcomes_are_read(pool: SharedPool, base: Path):
+def test_processes_of_a_solution_end_before_outcomes_are_read(pool: SharedPool, base: Path):
     late = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n"
     found = pool.run(verdict(pool, base, {"package/add.py": RIGHT + late}))
     assert found.all_passed, found.output

@@ -22,7 +22,7 @@ def test_a_limit_drops_to_what_fits_while_others_wait() -> None:
     assert after(limit, (1.0, 1)) == 1
 
 
-def test_a_limit_grows_by_a_sixteenth_while_as_many_requests_end_and_only_with_room() -> None:
+def test_a_limit_grows_by_a_sixteenth_and_only_with_room() -> None:
     limit = RequestLimit(64)
     after(limit, (1.0, 32))
     assert after(limit, *[(0.95, 0)] * 100) == 32, "the cache is full"
@@ -33,7 +33,7 @@ def test_a_limit_grows_by_a_sixteenth_while_as_many_requests_end_and_only_with_r
     assert after(small, (0.1, 0)) == 2
 
 
-def test_hits_of_prefixes_and_tokens_prefilled_again_are_metrics_of_all_engines() -> None:
+def test_prefix_hits_and_repeated_prefills_are_summed_over_engines() -> None:
     limits = RequestLimits(64)
     engines = [Engine(), Engine()]
     for engine, cached in zip(engines, (10, 30), strict=True):

@@ -201,7 +201,7 @@ asyncio.run(main())
 """
 
 
-def test_equal_calls_of_several_processes_run_one_and_a_dead_one_is_replaced(tmp_path: Path):
+def test_equal_calls_of_processes_run_once_unless_the_first_dies(tmp_path: Path):
     ran = tmp_path / "ran"
 
     def start(seconds: float) -> "subprocess.Popen[str]":

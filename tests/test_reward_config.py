@@ -230,9 +230,7 @@ async def test_a_function_that_gives_no_score_is_one_clear_message(
         await main()
 
 
-def test_each_bundled_reward_is_documented_pickles_and_has_documented_options(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_each_bundled_reward_is_built_documented_and_pickled(mine: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     (mine / "schema.json").write_text(json.dumps({"type": "object"}))
     (mine / "causal" / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')

@@ -184,9 +184,7 @@ class Apart:
 
 
 @pytest.mark.usefixtures("nothing_left")
-async def test_a_part_with_replicas_of_its_own_is_scored_there_and_the_others_beside_it(
-    classifier: Path, tmp_path: Path
-):
+async def test_a_part_with_replicas_of_its_own_is_scored_there(classifier: Path, tmp_path: Path):
     episodes = [episode_of(text, task_of()) for text in ("four", "a longer answer")]
 
     model = RewardModel(path=classifier)
@@ -223,7 +221,7 @@ async def test_a_part_with_replicas_of_its_own_is_scored_there_and_the_others_be
 
 
 @pytest.mark.usefixtures("nothing_left")
-async def test_what_is_scored_while_the_reward_is_replaced_has_the_old_score_or_the_new_one(tmp_path: Path):
+async def test_scores_during_a_replacement_are_the_old_or_the_new_ones(tmp_path: Path):
     old = WeightedSum({"length": (length, 1.0), "again": (length, 0.0)})
     async with cluster(tmp_path) as (made, faults):
         config = RewardService.Config(replicas=2)

@@ -158,7 +158,7 @@ async def test_a_plain_function_leaves_the_loop_free(tmp_path: Path, monkeypatch
         assert faults.seen == []
 
 
-async def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others(tmp_path: Path):
+async def test_a_function_that_hangs_is_named_and_its_replica_replaced(tmp_path: Path):
     async with reward(tmp_path, fake_envs.obedient, deadline_s=1.0) as (service, faults):
         with pytest.raises(HangError, match=r"no answer within 1 s for s t \(.*fake_envs.py:\d+\)") as caught:
             await score_again(service, [Episode(task=task_of(), turns=(), output="sleep 600")])
@@ -176,7 +176,7 @@ async def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_
         assert len(faults.seen) == 1
 
 
-async def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_on(tmp_path: Path):
+async def test_an_async_function_that_hangs_is_late_but_ends_no_process(tmp_path: Path):
     async def late(task: Task, text: str) -> float:
         await overcome_an_error()
         await asyncio.Event().wait()

@@ -47,7 +47,7 @@ def evaluation_of(
     return Evaluation(sets, episodes=episodes, sampling=sampling, **{"version": 0} | more)
 
 
-async def test_an_evaluation_repeats_only_what_may_end_otherwise_and_failures_are_no_scores() -> None:
+async def test_evaluations_retry_only_lost_replicas_and_score_no_failure() -> None:
     asked: Counter[str] = Counter()
 
     class Moody(SingleTurn):
@@ -84,7 +84,7 @@ async def test_an_evaluation_repeats_only_what_may_end_otherwise_and_failures_ar
     assert asked["1"] == 1
 
 
-async def test_an_evaluation_has_its_own_sampling_the_same_seeds_each_time_and_is_in_no_batch() -> None:
+async def test_evaluations_have_their_own_sampling_and_repeat_their_seeds() -> None:
     async def seeds(executor: RolloutExecutor, generator: StagedGenerator, *, wait: bool) -> set[tuple[str, int]]:
         generator.seen.clear()
         evaluation = evaluation_of(sets_of(3), episodes=2, temperature=0.5)
@@ -113,7 +113,7 @@ async def test_an_evaluation_has_its_own_sampling_the_same_seeds_each_time_and_i
 
 
 @pytest.mark.parametrize("kind", ["synchronous", "pipelined", "asynchronous"])
-async def test_the_tasks_of_a_batch_are_answered_greedily_after_a_running_evaluation(kind: Any) -> None:
+async def test_a_batchs_tasks_are_answered_greedily_after_an_evaluation(kind: Any) -> None:
     class Moody(SingleTurn):
         async def step(self, answer: str, *, truncated: bool = False) -> Step:
             if self._task.id == spoiled:
@@ -174,7 +174,7 @@ def test_a_batch_waits_for_an_evaluation_of_one_version_and_for_no_other() -> No
     assert not asyncio.run(main(one_version=True))
 
 
-async def test_answers_of_an_evaluation_beside_given_examples_are_generated_again_after_an_interruption() -> None:
+async def test_interrupted_evaluations_of_examples_are_generated_again() -> None:
     gate, published = asyncio.Event(), list[int]()
 
     class Slow(SingleTurn):
@@ -226,7 +226,7 @@ async def test_answers_of_an_evaluation_beside_given_examples_are_generated_agai
     assert executor.metrics()["rollouts/in_flight"] == 0
 
 
-async def test_an_evaluation_pauses_with_training_goes_on_after_it_and_tells_of_other_versions() -> None:
+async def test_an_evaluation_pauses_with_training_and_reports_versions() -> None:
     class Halfway(StagedGenerator):
         """Decodes letter by letter; those of evaluations wait halfway."""
 
@@ -267,7 +267,7 @@ async def test_an_evaluation_pauses_with_training_goes_on_after_it_and_tells_of_
     await executor.close()
 
 
-async def test_a_rollback_ends_an_evaluation_and_the_same_one_can_be_started_again() -> None:
+async def test_a_rollback_ends_an_evaluation_which_can_start_again() -> None:
     gate = asyncio.Event()
 
     class Slow(SingleTurn):
@@ -292,7 +292,7 @@ async def test_a_rollback_ends_an_evaluation_and_the_same_one_can_be_started_aga
     assert lost.left == 2
 
 
-async def test_an_error_in_an_evaluation_ends_the_wait_and_a_later_one_starts_its_episode_again() -> None:
+async def test_an_error_ends_an_evaluation_and_a_later_wait_retries_it() -> None:
     executor = rollouts()
     fail_once(executor, lambda task: task.source == "held")
     evaluation = evaluation_of(sets_of(3))
@@ -304,7 +304,7 @@ async def test_an_error_in_an_evaluation_ends_the_wait_and_a_later_one_starts_it
     assert [len(each) for each in evaluation.results("held_out")] == [1, 1, 1]
 
 
-async def test_an_evaluations_episodes_are_scored_with_their_group_where_the_reward_needs_it() -> None:
+async def test_evaluations_score_whole_groups_where_the_reward_needs_it() -> None:
     def best_of_group(task: Task, episodes: Sequence[Episode]) -> list[Score]:
         if task.id == "2":
             raise ServiceError("KeyError: 'x'", service="reward", replica=0)
@@ -321,7 +321,7 @@ async def test_an_evaluations_episodes_are_scored_with_their_group_where_the_rew
 
 
 @pytest.mark.parametrize("fails_last", [False, True])
-async def test_a_failed_episode_of_an_evaluation_leaves_its_mates_a_score_whichever_ends_last(fails_last: bool) -> None:
+async def test_a_failed_episode_leaves_the_rest_of_its_evaluation_scored(fails_last: bool) -> None:
     failed, others = asyncio.Event(), asyncio.Semaphore(0)
     worlds = list[object]()
 

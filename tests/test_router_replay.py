@@ -213,7 +213,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
         torch.testing.assert_close(titan, layer.mlp.gate.weight.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_tokens_whose_experts_are_not_known_go_where_the_trainer_sends_them(tmp_path: Path) -> None:
+def test_tokens_with_unknown_experts_are_routed_by_the_trainer(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3_moe")
     engine = engine_of(tmp_path, router_replay=True)
     batch = with_experts(random_batch(0, vocab=43), random_experts())

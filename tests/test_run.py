@@ -20,9 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.long
-def test_ctrl_c_saves_and_the_same_command_continues_and_leaves_a_whole_run_folder(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_saves_and_the_same_command_continues(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ("--steps", "25", "--checkpoint-every", "3", "--seed", "3", "--schedule.max-lag", "0")
     arguments += ("--evaluation.every", "2", "--evaluation.episodes", "2", "--evaluation.temperature", "1")

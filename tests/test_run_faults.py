@@ -135,7 +135,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_lends_its_trainers_devices_to_a_guest_and_goes_on_when_either_dies(
+def test_a_run_lends_devices_to_a_guest_and_survives_either_death(
     commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
 ) -> None:
     before, out = shared_memory(), tmp_path / "run"
@@ -216,7 +216,7 @@ def wait_until(holds: Callable[[], bool], command: Command, timeout_s: float = 1
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_outlives_its_output_and_a_full_disk_and_saves_when_all_its_processes_are_told_to_stop(
+def test_a_run_survives_lost_output_and_full_disks_and_still_saves(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORGE_RL_FAKE_ENGINES", str(tmp_path))
@@ -276,7 +276,7 @@ def test_a_run_outlives_its_output_and_a_full_disk_and_saves_when_all_its_proces
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", ["restore", "publish"])
-def test_a_stop_while_a_run_recovers_leaves_checkpoints_whose_parts_are_of_one_step(
+def test_a_stop_in_a_recovery_leaves_checkpoints_of_one_step(
     place: str, commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORGE_RL_FAKE_ENGINES", str(tmp_path))

@@ -168,7 +168,7 @@ def test_a_request_without_a_seed_draws_anew_each_time() -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_vllms_samplers_draw_and_score_the_same_tokens_with_and_without_drafts(top_k: int | None) -> None:
+def test_vllms_samplers_draw_the_same_with_and_without_drafts(top_k: int | None) -> None:
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.rejection_sampler import RejectionSampler

@@ -427,7 +427,7 @@ def test_a_killed_server_is_replaced_and_leaves_nothing(victim: str):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("sandbox")
-async def test_work_that_is_retried_ends_right_while_servers_and_sessions_are_killed():
+async def test_retried_work_is_right_while_servers_and_sessions_die():
     picks = random.Random(1)
 
     async def episode(pool: Pool, at: int) -> str | None:

@@ -86,7 +86,7 @@ def names(groups: list[GroupState] | None) -> list[str]:
     return [group.task.id for group in groups]
 
 
-def test_a_batch_is_its_own_groups_in_the_order_of_the_plan_whatever_ends_first():
+def test_a_batch_has_its_own_groups_in_planned_order():
     scheduler = schedule(max_lag=0)
     for episode in reversed(begin(scheduler)):
         assert scheduler.planner.pop_batch() is None
@@ -141,7 +141,7 @@ def test_two_publishes_a_batch_keep_the_lag_and_planned_work_bounded():
     assert scheduler.planner.replaced == {"aged": 3}
 
 
-def test_engines_that_serve_too_old_a_version_start_nothing_and_this_is_said():
+def test_engines_with_too_old_a_version_start_nothing_and_are_named():
     scheduler = schedule(max_lag=1)
     scheduler.planner.set_versions(0, 2)
     scheduler.planner.await_batch()
@@ -179,7 +179,7 @@ def test_one_step_begins_the_next_batch_when_the_one_before_is_delivered():
     assert {episode.group.batch for episode in begin(scheduler)} == {2}
 
 
-def test_asynchronous_takes_what_ends_first_but_waits_for_what_would_be_too_old():
+def test_asynchronous_takes_the_first_to_end_unless_others_grow_old():
     scheduler = schedule(kind="asynchronous", max_lag=1)
     episodes = begin(scheduler)
     assert len({episode.group for episode in episodes}) == 6
@@ -245,14 +245,14 @@ def simulated(batches: int, **policy: object) -> tuple[list[int], float]:
     return overtaken, now
 
 
-def test_over_sampling_goes_ahead_of_stragglers_in_most_batches_and_sooner_than_with_as_many_batches_ahead():
+def test_over_sampling_overtakes_stragglers_in_most_batches():
     overtaken, seconds = simulated(24, max_lag=2, over_sampling=2.0)
     assert sum(count > 0 for count in overtaken[1:]) > 12
     assert seconds < simulated(24, max_lag=1)[1]
     assert sum(simulated(24, max_lag=1)[0]) == 0
 
 
-def test_engines_get_no_more_than_their_budgets_and_an_episode_comes_back_to_its_own():
+def test_engines_keep_their_budgets_and_episodes_their_engines():
     scheduler = schedule(groups=3, episodes=4, max_lag=1)
     scheduler.capacity.set_engines({3: 2, 5: 4})
     episodes = begin(scheduler)
@@ -312,7 +312,7 @@ def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
     assert scheduler.capacity.pop_busy() == (2 * 10 + 1 * 5 + 1 * 5, 4 * 20)
 
 
-def test_a_lower_bound_on_the_lag_drops_what_comes_too_late_at_once_and_replaces_it_by_other_tasks():
+def test_a_lower_lag_bound_drops_and_replaces_late_work_at_once():
     scheduler = schedule(max_lag=2)
     started = begin(scheduler)
     assert Counter(episode.group.batch for episode in started) == {0: 6, 1: 6, 2: 6}
@@ -347,7 +347,7 @@ def test_settings_that_cannot_be_name_their_flag():
             ScheduleConfig(**settings_)
 
 
-def test_on_a_virtual_clock_pipelined_keeps_engines_busy_where_synchronous_waits():
+def test_pipelined_keeps_engines_busy_where_synchronous_waits():
     config = Config(batches=4, warm_up=3)
     pipelined, synchronous = (run(simulate(config, name, 8)) for name in ("pipelined", "synchronous"))
     assert pipelined.busy_share > 0.97

@@ -7,7 +7,7 @@ from forge_rl.rollout.state import ScheduleConfig
 from tests.test_scheduler import Drawn, begin, evaluate, kinds, result, schedule
 
 
-def test_an_evaluation_starts_after_the_awaited_batch_and_before_work_ahead():
+def test_an_evaluation_starts_between_the_batch_and_work_ahead():
     scheduler = schedule(groups=2, episodes=2, max_lag=2)
     evaluate(scheduler, 3)
     assert kinds(begin(scheduler)) == [0] * 4 + ["eval"] * 3 + [1] * 4 + [2] * 4
@@ -16,7 +16,7 @@ def test_an_evaluation_starts_after_the_awaited_batch_and_before_work_ahead():
     assert kinds(begin(scheduler)) == ["eval"] * 2
 
 
-def test_an_evaluation_decodes_after_the_awaited_batch_and_before_work_ahead_whatever_asked_first():
+def test_evaluations_decode_between_the_batch_and_work_ahead():
     scheduler = schedule(groups=1, episodes=2, max_lag=2)
     evaluate(scheduler, 2)
     episodes = scheduler.pop_starts()
@@ -37,7 +37,7 @@ def test_an_evaluation_decodes_after_the_awaited_batch_and_before_work_ahead_wha
     assert kinds(order) == [0, 0, "eval", "eval", 1, 1, "eval", "eval"]
 
 
-def test_an_evaluation_pauses_with_batches_and_goes_first_once_it_is_awaited():
+def test_an_evaluation_pauses_with_batches_unless_it_is_awaited():
     now = [0.0]
     scheduler = Scheduler(ScheduleConfig(max_lag=1), groups=2, episodes=2, tasks=Drawn(), clock=lambda: now[0])
     scheduler.capacity.set_engines({0: 4})
@@ -80,7 +80,7 @@ def test_an_evaluation_pauses_with_batches_and_goes_first_once_it_is_awaited():
     assert scheduler.pop_grants() == [batch[0]]
 
 
-def test_an_evaluation_whose_engine_dies_goes_first_and_one_that_restarts_is_started_again():
+def test_an_evaluation_whose_engine_dies_goes_first():
     scheduler = schedule(groups=1, episodes=2, max_lag=1)
     evaluate(scheduler, 1)
     *batch, riding = begin(scheduler)[:3]

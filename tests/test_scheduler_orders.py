@@ -40,7 +40,7 @@ from tests.test_scheduler import Drawn, evaluate, result, schedule
     changes=False,
     seed=0,
 )
-def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_nothing_is_lost(
+def test_lag_mixture_and_budgets_hold_in_any_order_of_events(
     kind, max_lag, over_sampling, dynamic_sampling, slots, groups, publishes, evaluates, changes, seed
 ):
     """A batch may be followed by any number of publishes; some come while one is waited for. Bounds may change.

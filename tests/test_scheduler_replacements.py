@@ -26,7 +26,7 @@ def test_a_uniform_group_is_replaced_within_its_source_and_place():
 
 
 @pytest.mark.parametrize("failed", [Outcome.ENVIRONMENT_ERROR, Outcome.INFRASTRUCTURE_ERROR])
-def test_a_failed_episode_starts_again_and_then_its_group_is_replaced_and_the_others_of_it_are_ended(failed: Outcome):
+def test_a_failed_episode_is_retried_then_its_group_is_replaced(failed: Outcome):
     scheduler = schedule(max_lag=0, retries=1)
     episodes = begin(scheduler)
     bad = episodes[0]
@@ -42,7 +42,7 @@ def test_a_failed_episode_starts_again_and_then_its_group_is_replaced_and_the_ot
     assert scheduler.outcomes == {failed: 2, "completed": 6}
 
 
-def test_a_run_whose_infrastructure_fails_past_a_share_of_the_latest_attempts_is_stopped_once():
+def test_a_run_stops_once_if_infrastructure_fails_too_often():
     def attempts(failed: list[bool], **policy: object) -> None:
         scheduler, running = schedule(groups=1, episodes=128, max_lag=0, retries=999, **policy), []
         for each in failed:
@@ -57,7 +57,7 @@ def test_a_run_whose_infrastructure_fails_past_a_share_of_the_latest_attempts_is
     assert "--schedule.max-infrastructure-failures is 0.5" in caught.value.hint
 
 
-def test_a_source_that_only_fails_ends_the_run_with_its_name_and_what_to_mend():
+def test_a_source_that_only_fails_ends_the_run_with_its_name():
     scheduler = schedule(max_lag=0, retries=0)
 
     def fail() -> None:
@@ -111,7 +111,7 @@ def test_a_source_of_nothing_but_equal_rewards_is_named():
     assert "--schedule.max-replaced" in caught.value.hint
 
 
-def test_a_batch_of_equal_rewards_is_delivered_where_groups_are_not_replaced():
+def test_a_uniform_batch_is_delivered_where_groups_are_not_replaced():
     scheduler = schedule(max_lag=0)
     for episode in begin(scheduler):
         end(scheduler, episode, 0.5)

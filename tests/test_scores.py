@@ -138,7 +138,7 @@ def test_advantages_without_values_are_those_of_the_episodes():
     assert torch.equal(batch_advantages(batch), group_advantages(batch.rewards))  # type: ignore[arg-type]
 
 
-def test_values_of_turns_are_centered_over_the_group_and_reach_the_tokens_of_their_turn():
+def test_turn_values_are_centered_over_the_group():
     # totals 0 and 1: -0.5 and 0.5. Values 0, 1, 1, 2: mean 1, so -1 and 0; 0 and 1.
     batch = batch_of(Score(total=0, turns=(0, 1)), Score(total=1, turns=(1, 2)))
     found = batch_advantages(batch, estimator="dr_grpo")
@@ -218,7 +218,7 @@ def test_parts_whose_values_do_not_fit_together_are_named(one: Score, other: Sco
     assert reward.combine({"a": one, "b": Score(total=2.0)}).total == 3.0
 
 
-def test_turns_that_a_total_includes_are_counted_once_beside_parts_without_turns():
+def test_turns_included_in_a_total_are_counted_once():
     reward = WeightedSum({"a": (of_episode, 1.0), "b": (of_episode, 1.0)})
     steps = Score(total=3.0, turns=(1.0, 2.0), turns_in_total=True)
     assert reward.combine({"a": steps, "b": Score(total=0.5)}).turns_in_total

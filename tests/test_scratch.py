@@ -34,7 +34,7 @@ def started() -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_killed_processs_folder_is_removed_by_the_next_and_nothing_else_is(temporary: Path):
+def test_a_killed_processs_folder_alone_is_removed_by_the_next(temporary: Path):
     killed, dead = started()
     killed.send_signal(signal.SIGKILL)
     killed.communicate()

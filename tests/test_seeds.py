@@ -17,7 +17,7 @@ from forge_rl.types import Sampling, Task
 from tests.staged_rollouts import CountingSource, StagedEnvironment, StagedGenerator, TwoTurns, rollouts
 
 
-def test_seeds_of_different_draws_are_independent_and_those_of_one_are_the_same_in_every_version() -> None:
+def test_seeds_of_draws_are_independent_and_stable_over_versions() -> None:
     assert derive_seed(0, "episode", (3, 1, 0), "gsm8k", "17", 2, 1) == 8261618893343915313
     keys = [(seed, purpose, place) for seed in (-1, 0, 1) for purpose in get_args(Purpose) for place in range(300)]
     seeds = np.array([derive_seed(*key) for key in keys])
@@ -57,7 +57,7 @@ def seeds_of(generator: StagedGenerator) -> list[int]:
     return [sampling.seed or 0 for _, sampling in generator.seen]
 
 
-def test_turns_siblings_attempts_epochs_evaluations_and_runs_draw_by_other_seeds() -> None:
+def test_all_kinds_of_draws_have_seeds_of_their_own() -> None:
     failed: set[str] = set()
 
     class FailsOnce(TwoTurns):

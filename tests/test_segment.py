@@ -343,7 +343,7 @@ def readable_sum(ref: SegmentRef) -> int:
 
 
 @pytest.mark.parametrize(("may_write", "flags"), [(True, 0), (False, 8)])
-def test_pages_are_pinned_where_the_process_uses_cuda_and_unpinned_with_their_segment(
+def test_pages_are_pinned_under_cuda_as_long_as_their_segment_lives(
     may_write: bool, flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, ...]] = []

@@ -75,7 +75,7 @@ def test_the_model_is_shown_what_its_commands_did(loop: asyncio.Runner, commands
     assert second.messages[0]["content"] == "Output:\nstill here"
 
 
-def test_a_sandbox_that_dies_costs_no_turn_unless_commands_show_something_else_the_next_time(loop: asyncio.Runner):
+def test_a_dead_sandbox_costs_no_turn_if_commands_are_deterministic(loop: asyncio.Runner):
     async def work(first: str) -> str:
         env = build_environment("shell")(TASK)
         await env.reset()

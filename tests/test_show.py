@@ -84,7 +84,7 @@ def test_episodes_are_listed_and_filtered(tmp_path: Path) -> None:
         shown(show.Config(run=tmp_path))
 
 
-def test_a_list_has_questions_and_answers_and_whole_names_on_a_narrow_screen(tmp_path: Path) -> None:
+def test_a_list_has_questions_and_whole_names_on_a_narrow_screen(tmp_path: Path) -> None:
     task = Task(id="5a65160880e5b98e", source="train", messages=({"role": "user", "content": "What is 6 +\n3?"},))
     turns = (turn([1], [2, 3], messages=task.messages, text="Ada's formula. " * 20 + "It is 9."),)
     episode = Episode(task=task, turns=turns, score=Score(total=0.009091))  # a reward that extracts no answer
@@ -119,7 +119,7 @@ def test_an_episode_is_printed_whole(tmp_path: Path) -> None:
     assert "9 + 4?" in whole
 
 
-def test_given_answers_say_which_they_are_and_nothing_that_only_a_sampled_one_has(tmp_path: Path) -> None:
+def test_given_answers_are_labelled_without_metrics_of_sampled_ones(tmp_path: Path) -> None:
     (tmp_path / "episodes").mkdir()
     for name in ("config.json", "versions.json"):
         (tmp_path / name).write_text("{}")

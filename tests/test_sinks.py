@@ -142,7 +142,7 @@ def test_a_step_that_goes_back_is_a_bug(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_values_that_come_late_are_added_to_their_step_in_the_file_and_in_every_curve(tmp_path: Path) -> None:
+def test_late_values_are_added_to_their_step_in_every_sink(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JSONLSink(path)
     sink.start(info(tmp_path))
@@ -222,9 +222,7 @@ def test_an_amendment_that_a_kill_tore_is_finished_at_the_next_start(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_rollback_whose_read_fails_leaves_the_file_and_is_made_before_the_next_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rollback_is_repeated_before_the_next_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = write_steps(path, range(1, 9))
     before = path.read_bytes()
@@ -320,7 +318,7 @@ def test_a_sample_is_readable(tmp_path: Path) -> None:
     ]
 
 
-def test_samples_are_spread_over_the_groups_and_resume_drops_repeated_steps(tmp_path: Path) -> None:
+def test_samples_are_spread_over_groups_and_resume_drops_repeats(tmp_path: Path) -> None:
     path = tmp_path / "episodes.jsonl"
     for resumed in (0, 1):
         sink = EpisodeSink(path, episodes_per_step=3)
@@ -339,7 +337,7 @@ def test_a_batch_smaller_than_the_sample_is_written_whole(tmp_path: Path) -> Non
     assert [row["reward"] for row in rows(tmp_path / "episodes.jsonl")] == [0.0, 1.0]
 
 
-def test_failed_episodes_are_kept_with_their_outcome_and_problem_up_to_a_bound_a_step(tmp_path: Path) -> None:
+def test_failed_episodes_are_recorded_up_to_a_bound_a_step(tmp_path: Path) -> None:
     sink = EpisodeSink(tmp_path / "episodes.jsonl", episodes_per_step=2)
     sink.start(info(tmp_path))
     failed = replace(episode("a", 0.0), outcome=Outcome.JUDGE_ERROR, problem="KeyError: 'answer'")
@@ -505,9 +503,7 @@ def hostile_batch(episodes: int = 40) -> Batch:
     return Batch(groups=(Group(task=made[0].task, episodes=made),), version=0)
 
 
-def test_wandb_gets_a_bounded_table_of_episodes_and_one_as_a_page_at_some_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_a_bounded_table_and_some_pages_of_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     sink = WandbSink("papers")
@@ -575,7 +571,7 @@ def quiet() -> Display:
     return Display("none", phase_clock=PhaseClock())
 
 
-def test_a_sink_that_fails_is_told_once_and_tried_again_while_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failing_sink_is_reported_once_and_retried(tmp_path: Path) -> None:
     bad, good, events = Recorder("log", "event"), Recorder(), EventSink(tmp_path / "events.jsonl")
     log = RunLog(quiet(), bad, good, events)
     log.start(info(tmp_path))
@@ -601,7 +597,7 @@ def test_a_sink_that_cannot_start_ends_the_run_before_it_begins(tmp_path: Path) 
         RunLog(quiet(), Recorder("start")).start(info(tmp_path))
 
 
-def test_the_run_log_writes_steps_and_samples_and_gives_a_resumed_display_its_past(tmp_path: Path) -> None:
+def test_the_run_log_gives_a_resumed_display_its_past(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     display = Display("none", phase_clock=PhaseClock(), console=console)
 

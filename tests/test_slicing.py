@@ -56,7 +56,7 @@ def copy(model: Layers, rows: torch.Tensor, columns: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["at-once", "in-a-later-bucket"])
-def test_slices_are_fingerprinted_where_they_stay_and_as_they_are_copied_where_not(held: bool) -> None:
+def test_slices_are_fingerprinted_in_place_or_as_they_are_copied(held: bool) -> None:
     before = {"rows": torch.empty(4, 16), "columns": torch.empty(96)}  # columns are repacked
     model = Layers()
     watch = SliceWatch(model, before)
@@ -108,7 +108,7 @@ def test_bytes_that_are_read_in_another_way_than_a_copy_count_too() -> None:
     assert watch.repacked == ["a"]
 
 
-def test_slices_that_go_to_a_device_are_fingerprinted_together_while_they_are_there(
+def test_slices_bound_for_a_device_are_fingerprinted_in_one_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[int] = []

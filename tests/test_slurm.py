@@ -89,7 +89,7 @@ def test_the_batch_script_quotes_what_it_is_given(tmp_path: Path):
     assert shown.stdout.splitlines()[:4] == ["--model", "it's; $(rm -rf /)", "--job", 'allocation:image="x/y:1"']
 
 
-def test_the_script_of_a_host_has_the_options_of_its_run_and_runs_nothing_from_its_name(tmp_path: Path):
+def test_a_host_script_has_its_runs_options_and_quotes_its_folder(tmp_path: Path):
     options = {"partition": "a+b", "account": "me", "time": "1:00:00", "gpus": 8, "options": "--reservation=r[1-2]"}
     job = SlurmJob(nodes=2, most_replaced=3, public=True, **options)
     script = job.describe(["python", "-m", "mine"], tmp_path / "run")
@@ -134,7 +134,7 @@ def test_every_terminal_state_is_an_end(state: str):
 
 
 @on_slurm
-def test_a_job_shows_its_place_is_followed_from_two_terminals_and_saves_when_cancelled(
+def test_a_job_is_followed_from_two_terminals_and_saves_its_end(
     slurm: SlurmCluster, commands: list[Command], tmp_path: Path
 ):
     first = slurm.submit("sleep 100", "--nodes=3", "--exclusive")
@@ -202,7 +202,7 @@ def test_a_job_that_is_preempted_or_out_of_time_saves_and_goes_on(
 
 
 @on_slurm
-def test_a_node_that_dies_is_named_and_its_job_goes_on_elsewhere_even_if_it_held_the_controller(
+def test_a_job_survives_the_death_of_any_node_even_the_controllers(
     slurm: SlurmCluster, commands: list[Command], tmp_path: Path
 ):
     run = patient(commands, tmp_path / "run", "--seconds", "1000")

@@ -45,7 +45,7 @@ def test_rounding_keeps_the_mean_and_is_to_a_neighbour():
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_was_read_is_stored_again_unchanged_and_rounding_keeps_the_mean(signed: bool):
+def test_read_values_are_stored_unchanged_and_rounding_is_unbiased(signed: bool):
     torch.manual_seed(0)
     size = 3 * 256 + 100
     values = torch.randn(size) * 10.0 ** torch.randint(-9, 1, (size,))

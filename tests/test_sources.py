@@ -59,7 +59,7 @@ def test_no_held_out_question_is_ever_drawn() -> None:
     assert not drawn & held_out
 
 
-def test_no_problem_of_the_demo_is_both_held_out_and_drawn_in_whatever_words() -> None:
+def test_no_held_out_problem_of_the_demo_is_drawn_in_any_wording() -> None:
     def problems(tasks: Iterable[Task]) -> set[tuple[int, ...]]:
         return {tuple(sorted(map(int, re.findall(r"\d+", text)))) for text in _questions(tuple(tasks))}
 

@@ -174,7 +174,7 @@ def test_a_sibling_still_guides_after_tokens_that_differ_until_too_many_do() -> 
     assert end[-3:] == [[], [], []], "the sibling has ended"
 
 
-def test_answers_are_drafted_from_siblings_and_later_turns_but_not_from_other_tasks() -> None:
+def test_drafts_come_from_siblings_and_later_turns_of_the_same_task() -> None:
     index = AnswerIndex(1 << 12)
     prompt, answer = list(range(100, 120)), list(range(200, 240))
 
@@ -281,7 +281,7 @@ def undrafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it for CUDA")
 @pytest.mark.parametrize("kind", ["ngram:", "suffix:", "draft:{},"])
-def test_a_seed_gives_the_same_tokens_with_and_without_drafts_and_after_some_of_them(
+def test_a_seed_gives_the_same_tokens_with_and_without_drafts(
     kind: str, undrafted: tuple[Path, dict[str, Any]]
 ) -> None:
     model, plain = undrafted

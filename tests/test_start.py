@@ -126,7 +126,7 @@ def test_an_open_run_is_complete_and_its_close_stops_everything_once(
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "stopped"
 
 
-def test_files_of_tasks_are_read_before_anything_starts_and_evaluated_on_by_their_own_file(
+def test_bad_task_files_are_refused_before_anything_starts(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(12)]
@@ -174,7 +174,7 @@ async def test_a_run_that_reached_its_steps_leaves_a_summary(
     assert summary == {"outcome": "finished", **scores, "best": None, "steps": 10, "faults": []}
 
 
-def test_when_one_service_does_not_start_the_others_are_stopped_and_the_folder_is_free_again(
+def test_a_failed_start_stops_the_others_and_frees_the_folder(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     stopped, instead = staged
@@ -210,7 +210,7 @@ async def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
     assert staged[0] == [], "nothing was started that had to be stopped"
 
 
-def test_an_environment_that_runs_the_answers_of_a_reward_for_code_is_refused(tmp_path: Path) -> None:
+def test_an_environment_that_runs_code_reward_answers_is_refused(tmp_path: Path) -> None:
     config = replace(config_of(tmp_path / "run"), rewards=("unit_tests", "length:tokens=9*0.1"))
     with pytest.raises(ConfigError, match="set --env python:tool=true"):
         start(replace(config, env="python"))
@@ -254,7 +254,7 @@ class Bad(rl.Loss):
 """
 
 
-async def test_a_loss_that_fails_in_a_run_is_in_its_events_with_the_users_line_and_the_trace(
+async def test_a_loss_that_fails_is_recorded_with_the_users_line(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     (tmp_path / "badloss.py").write_text(BAD_LOSS)
@@ -294,7 +294,7 @@ async def test_a_fatal_fault_ends_the_body_with_its_name(
     assert sorted(staged[0]) == sorted(NAMES)
 
 
-async def test_a_source_without_a_teacher_is_refused_before_anything_starts_and_teachers_start_with_the_rest(
+async def test_a_source_without_a_teacher_is_refused_at_the_start(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped, _ = staged
@@ -326,7 +326,7 @@ async def test_a_source_without_a_teacher_is_refused_before_anything_starts_and_
     assert stopped.count("teachers") == 1
 
 
-async def test_a_tool_parser_that_does_not_exist_is_refused_before_anything_starts(
+async def test_an_unknown_tool_parser_is_refused_before_anything_starts(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     async def check() -> None:

@@ -59,7 +59,7 @@ def test_a_resumed_run_keeps_the_folder_that_a_link_led_to(tmp_path: Path):
     assert read_records(run)["--model"].folder == str(tmp_path / "step-1" / "model"), "also the next time"
 
 
-def test_a_reference_that_is_gone_is_refused_unless_forced_and_other_files_count_without_one(tmp_path: Path):
+def test_a_missing_reference_is_refused_unless_forced(tmp_path: Path):
     run, link, _ = started(tmp_path)
     (tmp_path / "step-1" / "model" / "model.safetensors").write_text("trained further, in place")
     with pytest.raises(ConfigError, match=r"is not the model that this run began with, .*model\.safetensors changed"):

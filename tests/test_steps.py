@@ -49,7 +49,7 @@ async def test_an_engine_hangs_when_it_has_work_and_ends_no_step() -> None:
     assert engine.pings > 20
 
 
-async def test_an_engine_without_work_or_with_other_work_than_steps_does_not_hang() -> None:
+async def test_an_engine_without_work_or_with_other_work_is_not_hung() -> None:
     engine = Engine()
     engine.works = False
     assert not await engine.watch_for(100)

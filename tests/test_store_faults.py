@@ -38,7 +38,7 @@ from tests.fake_store import (
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-async def test_what_is_published_is_read_by_the_controller_and_by_other_processes(tmp_path: Path, shm: Path):
+async def test_a_publish_is_read_by_the_controller_and_other_processes(tmp_path: Path, shm: Path):
     async with real(tmp_path, shm) as (store, users, _):
         assert await latest(store) is None
         with pytest.raises(WeightsError, match="held: none"):
@@ -72,7 +72,7 @@ async def test_what_is_published_is_read_by_the_controller_and_by_other_processe
         assert "libtorch" not in mapped, "the store's own process moves no tensors, and shall not load it"
 
 
-async def test_a_writer_that_is_killed_midway_leaves_its_version_unseen_and_no_segment(tmp_path: Path, shm: Path):
+async def test_a_writer_killed_midway_leaves_no_version_and_no_segment(tmp_path: Path, shm: Path):
     async with real(tmp_path, shm) as (store, users, faults):
         await publish(store, 1)
         drafts = []
@@ -177,7 +177,7 @@ async def test_a_store_that_dies_is_started_again_with_its_versions_and_leases(t
             await store.rollback(0)
 
 
-async def test_a_store_that_may_not_be_started_again_is_named_at_once_and_leaves_nothing(tmp_path: Path, shm: Path):
+async def test_a_store_that_may_not_restart_is_named_and_leaves_nothing(tmp_path: Path, shm: Path):
     async with real(tmp_path, shm, restart=Restart(max_restarts=0)) as (store, users, faults):
         manifest = await publish(store, 1)
         mapped = [readable(bucket.segment) for bucket in manifest.buckets if bucket.segment]
@@ -201,7 +201,7 @@ async def test_a_store_that_may_not_be_started_again_is_named_at_once_and_leaves
         assert nothing_in(shm)
 
 
-async def test_a_store_that_hangs_is_killed_when_it_is_stopped_and_leaves_nothing(tmp_path: Path, shm: Path):
+async def test_a_hung_store_is_killed_at_its_stop_and_leaves_nothing(tmp_path: Path, shm: Path):
     async with cluster(tmp_path) as (made, faults):
         store = await WeightStore.start(WeightStore.Config(shm=shm), made, faults, deadline_s=60)
         await publish(store, 1)

@@ -281,7 +281,7 @@ class StoreSchedule(RuleBasedStateMachine):
 
 
 @pytest.mark.usefixtures("store_process")
-def test_a_dead_readers_version_gives_its_memory_back_although_the_next_one_writes_nothing() -> None:
+def test_a_dead_readers_version_gives_its_memory_back() -> None:
     schedule = StoreSchedule()
     schedule.open()
     try:

@@ -199,7 +199,7 @@ async def test_all_may_die_at_once(tmp_path: Path):
         assert faults.fatal is None
 
 
-async def test_a_replica_that_keeps_dying_rests_and_is_tried_again_while_the_others_go_on(tmp_path: Path):
+async def test_a_replica_that_keeps_dying_is_retried_while_others_go_on(tmp_path: Path):
     async def die(index: int) -> None:
         if service.replicas[index].incarnation not in (6, 7):
             await service.replicas[index].call("exit", 7, deadline_s=LONG_S)
@@ -241,7 +241,7 @@ async def test_a_replica_that_keeps_dying_rests_and_is_tried_again_while_the_oth
         assert "no replica is left; replica 0: " in fatal.message
 
 
-async def test_what_kills_a_replica_twice_before_any_has_answered_ends_the_service_and_is_quoted(tmp_path: Path):
+async def test_two_deaths_before_any_answer_end_the_service(tmp_path: Path):
     async with supervised(tmp_path, replicas=1, uniform=True) as (service, faults, naps):
         for _ in range(2):
             await until(service, lambda: all_serve(service))
@@ -314,7 +314,7 @@ async def test_what_kills_each_replica_that_it_meets_does_not_kill_them_all(tmp_
         assert sum(replica.incarnation for replica in service.replicas) == 3
 
 
-async def test_deaths_are_put_down_to_the_call_in_hand_and_end_neither_the_replica_nor_others(tmp_path: Path):
+async def test_deaths_are_blamed_only_on_the_call_in_progress(tmp_path: Path):
     restart = Restart(max_restarts=1)
     async with supervised(tmp_path, replicas=1, restart=restart, blames=True) as (service, faults, naps):
         held = [asyncio.create_task(service.route("hold", deadline_s=LONG_S, about="idle")) for _ in range(9)]
@@ -471,7 +471,7 @@ def test_restarts_are_bounded_by_numbers_that_make_sense():
         Restart(max_restarts=-1)
 
 
-async def test_what_a_killed_replica_kept_in_shared_memory_is_cleaned_up_by_its_own_tracker(tmp_path: Path):
+async def test_a_killed_replicas_shared_memory_is_freed_by_its_tracker(tmp_path: Path):
     async with supervised(tmp_path, replicas=1) as (service, _, _):
         name = await service.replicas[0].ask("run", MakeSemaphore(), deadline_s=LONG_S)
         left = f"sem.{name.removeprefix('/')}"

@@ -18,7 +18,7 @@ def tasks(count: int, kinds: int) -> list[Task]:
     ]
 
 
-def test_each_epoch_has_every_task_once_in_an_order_by_the_seed_and_resumes():
+def test_each_epoch_has_every_task_once_in_seeded_order_and_resumes():
     made = tasks(7, 7)
     source = TaskList("s", made, (), seed=1)
     drawn = [source.draw().id for _ in range(10)]
@@ -48,7 +48,7 @@ def test_tasks_of_the_same_content_are_not_on_both_sides():
     assert [len(side) for side in split(tasks(2, 2), 0.01, key=lambda task: task.prompt)] == [1, 1]
 
 
-def test_seeds_that_are_held_out_are_no_others_and_nothing_to_train_on_is_refused():
+def test_held_out_seeds_are_separate_and_some_must_be_trained_on():
     source = seeded("w", tasks=3, held_out=2, prompt="Play.", seed=0)
     assert {source.draw().truth["seed"] for _ in range(9)} == {2, 3, 4}
     assert [task.truth["seed"] for task in source.held_out(5)] == [0, 1]

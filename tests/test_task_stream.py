@@ -68,7 +68,7 @@ class Repeating(Counting):
         return replace(super().draw(), id="the only one")
 
 
-def test_a_task_that_comes_again_is_passed_over_as_often_as_it_was_consumed() -> None:
+def test_a_task_that_comes_again_is_skipped_as_often_as_consumed() -> None:
     stream = ResumableTaskStream(Mixture({"a": Repeating("a")}))
     first = _batch(stream)[0]
     state, consumed = stream.state(), stream.consumed([first])

@@ -52,7 +52,7 @@ async def test_a_failure_in_a_task_group_is_no_cancellation_of_its_parent(ended:
         await overcome()
 
 
-async def test_a_task_group_cancels_its_children_with_its_parent_and_waits_for_those_that_they_start():
+async def test_a_task_group_cancels_children_and_awaits_grandchildren():
     ends: list[str] = []
     started = asyncio.Event()
 
@@ -179,7 +179,7 @@ async def test_an_endable_task_is_as_a_task_until_it_is_ended():
 
 
 @pytest.mark.parametrize("tries", [2, 10**9])
-def test_a_coroutine_that_catches_everything_is_ended_and_cleans_up_to_its_first_await(tries: int):
+def test_a_coroutine_that_catches_everything_is_still_ended(tries: int):
     seen = []
 
     async def stubborn() -> None:

@@ -63,7 +63,7 @@ SELECTING: list[Loss] = [M2po(), ClipCov(cov_ratio=0.2, cov_low=0.01), KlCov(cov
 @pytest.mark.parametrize(
     "loss", [Gspo(clip_high=0.5), Gmpo(), Topr(), OverAll(), *SELECTING], ids=lambda each: type(each).__name__
 )
-def test_statistics_over_episodes_and_the_minibatch_are_the_same_however_rows_are_laid(loss: Loss, tmp_path: Path):
+def test_statistics_do_not_depend_on_the_layout_of_rows(loss: Loss, tmp_path: Path):
     make_model(tmp_path)
     found, scattered = [], []
     for seq_len in (256, 40):

@@ -308,7 +308,7 @@ def test_a_row_of_one_branch_has_no_mask_and_keeps_none(size: int):
     assert branched._kept == {}
 
 
-def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monkeypatch: pytest.MonkeyPatch):
+def test_a_chunked_head_gives_the_same_logprobs_and_gradients(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     head = FloatHead(FloatHead.Config(in_features=8, out_features=43)).double()
     hidden, targets = torch.randn(10, 8, dtype=torch.float64), torch.randint(0, 43, (10,))

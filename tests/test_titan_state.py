@@ -147,7 +147,7 @@ def test_a_bfloat16_run_continues_bit_by_bit(family: str, tmp_path: Path):
     }
 
 
-def test_layers_that_predict_further_tokens_are_exported_byte_by_byte_also_when_the_model_has_moved(tmp_path: Path):
+def test_multi_token_prediction_layers_are_exported_unchanged(tmp_path: Path):
     source, parts = tmp_path / "hf", DEEPSEEK_V3.names.parts
     make_model(source, "deepseek_v3")
     kept = add_predicting_layer(source)
@@ -236,9 +236,7 @@ def test_an_export_opens_in_transformers_with_the_same_logits(head: str, tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_export_is_in_the_dtype_of_the_forward_pass_so_that_it_is_what_was_evaluated(
-    dtype: torch.dtype, tmp_path: Path
-):
+def test_an_export_has_the_dtype_that_was_evaluated(dtype: torch.dtype, tmp_path: Path):
     make_model(tmp_path / "hf").bfloat16().save_pretrained(tmp_path / "hf")
     name = str(dtype).removeprefix("torch.")
     engine = engine_of(tmp_path / "hf", dtype=name)
@@ -353,7 +351,7 @@ def test_the_shards_of_two_ranks_make_a_whole_version(name: str, two_ranks: TwoR
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
-def test_ranks_of_two_hosts_bring_each_shard_to_the_host_that_writes_its_tensor(name: str, two_ranks: TwoRanks):
+def test_ranks_of_two_hosts_bring_each_shard_to_its_tensors_writer(name: str, two_ranks: TwoRanks):
     _, ranks, _ = two_ranks
     found: dict[str, torch.Tensor] = {}
     for rank, host in enumerate("ab"):
@@ -407,7 +405,7 @@ def test_two_ranks_refuse_a_damaged_training_state(two_ranks: TwoRanks):
         assert "by_one/broken cannot be read" in rank["refusal"]
 
 
-def test_a_disk_that_is_full_for_one_rank_is_an_error_of_all_and_the_next_save_is_whole(two_ranks: TwoRanks):
+def test_one_ranks_full_disk_fails_all_and_the_next_save_is_whole(two_ranks: TwoRanks):
     base, ranks, _ = two_ranks
     for rank in ranks:
         assert "training state in" in rank["full"]
@@ -415,7 +413,7 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_of_all_and_the_next_save_i
     assert same(load_file(base / "saved" / "freed" / "model" / "model.safetensors"), exported(ranks[0]["freed"]))
 
 
-def test_an_export_of_two_ranks_shards_is_cut_into_files_that_open_in_transformers(two_ranks: TwoRanks, tmp_path: Path):
+def test_an_export_of_two_ranks_shards_opens_in_transformers(two_ranks: TwoRanks, tmp_path: Path):
     base, ranks, _ = two_ranks
     source = base / "hf" / "untied"
     (tmp_path / "many").mkdir()
@@ -467,7 +465,7 @@ def test_a_stack_of_experts_is_exported_a_few_at_a_time(tmp_path: Path):
     assert json.loads((tmp_path / "model" / "config.json").read_text()) == {"dtype": "float32"}
 
 
-def test_blocks_tile_a_weight_that_expert_and_data_parallelism_cut_unevenly():
+def test_blocks_tile_a_weight_that_parallelism_cuts_unevenly():
     placements, mesh = (_StridedShard(0, split_factor=2), Shard(0)), (3, 2)
     plans = []
     for place in itertools.product(*map(range, mesh)):

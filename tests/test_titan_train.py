@@ -133,7 +133,7 @@ def test_both_passes_leave_the_weights_as_they_are_until_the_step(tmp_path: Path
     assert furthest(hf_weights(engine.model), hf_weights(other.model)) == 0 < moved(engine, before)
 
 
-def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_others(tmp_path: Path):
+def test_the_gap_is_of_current_tokens_and_the_drift_of_older_ones(tmp_path: Path):
     make_model(tmp_path)
     engine = engine_of(tmp_path)
     (laid,) = packed(random_batch(0, vocab=43)).minibatches
@@ -373,7 +373,7 @@ class Broken(ClippedSurrogate):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_update_whose_gradient_is_not_finite_is_skipped_and_leaves_no_trace(value: float, tmp_path: Path):
+def test_a_non_finite_gradient_skips_its_update_without_a_trace(value: float, tmp_path: Path):
     make_model(tmp_path)
     engine, other = engine_of(tmp_path), engine_of(tmp_path)
     first = packed(random_batch(0, vocab=43))
@@ -553,9 +553,7 @@ def test_the_learning_rate_ends_at_0_although_minibatches_gave_no_update(tmp_pat
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "deepseek_v3"])
-def test_a_reference_in_the_format_of_the_forward_pass_scores_as_the_weights_that_it_was_made_from(
-    family: str, tmp_path: Path
-):
+def test_a_reference_in_the_forward_dtype_scores_as_its_source(family: str, tmp_path: Path):
     make_model(tmp_path, family)
     rows = packed(random_batch(0, vocab=43), seq_len=64).rows
     for name in ("bfloat16", "float32"):

@@ -118,7 +118,7 @@ def test_docstrings_of_any_style_describe_a_tool(function, description, properti
     assert (found["description"], found["parameters"].get("properties")) == (description, properties)
 
 
-def test_a_schema_has_enums_and_dataclasses_and_no_titles_but_a_property_of_that_name():
+def test_a_schema_has_enums_and_dataclasses_and_no_titles():
     def book(title: str, at: Point) -> str:
         return title
 
@@ -171,7 +171,7 @@ def test_arguments_are_checked_and_converted_and_results_are_text(function, argu
     assert call(function, arguments) == output
 
 
-def test_what_a_tool_raises_is_told_to_the_model_but_a_failure_of_the_world_is_not():
+def test_a_tools_error_reaches_the_model_but_not_a_worlds_failure():
     def divide(a: int) -> float:
         return 1 / a
 

@@ -112,7 +112,7 @@ def shown(episode: Episode, turn: int) -> str:
     return "".join(map(chr, episode.turns[turn].prompt_ids))
 
 
-def test_a_model_calls_tools_until_it_answers_and_the_verifier_sees_the_answer():
+def test_a_model_calls_tools_until_it_answers():
     episode = run(
         ToolEnv([add, shout]),
         calling(("add", {"a": 1, "b": 2}), ("shout", {"text": "hi"})),
@@ -154,7 +154,7 @@ def test_a_call_that_cannot_be_read_is_told_to_the_model_and_is_no_answer():
         ([calling(("add", {"a": 1, "b": 2}))], False, 10, "", Outcome.TRUNCATED),  # the context is full
     ],
 )
-def test_an_episode_ends_with_an_answer_a_cut_the_last_turn_or_a_full_context(answers, cut, room, text, outcome):
+def test_an_episode_ends_with_an_answer_a_cut_or_a_full_context(answers, cut, room, text, outcome):
     episode = run(ToolEnv([add], max_turns=3), *answers, cut=cut, room=room)
     assert (episode.text, episode.outcome, episode.reward) == (text, outcome, float(len(text)))
     assert len(episode.turns) == len(answers)
@@ -168,7 +168,7 @@ def test_an_episode_ends_with_an_answer_a_cut_the_last_turn_or_a_full_context(an
         ([calling(("buy", {"item": "tea"}))] * 3, 1.0),  # without an answer
     ],
 )
-def test_a_class_with_methods_is_a_world_with_a_state_for_each_episode_and_a_reward(answers, reward):
+def test_a_class_with_methods_is_a_world_with_state_and_reward(answers, reward):
     Shop.closed.clear()
     world = pickle.loads(pickle.dumps(ToolEnv(Shop, max_turns=3)))
     episode = run(world, *answers)
@@ -200,7 +200,7 @@ async def test_an_environment_closes_its_world():
     assert Shop.closed == ["tea"]
 
 
-def test_examples_and_an_instruction_come_before_the_question_and_after_a_system_message():
+def test_examples_come_between_system_message_and_question():
     example = ({"role": "user", "content": "e"}, {"role": "assistant", "content": "x"})
     world = ToolEnv([add], instruction="Use tools.", examples=example)
     told = asyncio.run(world(TASK).reset()).messages
@@ -283,7 +283,7 @@ def test_only_old_outputs_are_dropped_and_only_where_that_helps():
     assert compact([user, old, output("a")]) == [user, output("[left out]"), output("a")]
 
 
-def test_compaction_that_no_context_is_long_enough_for_is_refused_and_the_default_fits_the_default_context():
+def test_compaction_that_no_context_reaches_is_refused():
     def world(**options: int) -> ToolEnv:
         return ToolEnv([add], compact=DropOldOutputs(**options))
 

@@ -453,7 +453,7 @@ async def test_a_fetch_that_is_given_up_asks_for_nothing_more():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_fetch_that_is_cancelled_waits_for_the_thread_that_fills_a_bucket(monkeypatch: pytest.MonkeyPatch):
+async def test_a_cancelled_fetch_waits_for_the_thread_that_fills_a_bucket(monkeypatch: pytest.MonkeyPatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def slowly_writable(segment: SegmentRef) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_a_lane_is_named_before_its_first_event(tmp_path: Path) -> None:
     assert [event["ph"] for event in read(tmp_path / "t.json")] == ["M", "M", "M", "M", "i"]
 
 
-def test_overlapping_spans_are_pairs_with_ids_of_their_own_and_engines_stay_apart(tmp_path: Path) -> None:
+def test_overlapping_spans_have_ids_of_their_own_by_engine(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", clock=FakeClock(0.0))
     for engine in range(2):
         for i in range(3):

@@ -143,7 +143,7 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.long
-def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
+def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with socket.socket() as probe:
@@ -325,7 +325,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
     assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 11))}
 
 
-async def test_a_trainer_that_may_not_be_restarted_ends_the_run_at_its_first_death(tmp_path: Path):
+async def test_a_trainer_without_restarts_ends_the_run_at_its_first_death(tmp_path: Path):
     async with open_trainer(tmp_path, ranks=1, max_restarts=0) as (trainer, faults):
         with pytest.raises(ReplicaError, match=r"call step: .*SIGKILL"):
             await asyncio.wait_for(step(trainer, 0, Deadly(signal.SIGKILL, rank=0)), 30)

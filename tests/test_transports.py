@@ -292,7 +292,7 @@ def test_a_publish_that_was_given_up_leaves_its_version_free(setup: TransportSet
     setup.run(main())
 
 
-def test_a_version_that_finds_no_room_is_refused_before_anything_is_written(setup: TransportSetup):
+def test_a_version_without_room_is_refused_before_it_is_written(setup: TransportSetup):
     version = setup.new_version()
     huge = [TensorSpec(name="small", shape=(64,)), TensorSpec(name="huge", shape=(1 << 50,))]
 

@@ -148,7 +148,7 @@ class Continuing(Forking):
         return Step(done=False, continues=True)
 
 
-def test_a_cut_message_goes_on_with_its_own_tokens_and_other_random_numbers() -> None:
+def test_a_cut_message_continues_its_tokens_with_new_random_numbers() -> None:
     generator = StagedGenerator(truncated=True)
     (group,) = asyncio.run(trees(Continuing, groups=1, generator=generator)[0].next_batch()).groups
     first, second, third = group.episodes[0].turns
@@ -180,7 +180,7 @@ class Rivals(Continuing):
         return replace(step, branches=1 if step.done else 2)
 
 
-def test_rival_branches_of_a_message_draw_by_seeds_of_their_own_whichever_comes_first() -> None:
+def test_rival_branches_draw_by_seeds_of_their_own_in_any_order() -> None:
     answers = []
     for first_is_late in (False, True):
         Rivals.first_is_late, generator = first_is_late, StagedGenerator(truncated=True)
@@ -307,7 +307,7 @@ def test_advantages_of_a_hand_worked_tree() -> None:
         np.testing.assert_allclose(own, wanted, rtol=1e-6)
 
 
-def test_equal_rewards_give_exactly_zero_and_episodes_without_a_score_are_in_no_mean() -> None:
+def test_equal_rewards_give_zero_and_unscored_episodes_do_not_count() -> None:
     (group,) = tree().groups
     equal = tuple(replace(episode, score=Score(total=0.1)) for episode in group.episodes)
     assert not any(own.any() for own in tree_advantages(Batch(groups=(replace(group, episodes=equal),), version=0))[0])
@@ -319,7 +319,7 @@ def test_equal_rewards_give_exactly_zero_and_episodes_without_a_score_are_in_no_
 
 
 @pytest.mark.parametrize(("by", "unscored"), [("nodes", 0), ("episodes", 0), ("nodes", 1), ("episodes", 1)])
-def test_a_tree_is_computed_once_and_its_gradient_is_that_of_separate_episodes(by: str, unscored: int) -> None:
+def test_a_tree_is_computed_once_with_the_gradient_of_its_episodes(by: str, unscored: int) -> None:
     torch.manual_seed(0)
     batch, model = tree(), TinyModel().double()
     (group,) = batch.groups

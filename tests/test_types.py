@@ -84,7 +84,7 @@ def routed(turn: Turn, mark: int) -> Turn:
     return replace(turn, routed=rows)
 
 
-def test_experts_of_a_segment_are_those_of_the_turn_that_computed_a_token_first():
+def test_a_segments_experts_are_of_the_first_turn_to_compute_them():
     first, second = turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [5, 6])
     whole = episode(routed(first, 1), routed(second, 2))
     (segment,) = whole.segments
@@ -170,7 +170,7 @@ def test_a_chunk_travels_whole():
 
 
 @pytest.mark.parametrize("turns", [1, 32])
-def test_a_batch_takes_less_than_31_bytes_a_token_however_many_turns_repeat_their_history(turns: int):
+def test_a_batch_takes_less_than_31_bytes_a_token(turns: int):
     drawn, tokens = np.random.default_rng(0), 1 << 16
 
     def long_episode() -> Episode:

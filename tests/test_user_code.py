@@ -11,7 +11,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.flags.user_code import load, send_modules
 
 
-def test_a_files_function_is_found_with_what_it_imports_and_found_anew_when_it_changes(tmp_path: Path):
+def test_a_files_function_loads_its_imports_and_reloads_on_change(tmp_path: Path):
     (tmp_path / "beside_it.py").write_text("WORTH = 2.0")
     file = tmp_path / "mine.py"
     file.write_text("from beside_it import WORTH\n\nclass A:\n    def score(task, text): return WORTH\n")

@@ -137,9 +137,7 @@ def test_values_and_their_gradients_are_those_of_transformers(family: str, tmp_p
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_new_head_starts_at_0_and_its_export_is_read_by_transformers_and_by_the_engine(
-    family: str, tied: bool, tmp_path: Path
-):
+def test_a_value_head_starts_at_0_and_its_export_loads_elsewhere(family: str, tied: bool, tmp_path: Path):
     from transformers import AutoModelForSequenceClassification
 
     make_model(tmp_path, family, tie_word_embeddings=tied)

@@ -168,7 +168,7 @@ def test_buckets_are_kept_while_any_version_holds_a_tensor_in_them():
     assert bytes_of(versions) == 200
 
 
-def test_a_version_s_buckets_stay_while_the_next_one_that_may_share_them_is_written():
+def test_shared_buckets_stay_while_the_next_version_is_written():
     versions = index(keep_versions=1)
     publish(versions, 1)
     versions.begin(2)  # would share 1/0

@@ -32,7 +32,7 @@ def test_going_back_to_the_latest_forgets_nothing():
     assert versions.latest == 3
 
 
-def test_a_forgotten_version_stays_while_it_is_read_and_its_namesake_beside_it():
+def test_a_forgotten_version_stays_while_read_next_to_its_namesake():
     versions = index(keep_versions=1)
     publish(versions, 1)
     versions.lease("a", 1)
@@ -53,7 +53,7 @@ def test_a_forgotten_version_stays_while_it_is_read_and_its_namesake_beside_it()
     assert versions.release("new") == ("1/1.0",)
 
 
-def test_a_publish_that_was_begun_before_going_back_can_neither_be_committed_nor_harm_its_namesake():
+def test_a_publish_begun_before_a_rollback_cannot_be_committed():
     versions = index()
     publish(versions, 1)
     versions.begin(2)

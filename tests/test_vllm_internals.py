@@ -49,7 +49,7 @@ def test_only_tokens_of_our_requests_have_no_text_of_their_own() -> None:
     assert tokenizer_of() is tokenizer
 
 
-def test_outputs_that_vllm_joined_have_the_same_likeliest_tokens_as_those_that_it_did_not() -> None:
+def test_joined_outputs_keep_their_most_likely_tokens() -> None:
     from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
     from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -360,7 +360,7 @@ def test_a_served_engine_asks_for_the_key_on_every_route_but_probes(monkeypatch:
     assert reached == ["/health", "/invocations"]
 
 
-def test_the_command_of_a_served_engine_is_read_by_vllm_as_the_settings_of_a_run(tmp_path: Path) -> None:
+def test_vllm_reads_a_served_engines_command_as_a_runs_settings(tmp_path: Path) -> None:
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -99,7 +99,7 @@ def test_a_key_is_reserved_once(shm: Path):
         assert len(files(volume)) == 2
 
 
-def test_what_is_freed_while_somebody_writes_is_not_used_again_before_they_end(shm: Path):
+def test_memory_freed_during_a_write_is_not_reused_before_its_end(shm: Path):
     with opened(shm) as volume:
         first = volume.reserve(SIZES)
         with writing(volume.folder):
@@ -183,9 +183,7 @@ def test_spare_segments_go_too_when_the_rest_finds_no_room(small_shm: Path):
         assert bytes_of(volume) == 0
 
 
-def test_segments_that_cannot_be_made_for_another_reason_are_not_called_too_large(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_segments_that_fail_otherwise_are_not_called_too_large(shm: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(path: Path, size: int) -> SegmentRef:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -266,7 +264,7 @@ def holder(shm: Path) -> Iterator[tuple[subprocess.Popen[str], Path, int]]:
             process.wait(20)
 
 
-def test_what_a_killed_run_left_is_reclaimed_and_what_a_living_one_holds_is_not(shm: Path):
+def test_a_killed_runs_segments_are_reclaimed_but_no_living_ones(shm: Path):
     with holder(shm) as (killed, left, _), holder(shm) as (_, living, reclaimed):
         assert reclaimed == 0
         os.kill(killed.pid, signal.SIGKILL)

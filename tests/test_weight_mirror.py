@@ -23,7 +23,7 @@ def values(subscriber: DeltaSubscriber) -> dict[str, float]:
     return {name: tensor.unique().item() for name, tensor in subscriber.tensors.items()}
 
 
-async def test_versions_are_written_to_an_address_and_published_from_there_to_another_store(tmp_path: Path, shm: Path):
+async def test_versions_travel_through_an_address_to_another_store(tmp_path: Path, shm: Path):
     address = f"file://{tmp_path}/versions"
 
     subscriber = DeltaSubscriber(address, expected=SHAPES)
@@ -82,9 +82,7 @@ async def test_versions_are_written_to_an_address_and_published_from_there_to_an
     assert (subscriber.version, values(subscriber)) == (7, all_of(7))
 
 
-async def test_the_process_that_writes_has_the_keys_of_a_store_and_outlives_its_failures(
-    tmp_path: Path, shm: Path, s3: S3
-):
+async def test_the_mirrors_process_has_the_keys_and_outlives_failures(tmp_path: Path, shm: Path, s3: S3):
     subscriber = DeltaSubscriber("s3://bucket/run", expected=SHAPES)
     async with real(tmp_path, shm, mirror="s3://bucket/run") as (store, _, faults):
         s3.fails("PUT", "0000000000", "InternalError", times=100)

@@ -107,7 +107,7 @@ async def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path
         await publish(store, 1)
 
 
-async def test_a_publish_that_is_cancelled_while_it_commits_knows_whether_it_was_committed(shm: Path):
+async def test_a_publish_cancelled_in_its_commit_still_knows_its_outcome(shm: Path):
     async with shared(shm) as (store, _):
         commit, sent, answered = store._commit, asyncio.Event(), asyncio.Event()
 
@@ -140,7 +140,7 @@ async def test_a_publish_that_is_cancelled_while_it_commits_knows_whether_it_was
             assert await read(store.transport(), manifest) == all_of(2)
 
 
-async def test_a_rank_that_goes_on_after_its_publish_was_given_up_harms_no_later_version(shm: Path):
+async def test_a_rank_that_outlives_its_publish_harms_no_later_version(shm: Path):
     async with shared(shm) as (store, watched):
         transport = store.transport()
         assert isinstance(transport, SharedMemoryTransport)
@@ -271,7 +271,7 @@ async def test_bytes_that_somebody_changed_do_not_match_their_fingerprint(shm: P
             await read(store.transport(), manifest)
 
 
-async def test_a_version_that_finds_no_room_changes_nothing_and_is_written_once_there_is(small_shm: Path):
+async def test_a_version_without_room_changes_nothing_until_there_is_room(small_shm: Path):
     # A version takes two segments of 2560 and 2304 bytes and their headers, which is four pages of sixteen.
     async with shared(small_shm, keep_versions=2) as (store, watched):
         await publish(store, 1)
@@ -316,7 +316,7 @@ async def test_a_lease_whose_answer_was_not_waited_for_ends(shm: Path):
         await store._call("release", "never held")
 
 
-async def test_a_holder_on_another_machine_is_not_taken_for_a_process_of_this_one(shm: Path):
+async def test_a_holder_elsewhere_is_not_mistaken_for_a_local_process(shm: Path):
     async with shared(shm) as (store, watched):
         await publish(store, 1)
         ended = await asyncio.create_subprocess_exec("true")

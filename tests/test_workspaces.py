@@ -78,7 +78,7 @@ def test_the_diff_of_a_workspace_is_one_that_git_applies(sandbox: SharedPool, ba
     assert os.listdir(os.fsencode(base / "new")) in ([b"line\nfeed", b"\xff"], [b"\xff", b"line\nfeed"])
 
 
-def test_changes_of_one_session_are_made_in_another_also_where_kinds_change(sandbox: SharedPool, base: Path):
+def test_changes_of_a_session_apply_in_another_even_to_other_types(sandbox: SharedPool, base: Path):
     async def work():
         async with sandbox.pool.session(workspace=base) as first, sandbox.pool.session(workspace=base) as second:
             shell = "rm -r package link run.sh; echo 1 > package; mkdir link; echo 2 > link/x; chmod +x link/x"

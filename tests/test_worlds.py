@@ -72,7 +72,7 @@ def test_a_search_finds_texts_with_any_of_its_words_the_nearest_first(query: str
     assert [title for title, _ in corpus.search(query)] == titles
 
 
-def test_a_search_shows_the_part_of_a_text_that_fits_and_a_bounded_number_of_texts(notes: Path):
+def test_a_search_shows_the_matching_parts_of_few_texts(notes: Path):
     search = pickle.loads(pickle.dumps(Corpus.open(notes, notes.parent / "cache").tool(results=1)))
     found = search("rivers France")
     assert found.startswith("[France] ")
@@ -82,7 +82,7 @@ def test_a_search_shows_the_part_of_a_text_that_fits_and_a_bounded_number_of_tex
     assert search("xyzzy") == "nothing was found"
 
 
-def test_an_index_is_built_once_in_a_private_cache_and_anew_when_a_text_changes(notes: Path):
+def test_an_index_is_built_once_until_a_text_changes(notes: Path):
     cache = notes.parent / "cache"
     first = Corpus.open(notes, cache)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
@@ -107,7 +107,7 @@ def test_a_folder_of_texts_is_a_corpus_and_other_files_in_it_are_not(tmp_path: P
     assert sorted(title for title, _ in found) == ["b.txt", "deep/a.md"]
 
 
-def test_a_cache_of_somebody_elses_making_is_refused_and_a_broken_row_leaves_no_index(notes: Path):
+def test_an_open_cache_is_refused_and_a_broken_row_leaves_no_index(notes: Path):
     notes.write_text('{"text": "a"}\n[1]\n')
     cache = notes.parent / "cache"
     with pytest.raises(ConfigError, match=r"notes.jsonl:2 has no text"):

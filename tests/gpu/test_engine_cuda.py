@@ -84,7 +84,7 @@ def test_an_engine_starts_loads_sleeps_and_wakes_with_the_same_weights(tmp_path:
     assert min(found["in_place"]) > 0.99
 
 
-def test_a_seed_gives_the_same_tokens_with_and_without_drafts_and_after_some_of_them() -> None:
+def test_a_seed_gives_the_same_tokens_with_and_without_drafts() -> None:
     """By vLLM's first model runner with drafts, and by its second one without."""
     model = bundled_model(default_cache())
     plain, drafting = (seeded_answers(model, speculation) for speculation in ("off", f"ngram:{EAGER}"))

@@ -39,6 +39,6 @@ def train_and_save(rank: int, folder: Path, saved: Path) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_rank_that_trains_publishes_and_saves_has_a_context_on_its_own_gpu_alone(tmp_path: Path) -> None:
+def test_a_rank_has_a_context_on_its_own_gpu_alone(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3", hidden_size=256, num_attention_heads=4, head_dim=64)
     assert run_ranks(train_and_save, 2, tmp_path / "model", tmp_path / "saved", deadline_s=300) == [1, 1]

@@ -46,7 +46,7 @@ def gradient_norm(engine) -> float:  # type: ignore[no-untyped-def]
     return norm
 
 
-def test_updates_in_bfloat16_move_float32_weights_and_their_norm_is_that_of_float32(folder: Path):
+def test_bfloat16_updates_move_float32_weights_and_keep_the_norm(folder: Path):
     norms = {}
     for dtype in ("float32", "bfloat16"):
         engine = engine_of(folder, dtype=dtype)

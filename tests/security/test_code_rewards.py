@@ -136,7 +136,7 @@ def test_a_trick_passes_no_loose_tests_either(loop: asyncio.Runner, tests: str, 
     assert score(loop, code, tests).total == 0
 
 
-def test_a_helper_of_the_tests_is_the_setups_also_if_the_solution_has_one_of_its_name(loop: asyncio.Runner):
+def test_a_solution_cannot_replace_a_helper_of_the_tests(loop: asyncio.Runner):
     cheat = "def near(a, b): return True\ndef answer(n): return 4"
     tests, setup = "assert near(answer(1), 2)", "def near(a, b): return abs(a - b) < 1"
     assert score(loop, cheat, tests, setup=setup).total == 0

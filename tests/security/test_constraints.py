@@ -60,7 +60,7 @@ async def test_one_that_hangs_is_refused_and_its_process_can_be_killed(
         await checker.close()
 
 
-async def test_a_caller_with_many_constraints_holds_up_another_by_one_and_fills_no_queue(
+async def test_a_caller_with_many_constraints_delays_others_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
     tried: list[str] = []

@@ -127,7 +127,7 @@ def lets_in(folder: Path) -> bytes | None:
 
 
 @needs_root
-def test_another_user_cannot_open_the_socket_and_is_refused_where_modes_would_let_it_in(folder: Path):
+def test_another_user_is_refused_even_where_modes_would_admit_it(folder: Path):
     def attack() -> list[bytes | None]:
         path = folder / SOCKET
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -293,7 +293,7 @@ def test_a_client_that_goes_away_meanwhile_hurts_nobody(tmp_path: Path):
     while_served(tmp_path, attack)
 
 
-async def test_clients_at_once_are_all_answered_and_changes_come_one_after_another(tmp_path: Path):
+async def test_simultaneous_clients_are_all_answered_one_change_at_a_time(tmp_path: Path):
     async with served(tmp_path) as (control, _):
         asked = [asyncio.to_thread(attached(tmp_path).ask, "note", number=number) for number in range(10)]
         replies = await asyncio.gather(*asked)
@@ -314,9 +314,7 @@ async def test_an_error_of_ours_is_told_and_the_end_of_the_run_ends_who_waits(tm
     assert not (tmp_path / SOCKET).exists()
 
 
-def test_a_folder_whose_path_is_longer_than_a_sockets_may_be_is_reached_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_longer_than_a_socket_path_is_still_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     deep = tmp_path.joinpath(*["a folder with a long name, as runs have them"] * 8)
     assert len(str(deep)) > 300
     deep.mkdir(parents=True)
@@ -325,7 +323,7 @@ def test_a_folder_whose_path_is_longer_than_a_sockets_may_be_is_reached_from_any
     while_served(Path(deep.name), lambda: None)
 
 
-def test_a_socket_that_a_dead_run_left_is_replaced_and_before_that_said_to_be_dead(tmp_path: Path):
+def test_a_dead_runs_socket_is_named_and_replaced(tmp_path: Path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / SOCKET))
     (tmp_path / "events.jsonl").write_text(
@@ -449,7 +447,7 @@ def test_a_client_without_the_key_gets_nothing(message: bytes, folder: Path):
     assert outside(folder, lambda place: over_tcp(place, message)) == (b"", [])
 
 
-def test_a_request_that_was_overheard_is_not_taken_again_and_a_reply_neither(folder: Path):
+def test_overheard_requests_and_replies_are_not_taken_again(folder: Path):
     def attack(place: dict[str, Any]) -> bytes:
         with socket.create_connection((place["host"], place["port"]), timeout=20) as client:
             theirs, ours = client.recv(NONCE_BYTES + 1, socket.MSG_WAITALL).strip(), nonce()

@@ -117,7 +117,7 @@ async def test_a_head_that_comes_a_byte_at_a_time_is_not_waited_for(monkeypatch:
             writer.close()
 
 
-async def test_a_used_connection_is_closed_when_it_asks_no_more_and_one_that_is_answered_is_not(
+async def test_an_idle_used_connection_is_closed_and_a_busy_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.1)
@@ -174,7 +174,7 @@ async def test_idle_connections_make_room_where_none_is_half_open(monkeypatch: p
             writer.close()
 
 
-async def test_pipelined_requests_are_answered_in_their_order_and_not_kept_by_the_thousand():
+async def test_pipelined_requests_are_answered_in_order_within_a_bound():
     async with serving(FakeBackend()) as gateway:
         few = GET + b"\r\n" + request_bytes() + GET + CLOSE
         found = await answer_to(gateway, few)

@@ -111,7 +111,7 @@ def test_a_port_that_is_opened_outside_is_reached_and_errors_come_back(private: 
         process.communicate()
 
 
-def test_other_machines_are_not_reached_from_inside_and_the_loopback_interface_is(private: bool):
+def test_a_private_network_reaches_only_the_loopback_interface(private: bool):
     script = """
 import socket
 def reach(address):
@@ -214,7 +214,7 @@ def test_a_run_that_must_be_isolated_and_is_not_does_not_start():
     assert "--private-network" in caught.value.hint
 
 
-def test_a_session_that_is_not_in_a_network_of_its_own_is_told_how_to_begin():
+def test_a_session_outside_a_private_network_is_told_how_to_begin():
     with pytest.raises(ConfigError, match="not in a private network") as caught:
         check_isolation(Isolation(private_network=True))
     assert "python -m forge_rl.runtime.private_network" in caught.value.hint
@@ -239,7 +239,7 @@ def test_who_is_a_person_is_for_the_machine_to_say(tmp_path: Path):
     assert other_people(tmp_path / "login.defs") == []
 
 
-def test_ports_that_other_machines_reach_are_told_from_those_of_the_loopback_interface():
+def test_public_ports_are_distinguished_from_loopback_ports():
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)) as public:
         for with_hosts in (False, True):
             found = public_ports(psutil.Process(), with_hosts=with_hosts)

@@ -123,7 +123,7 @@ async def test_a_model_of_no_text_does_not_exist(name: str):
 
 
 @pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', r'{"\udfff": 1}', r'{"a": ["\ud800x"]}', r'"\ud800"'])
-def test_arguments_of_a_call_that_hold_one_are_shown_as_the_model_wrote_them(arguments: str):
+def test_call_arguments_with_a_lone_surrogate_are_shown_as_written(arguments: str):
     backend = FakeBackend()
     path, body = chat(messages=called(arguments), tool_choice="none")
     answers = answers_to(path, json.dumps(body), json.dumps({**body, "tools": function()}), backend=backend)

@@ -73,7 +73,7 @@ def test_a_name_that_leaves_the_place_is_passed_over(name: str, tmp_path: Path, 
     (tmp_path.parent / NAME).rmdir()
 
 
-def test_links_that_were_put_into_an_open_folder_go_and_what_they_lead_to_stays(tmp_path: Path):
+def test_links_put_into_an_open_folder_are_removed_but_not_followed(tmp_path: Path):
     folder, target = tmp_path / NAME, tmp_path / "target"
     folder.mkdir()
     target.write_text("precious")
