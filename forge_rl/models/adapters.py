@@ -40,7 +40,7 @@ _UNSUPPORTED = {
 }
 """Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they do not."""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways of PEFT to begin an adapter that leave the base model as it is; others, such as PiSSA, take a part out of it."""
+"""PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
 _MAX_RANK = 1 << 20
 
 
@@ -95,7 +95,7 @@ def write_adapter(
 
 
 def name_base(folder: Path, base: Path) -> None:
-    """Let an adapter that was written on another host, beside a copy of its base model, name the model of this one.
+    """Record this host's folder of the base model in an adapter, which a trainer on another host may have written.
 
     Raises:
         ModelError: the folder holds no adapter.
@@ -245,8 +245,6 @@ class Adapter:
         return {name: (pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
 
     def _merged(self, name: str, weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        import torch
-
         a, b = factors
         rows, columns = tuple(weight.shape) if weight.ndim == 2 else (0, 0)
         if tuple(b.shape) != (rows, self.rank) or tuple(a.shape) != (self.rank, columns):
@@ -254,14 +252,21 @@ class Adapter:
                 f"{name!r:.120} has shape {tuple(weight.shape)}, and its factors {tuple(b.shape)} and {tuple(a.shape)}",
                 hint="name the model that the adapter was trained on with --base",
             )
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        product = self.scale * (b.to(wide) @ a.to(wide))
-        if not bool(product.isfinite().all()):
+        merged = merged_weight(weight, a, b, self.scale)
+        if not bool(merged.isfinite().all()):
             raise ModelError(
-                f"the factors of {name!r:.120} in {self.folder / WEIGHTS} are not finite",
+                f"{name!r:.120} is not finite with the factors in {self.folder / WEIGHTS}",
                 hint="take an earlier checkpoint of that training",
             )
-        return (weight.to(wide) + product).to(weight.dtype)
+        return merged
+
+
+def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return W + scale B A, [outputs, inputs], computed in float32 or wider and rounded once, to W's dtype."""
+    import torch
+
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:

@@ -25,10 +25,10 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.sharding import ShardingConfig
 
-from forge_rl.algorithms.logprobs import widened
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.lora_config import LoRAConfig, adapted_modules
 from forge_rl.engines.titan.shards import ADAPTERS, local_shards, publishes, slice_of, values_of
+from forge_rl.models.adapters import merged_weight
 from forge_rl.packing.rows import Row
 from forge_rl.system.seeds import derive_seed
 from forge_rl.weights.transports.protocol import LocalShard
@@ -240,12 +240,7 @@ class _MergedWeight:
     scale: float
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of W + scale B A, computed in float32 or wider and rounded once, to W's dtype."""
+        """Return this rank's slice of W + scale B A, in W's dtype."""
         (row, column), (rows, columns) = slice_of(weight).start, slice_of(weight).size
         a, b, values = self.a.narrow(1, column, columns), self.b.narrow(0, row, rows), values_of(weight)
-        return merged(values, a, b, self.scale).to(values.dtype)
-
-
-def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return W + scale B A in float32 or wider, [outputs, inputs]."""
-    return widened(weight) + scale * (widened(b) @ widened(a))
+        return merged_weight(values, a, b, self.scale)

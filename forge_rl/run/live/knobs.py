@@ -104,7 +104,7 @@ class Knob:
         self.put(values)
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Set values; of none, nothing changes, and nothing is told.
+        """Set values and report the change; an empty mapping does nothing.
 
         Raises:
             ConfigError: a name is unknown, or a value refused; nothing has then changed.
