@@ -400,9 +400,12 @@ def test_any_text_that_a_model_can_write_is_a_line_of_json(tmp_path: Path) -> No
     assert (row["answer"], row["reward"]) == (strange, None)
 
 
-def test_tensorboard_reads_the_scalars_of_a_resumed_run_once(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_scalars_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # The count in the names of files; 10 sorts before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     for resumed, loss in ((0, 1.0), (2, 9.0)):
         sink = TensorBoardSink(tmp_path)
         sink.start(info(tmp_path, resumed))

@@ -6,6 +6,7 @@ import contextlib
 import html
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,12 +114,29 @@ class TensorBoardSink(Sink):
 
         with writing(self._folder):
             if self._writer is None:
+                _wait_for_a_later_name(self._folder)
                 self._writer = SummaryWriter(str(self._folder), purge_step=self._step + 1, flush_secs=10)
             try:
                 yield self._writer
             except OSError:
                 self._writer = None
                 raise
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait, for less than a second, until a new event file sorts after those in `folder`.
+
+    TensorBoard reads files in the order of their names, which hold the second, the host, the process and a count, so
+    that of one second's files the tenth comes before the ninth, and what a resumed run purges would come back.
+    """
+    seconds = [
+        int(path.name.split(".")[3])
+        for path in folder.glob("events.out.tfevents.*.*")
+        if path.name.split(".")[3].isdigit()
+    ]
+    wait_s = max(seconds, default=0) + 1 - time.time()
+    if 0 < wait_s <= 1:
+        time.sleep(wait_s)
 
 
 class WandbSink(Sink):
