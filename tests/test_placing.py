@@ -20,6 +20,7 @@ from forge_rl.run.start.hosts import RunHosts, device_defaults
 from forge_rl.runtime.addresses import Address, HostNetwork, interface_towards, meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.seats import ReplicaSize, Seat, Seats, ServiceHosts, ranks_by_host
+from forge_rl.services import host_actor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.trainer_config import TrainerConfig
 
@@ -227,7 +228,7 @@ async def test_a_host_that_does_not_see_the_runs_files_is_known(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(hosts_module, "_SEEN_S", 0.2)
+    monkeypatch.setattr(host_actor, "_SEEN_S", 0.2)
     probe = tmp_path / ".probe"
 
     async def ask_facts(*_: object, **__: object) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from forge_rl.runtime.host_facts import Clock, HostFacts
 from forge_rl.runtime.job_protocol import Job, JobListener
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
-from forge_rl.services.host_actor import ask_facts
+from forge_rl.services.host_actor import appears, ask_facts
 from forge_rl.system.tasks import task_group
 
 _CALL_S = 60.0
@@ -29,8 +29,6 @@ _START_S = 120.0
 """Timeout of a process's start, whose imports may come from a slow disk."""
 _TRIAL_S = 300.0
 """Timeout of a call that starts an engine or a trainer, on a host that may be busy."""
-_SEEN_S = 10.0
-"""Time in which a file that another host wrote must appear on a shared file system."""
 _WRITTEN = 64 << 20
 _MOVED = 64 << 20
 """Bytes that are written to a disk, and that are moved between hosts."""
@@ -167,7 +165,7 @@ async def _folder(examination: Examination, host: str) -> Finding:
     try:
         await asyncio.to_thread(probe.write_text, probe.name)
         problem = str(await examination.call(host, "answer_probe", probe, answer))
-        if not problem and not await _appears(answer, probe.name):
+        if not problem and not await appears(answer, probe.name):
             problem = "what it writes there does not appear here"
     finally:
         for path in (probe, answer):
@@ -177,15 +175,6 @@ async def _folder(examination: Examination, host: str) -> Finding:
         return Finding(check="run folder", host=host, status="warn", detail=problem, hint=hint)
     examination.cluster.sharing.add(host)
     return Finding(check="run folder", host=host, status="ok", detail=str(examination.folder))
-
-
-async def _appears(path: Path, text: str) -> bool:
-    for _ in range(int(_SEEN_S * 10)):
-        with contextlib.suppress(OSError):
-            if await asyncio.to_thread(path.read_text) == text:
-                return True
-        await asyncio.sleep(0.1)
-    return False
 
 
 async def _disk(examination: Examination, host: str) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import ServiceActor
 
 _CLOCK_TRIES = 5
+_SEEN_S = 10.0
+"""Time in which a file that another host wrote must appear on a shared file system."""
 
 
 class HostActor(ServiceActor):
@@ -71,6 +74,16 @@ class HostActor(ServiceActor):
         except OSError as error:
             return str(error.strerror or error)
         return ""
+
+
+async def appears(path: Path, text: str) -> bool:
+    """Wait until a file that a host wrote holds a text here too, which on a shared file system may take seconds."""
+    for _ in range(int(_SEEN_S * 10)):
+        with contextlib.suppress(OSError):
+            if await asyncio.to_thread(path.read_text) == text:
+                return True
+        await asyncio.sleep(0.1)
+    return False
 
 
 async def ask_facts(replica: Replica, *, deadline_s: float) -> tuple[HostFacts, Clock]:

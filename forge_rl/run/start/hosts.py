@@ -30,7 +30,7 @@ from forge_rl.runtime.job_protocol import Job, JobListener, ReplacingJob
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.services.generator_config import GeneratorConfig
-from forge_rl.services.host_actor import HostActor, ask_facts
+from forge_rl.services.host_actor import HostActor, appears, ask_facts
 from forge_rl.services.trainer_config import TrainerConfig
 from forge_rl.system.tasks import task_group
 
@@ -41,8 +41,6 @@ Answer = tuple[HostInfo, HostFacts, Clock]
 _ASK_DEADLINE_S = 300.0
 """Timeout of a host's answers, including the start of a process there."""
 _HINT = "repair it, or leave it out of --placement; python -m apps.doctor shows more"
-_SEEN_S = 10.0
-"""Time in which a file that another host wrote must appear on a shared file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,17 +206,7 @@ async def _ask_one(service: Service, replica: Replica, probe: Path, model: Path)
     await service.watch(replica, deadline_s=_ASK_DEADLINE_S)
     answer = probe.with_name(f"{probe.name}-{replica.index}")
     problem = await replica.call("answer_probe", probe, answer, deadline_s=_ASK_DEADLINE_S)
-    shares = not problem and await _appears(answer, probe.name)
+    shares = not problem and await appears(answer, probe.name)
     missing = await replica.call("missing", (model,), deadline_s=_ASK_DEADLINE_S)
     info: HostInfo = await replica.call("info", deadline_s=_ASK_DEADLINE_S)
     return (info, *await ask_facts(replica, deadline_s=_ASK_DEADLINE_S)), shares, not missing
-
-
-async def _appears(path: Path, text: str) -> bool:
-    """Wait until a file holds a text."""
-    for _ in range(int(_SEEN_S * 10)):
-        with contextlib.suppress(OSError):
-            if await asyncio.to_thread(path.read_text) == text:
-                return True
-        await asyncio.sleep(0.1)
-    return False
