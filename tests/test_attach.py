@@ -122,7 +122,7 @@ def test_changes_from_another_process_hold_after_a_kill(
     assert second.strays() == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_attached_client_pauses_resumes_and_stops_a_run(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

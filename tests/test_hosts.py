@@ -245,6 +245,7 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     assert not forgotten(before)
 
 
+@pytest.mark.nightly
 def test_a_dead_host_is_replaced_by_one_that_ends_with_a_killed_run(
     commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
 ):

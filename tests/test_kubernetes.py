@@ -290,7 +290,7 @@ def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kube
     psutil.wait_procs(guard, timeout=30)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("nothing_left")
 def test_a_run_trains_and_decodes_on_pods_and_replaces_a_dead_one(
     cluster: ApiServer, kubeconfig: Path, commands: list[Command], tiny_model: Path, tmp_path: Path

@@ -112,7 +112,7 @@ def test_losses_and_their_statistics_are_of_all_rows_on_all_ranks(tmp_path: Path
     check(tmp_path, layouts.cases(["llama"], most_ranks=2), LossSum(losses))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_products_of_layouts_train_as_one_process(tmp_path: Path):
     products = ("TP x CP", "FSDP x EP x TP", "PP x FSDP")  # of the other families; benchmarks.layouts has all
     cases = [case for case in layouts.cases(FAMILIES) if case.ranks > 2]
