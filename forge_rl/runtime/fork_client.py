@@ -40,7 +40,7 @@ FAILURE = "FORGE_RL_FORK_FAILURE"
 """Environment variable of a program that no fork server runs: why not."""
 MARK_ROOM = 512
 """Bytes of a server's own mark, in which those of the processes that it forks have room."""
-_OF_ONE_PROCESS = ("HYPERACTOR_", "MONARCH_", "FORGE_RL_")
+_OF_ONE_PROCESS = ("HYPERACTOR_", "MONARCH_", "FORGE_RL_FORK_", MARK)
 """Prefixes of variables that differ between processes, and that no import reads."""
 _BOUND_S = 10.0
 """Seconds for a new server to exist; its imports take longer, and requests wait for them."""

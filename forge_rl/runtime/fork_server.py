@@ -202,8 +202,8 @@ def _show_mark(mark: str) -> None:
     address = start
     for entry in entries:
         if entry.startswith(variable) and len(entry) > len(variable) + len(mark) + 2:
-            shown = variable + mark.encode() + b"\0_="
-            ctypes.memmove(address, shown.ljust(len(entry), b"x"), len(entry))
+            entry_text = variable + mark.encode() + b"\0_="
+            ctypes.memmove(address, entry_text.ljust(len(entry), b"x"), len(entry))
             return
         address += len(entry) + 1
 
@@ -216,23 +216,23 @@ def _open_nursery() -> None:
     """
     import multiprocessing.util as multiprocessing_util
 
-    here, there = socket.socketpair()
+    connection, nursery_end = socket.socketpair()
     nursery = os.fork()
     if nursery == 0:
-        here.close()
-        _nurse(there)
+        connection.close()
+        _nurse(nursery_end)
         return
-    there.close()
-    here.settimeout(_NURSERY_S)
+    nursery_end.close()
+    connection.settimeout(_NURSERY_S)
     execute: Any = multiprocessing_util.spawnv_passfds
 
     def spawn(path: bytes, words: Sequence[str | bytes], fds: Sequence[int]) -> int:
         texts = [os.fsdecode(word) for word in words]
-        if "--multiprocessing-fork" in texts and here.fileno() >= 0:
+        if "--multiprocessing-fork" in texts and connection.fileno() >= 0:
             try:
-                return _fork_by(here, Program.here(texts[1:], os.environ), {fd: fd for fd in (0, 1, 2, *fds)})
+                return _fork_by(connection, Program.here(texts[1:], os.environ), {fd: fd for fd in (0, 1, 2, *fds)})
             except (OSError, EOFError, Refusal) as error:
-                here.close()
+                connection.close()
                 print(f"forge_rl: processes are executed, not forked: {error!r}", file=sys.stderr, flush=True)
         pid: int = execute(path, words, fds)
         return pid
