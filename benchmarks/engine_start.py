@@ -60,7 +60,8 @@ def measure(config: Config, report: Report) -> None:
         begin = time.monotonic()
         _run("-c", _IMPORT)
         seconds = {"import_s": time.monotonic() - begin}
-        seconds |= json.loads(_run("-m", "benchmarks.engine_start", "round", config.model, config.dtype).split("\n")[-2])
+        output = _run("-m", "benchmarks.engine_start", "round", config.model, config.dtype)
+        seconds |= json.loads(output.splitlines()[-1])
         print("  ".join(f"{name} {value:.2f}" for name, value in seconds.items()), flush=True)
         is_warm_up = number == 0 and not config.smoke
         report.rows.append({"warm_up": is_warm_up, **seconds})
@@ -77,7 +78,7 @@ def _run(*words: str) -> str:
     Raises:
         BenchmarkError: it failed; quotes the end of its output.
     """
-    done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     if done.returncode:
         raise BenchmarkError(f"python {' '.join(words)} exited with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
-from forge_rl.runtime.fork_client import FAILURE, FORK_MODULES, FORK_SERVER, server_variable, start_server
+from forge_rl.runtime.fork_client import FAILURE, FORK_MODULES, FORK_SERVER, PATIENCE, server_variable, start_server
 from forge_rl.runtime.host_logs import GatheredLogs, open_log, own_logs
 from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.isolation import public_ports
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 THIS_HOST = "local"
 """Name of the controller's host."""
 
+_SPAWN_TIMEOUT = "10min"
 _DEFAULTS = {
     # Maximum bytes of a message. torchstore needs this value and prints a line if it has to set it.
     "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240",
@@ -48,10 +49,14 @@ _DEFAULTS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     # Otherwise a process exits if it cannot deliver a message for 30 s, for example to a stopped controller.
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1day",
+    # A process may wait for the imports of the one that forks it; calls have deadlines of their own.
+    **dict.fromkeys(("HYPERACTOR_HOST_SPAWN_READY_TIMEOUT", "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"), _SPAWN_TIMEOUT),
 }
 """Defaults of Monarch's environment variables in every process."""
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_FORK_PATIENCE_S = "15"
+"""Seconds for which a process on another host waits for a fork server, less than Monarch's default of 30 s there."""
 _OTHER_HOSTS: Mapping[str, Any] = {"mesh_orphan_timeout": "60s"}
 """Settings of Monarch once there are other hosts, whose own settings are not sufficient."""
 _CHILDREN_DEFAULTS = {
@@ -133,6 +138,7 @@ class Cluster:
         # Otherwise a controller paused by Ctrl-Z or a debugger would count its processes as dead. The delivery timeout
         # is set here too, in case Monarch was imported before the environment variable was set.
         settings |= {"message_delivery_timeout": "1day", "supervision_watchdog_timeout": "1day"}
+        settings |= dict.fromkeys(("host_spawn_ready_timeout", "mesh_proc_spawn_max_idle"), _SPAWN_TIMEOUT)
         if self._hosts:
             settings |= _OTHER_HOSTS
         monarch.config.configure(**settings)
@@ -287,6 +293,8 @@ def _forked(
 ) -> BootstrapCommand:
     """Return the command of a process that a fork server of its host runs, and start this host's server."""
     variable = server_variable(f"{_fork_key()} {host}", environment, modules)
+    if host != THIS_HOST:
+        command = command.with_env({PATIENCE: _FORK_PATIENCE_S})
     if host == THIS_HOST:
         start_server(variable, {name: value for name, value in environment.items() if value is not None}, os.getpid())
     command = command.with_env({FORK_SERVER: variable})

@@ -36,6 +36,9 @@ FORK_MODULES = "FORGE_RL_FORK_MODULES"
 """Environment variable with the modules, comma-separated, that a fork server imports for a program."""
 FORK_SERVER = "FORGE_RL_FORK_SERVER"
 """Environment variable of a program that a fork server runs: name of the server, and the modules that it imports."""
+PATIENCE = "FORGE_RL_FORK_PATIENCE_S"
+"""Environment variable with the seconds for which a program waits for the imports of its server; then it does without
+it. Unset for as long as it takes."""
 FAILURE = "FORGE_RL_FORK_FAILURE"
 """Environment variable of a program that no fork server runs: why not."""
 MARK_ROOM = 512
@@ -93,7 +96,7 @@ def main(words: Sequence[str]) -> NoReturn:
     try:
         connection = _server(variable, environment)
         send_program(connection, program, {fd: fd for fd in (0, 1, 2)})
-        _wait(connection, parent_fd)
+        _wait(connection, parent_fd, float(environment.get(PATIENCE, "inf")))
         pid = receive_number(connection, "pid")
     except (OSError, EOFError, Refusal, ValueError) as error:
         _execute(program, f"{type(error).__name__}: {error}".removesuffix(": "))
@@ -140,12 +143,13 @@ def _connect(name: str) -> socket.socket:
     return connection
 
 
-def _wait(connection: socket.socket, parent_fd: int) -> None:
+def _wait(connection: socket.socket, parent_fd: int, patience_s: float) -> None:
     """Wait for an answer, as long as the server is not stopped.
 
     Raises:
-        TimeoutError: it is.
+        TimeoutError: it is, or has not answered in time.
     """
+    until = time.monotonic() + patience_s
     server = peer(connection)[0]
     poll = select.poll()
     poll.register(connection, select.POLLIN)
@@ -157,6 +161,8 @@ def _wait(connection: socket.socket, parent_fd: int) -> None:
             stopped_looks = stopped_looks + 1 if state in ("T", "t") else 0
         if stopped_looks == _STOPPED_LOOKS:
             raise TimeoutError("the fork server is stopped")
+        if time.monotonic() > until:
+            raise TimeoutError(f"the fork server still imports after {patience_s:g} s")
     if parent_fd in events:
         os._exit(1)
 
