@@ -7,7 +7,7 @@ BACKEND = "forge_rl"
 
 
 def register() -> None:
-    """Register forge_rl's weight transfer, and join outputs; vLLM calls this in each of its processes (pyproject.toml)."""
+    """Register forge_rl's weight transfer, and join outputs; each vLLM process calls this (see pyproject.toml)."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # already registered in this process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,23 @@ from vllm.v1.outputs import LogprobsLists
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
-_others = operator.attrgetter(
-    *("new_prompt_logprobs_tensors", "pooling_output", "finish_reason", "stop_reason", "events", "kv_transfer_params"),
-    *("ec_transfer_params", "trace_headers", "prefill_stats", "routed_experts", "mm_cache_miss_hashes"),
-    *("new_sampling_mask", "spec_decode_metrics", "prompt_token_id_logprobs"),
-)
-"""What an output may have beside tokens and their logprobs."""
+
+class _Piece:
+    """Outputs of a request that wait."""
+
+    __slots__ = ("interval", "missing", "parts")
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        """Tokens of a whole piece."""
+        self.missing = interval
+        """Tokens until it is whole."""
+        self.parts: list[EngineCoreOutput] = []
+
+    def take(self) -> list[EngineCoreOutput]:
+        """Return the parts, and begin the next piece."""
+        parts, self.parts, self.missing = self.parts, [], self.interval
+        return parts
 
 
 class OutputPieces:
@@ -33,8 +43,8 @@ class OutputPieces:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[EngineCoreOutput]] = {}
-        """Outputs of requests whose first tokens have gone out, by request."""
+        self._waiting: dict[str, _Piece] = {}
+        """By request; only of those whose first token has gone out."""
 
     def join(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any]) -> list[EngineCoreOutput]:
         """Return what goes out after a step.
@@ -44,33 +54,48 @@ class OutputPieces:
             requests: the scheduler's requests that have not ended, by id.
         """
         if len(self._waiting) > len(requests) + len(outputs):  # some were aborted, and nobody wants their tokens
-            self._waiting = {name: parts for name, parts in self._waiting.items() if name in requests}
+            self._waiting = {name: piece for name, piece in self._waiting.items() if name in requests}
         return [piece for output in outputs if (piece := self._add(output, requests)) is not None]
 
     def flush(self) -> list[EngineCoreOutput]:
         """Return all that waits."""
-        pieces = [_joined(parts) for parts in self._waiting.values() if parts]
-        self._waiting = {name: [] for name in self._waiting}
-        return pieces
+        return [_joined(piece.take()) for piece in self._waiting.values() if piece.parts]
 
     def _add(self, output: EngineCoreOutput, requests: Mapping[str, Any]) -> EngineCoreOutput | None:
-        name = output.request_id
-        parts = self._waiting.get(name)
-        if output.finish_reason is not None:
-            self._waiting.pop(name, None)
-            return _joined([*parts, output]) if parts else output
-        request = requests.get(name)
-        interval = 1 if request is None else _interval(request.sampling_params)
-        if parts is None:
-            if interval > 1:
-                self._waiting[name] = []
+        piece = self._waiting.get(output.request_id)
+        if piece is None:
+            request = requests.get(output.request_id)
+            if request is not None and (interval := _interval(request.sampling_params)) > 1:
+                self._waiting[output.request_id] = _Piece(interval)
             return output
-        parts.append(output)
-        is_plain = not output.num_nans_in_logits and all(value is None for value in _others(output))
-        if is_plain and sum(len(part.new_token_ids) for part in parts) < interval:
+        piece.parts.append(output)
+        piece.missing -= len(output.new_token_ids)
+        if piece.missing > 0 and _is_plain(output):
             return None
-        self._waiting[name] = []
-        return _joined(parts)
+        if output.finish_reason is not None:
+            del self._waiting[output.request_id]
+        return _joined(piece.take())
+
+
+def _is_plain(output: EngineCoreOutput) -> bool:
+    """Return whether an output has nothing but tokens and their logprobs; one by one, as this runs for each token."""
+    return (
+        output.finish_reason is None
+        and output.prefill_stats is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.stop_reason is None
+        and output.events is None
+        and output.pooling_output is None
+        and output.kv_transfer_params is None
+        and output.ec_transfer_params is None
+        and output.trace_headers is None
+        and output.routed_experts is None
+        and output.mm_cache_miss_hashes is None
+        and output.new_sampling_mask is None
+        and output.spec_decode_metrics is None
+        and output.prompt_token_id_logprobs is None
+        and not output.num_nans_in_logits
+    )
 
 
 def _interval(parameters: Any) -> int:
