@@ -105,6 +105,23 @@ def test_a_forked_program_finds_what_an_executed_one_would(server: Server, tmp_p
     assert len(state["fds"]) <= 5, "the server's sockets are not handed on"  # type: ignore[arg-type]
 
 
+def test_a_program_and_its_children_have_the_priority_of_who_asks(server: Server) -> None:
+    code = (
+        "import json, multiprocessing, os\n"
+        "os.setpriority(os.PRIO_PROCESS, 0, 12)\n"
+        "from tests.forked_child import report\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "queue = context.SimpleQueue()\n"
+        "child = context.Process(target=report, args=(queue,))\n"
+        "child.start()\n"
+        "print(json.dumps(queue.get()), flush=True)\n"
+        "child.join()\n"
+    )
+    state = state_of(server.run(code))
+    assert state["forked"]
+    assert state["niceness"] == 12
+
+
 def test_programs_share_one_server_and_its_imports(server: Server) -> None:
     states = [state_of(client) for client in [server.run(STATE), server.run(STATE)]]
     assert len({state["pid"] for state in states}) == 2

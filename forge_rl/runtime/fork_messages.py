@@ -34,6 +34,7 @@ class Program:
     folder: str
     """Working directory."""
     umask: int
+    niceness: int
     blocked: Sequence[int]
     """Signals that are blocked."""
     ignored: Sequence[int]
@@ -42,15 +43,16 @@ class Program:
     @classmethod
     def here(cls, words: Sequence[str], environment: Mapping[str, str]) -> Program:
         """Describe a program that this thread would execute now."""
-        mask = os.umask(0o077)
-        os.umask(mask)
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        ignored_bits = int(status["SigIgn"], 16)
         return cls(
             words=list(words),
             environment=dict(environment),
             folder=os.getcwd(),
-            umask=mask,
+            umask=int(status["Umask"], 8),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
             blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-            ignored=_ignored_signals(),
+            ignored=[number for number in range(1, 65) if ignored_bits >> (number - 1) & 1],
         )
 
 
@@ -123,11 +125,3 @@ def _receive(connection: socket.socket, length: int) -> bytes:
             raise EOFError
         data += part
     return bytes(data)
-
-
-def _ignored_signals() -> list[int]:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("SigIgn:"):
-            bits = int(line.split()[1], 16)
-            return [number for number in range(1, 65) if bits >> (number - 1) & 1]
-    return []

@@ -76,7 +76,7 @@ def main(name: str, owner: int, modules: Sequence[str]) -> None:
         if keepers or events:
             used_at = time.monotonic()
         if owner_fd in events or time.monotonic() > used_at + _IDLE_S:
-            return
+            os._exit(0)
         if listener.fileno() not in events:
             continue
         connection, _ = listener.accept()
@@ -162,6 +162,8 @@ def _become(program: Program, fds: Mapping[int, int], *, has_nursery: bool) -> N
     _show_mark(program.environment.get(MARK, ""))
     os.chdir(program.folder)
     os.umask(program.umask)
+    with contextlib.suppress(PermissionError):  # it may become lower only
+        os.setpriority(os.PRIO_PROCESS, 0, program.niceness)
     if has_nursery:
         _open_nursery()
     for number in STOP_SIGNALS:
