@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
+from forge_rl.engines.vllm.internals import hand_over_in_pieces
 from forge_rl.engines.vllm.pieces import OutputPieces
 
 
@@ -112,3 +115,24 @@ def test_each_token_goes_out_once_and_in_order(seed: int) -> None:
         for piece in outputs:
             sent[piece.request_id] += piece.new_token_ids
     assert sent == {name: list(range(length)) for name, length in lengths.items()}
+
+
+def test_what_waits_goes_out_before_the_version_changes_and_with_its_own() -> None:
+    hand_over_in_pieces()
+    queue: SimpleQueue[tuple[int, EngineCoreOutputs]] = SimpleQueue()
+    core: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(requests=requests(a=8)),
+        _weight_version="4",
+        output_queue=SimpleNamespace(put_nowait=queue.put),
+    )
+    for token in (1, 2, 3):
+        step = {0: EngineCoreOutputs(outputs=[output("a", token)])}
+        EngineCore._attach_weight_version(core, step)
+        assert step[0].weight_version == "4"
+        assert ids_of(step[0].outputs) == ([[1]] if token == 1 else [])
+    EngineCore.set_weight_version(core, "5")
+    client, message = queue.get_nowait()
+    assert (client, ids_of(message.outputs), message.weight_version) == (0, [[2, 3]], "4")
+    assert core._weight_version == "5"
+    EngineCore.set_weight_version(core, "6")
+    assert queue.empty(), "nothing waits any more"
