@@ -50,7 +50,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def started_processes() -> set[int]:
     """Processes that this session started, also those whose parent has ended.
 
-    Python's resource tracker is left out: it ends with pytest, and complains if it ends before.
+    Python's resource tracker is left out: it ends with pytest, and complains if it ends before. So are fork servers,
+    which end with pytest too; what they fork is not.
     """
     mark = f"FORGE_RL_TESTS={MARK}"
     found = set()
@@ -58,7 +59,8 @@ def started_processes() -> set[int]:
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
             environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             ours = any(entry == mark or entry.startswith(f"{mark}/") for entry in environment)
-            if ours and b"resource_tracker" not in (folder / "cmdline").read_bytes():
+            command = (folder / "cmdline").read_bytes()
+            if ours and not any(name in command for name in (b"resource_tracker", b"fork server", b"fork_server")):
                 found.add(int(folder.name))
     return found - {os.getpid()}
 

@@ -21,9 +21,11 @@ FORMS = {
     "conformance": "--smoke",
     "data": "--gb 0.01 --tasks 1000",
     "demo": "--smoke --seeds 0",
+    "engine_start": "--smoke",
     "evaluation": "--smoke --on.most-tokens 24 --tasks-per-slot 1",
     "expert_parallel": "--ranks 2 --skews 1 2 --repeats 5 --tokens 256 --bias-updates 5",
     "forecast": "--shapes 2x2x4 --steps 2",
+    "front_end": "--smoke --requests 8 --steps 34",
     "gateway": "--smoke --streams 100 --requests 4 --new-tokens 8",
     "grpo_step": "--smoke",
     "hosts": "--smoke",
@@ -57,6 +59,11 @@ WITHOUT_FORM = {"gpu": "test_benchmark_gpu", "speculation": "test_speculation"}
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
+    "engine_start": {"import_s", "cold_s", "warm_s", "respawn_s", "warm_over_imports"},
+    "front_end": {
+        "us_a_token",
+        *(f"{prefix}us_a_token_N" for prefix in ("", "core_", "vllm_", "vllm_core_")),
+    },
     "intervals": {"lowest_coverage_score", "lowest_coverage_difference"},
     "models": {
         "models",

@@ -16,8 +16,9 @@ import pytest
 from forge_rl.errors import ServiceError
 from forge_rl.runtime import host_watcher
 from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.fork_messages import MARK
 from forge_rl.runtime.host_agent import is_marked
-from forge_rl.runtime.host_watcher import MARK, HostWatcher
+from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from tests.fake_actors import FakeActor, cluster_of, hosts_of, new_service_name, pid_of, send_signal

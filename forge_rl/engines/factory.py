@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from forge_rl.engines.titan.plan import Traces
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DECODE_MODULE = "forge_rl.engines.vllm.engine"
+DECODE_MODULES = (_DECODE_MODULE, "forge_rl.engines.vllm.preloaded")
+"""What the processes of a decode engine import, whatever the model."""
 
 
 class Closable(Protocol):
@@ -101,7 +104,7 @@ def spare_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def import_decode_engine() -> None:
     """Import what a decode engine needs, without touching a device."""
-    importlib.import_module("forge_rl.engines.vllm.engine")
+    importlib.import_module(_DECODE_MODULE)
 
 
 async def start_decode_engine(

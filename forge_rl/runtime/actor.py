@@ -7,8 +7,9 @@ import functools
 import os
 import pickle
 import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -28,6 +29,9 @@ class ServiceActor(Actor):
 
     All endpoints are concurrent, as Monarch cannot mix concurrent and plain ones.
     """
+
+    MODULES: ClassVar[Sequence[str]] = ()
+    """Modules that a process of this host has imported, which forks the actor's; none: it is executed."""
 
     @concurrent_endpoint
     async def process_id(self) -> int:

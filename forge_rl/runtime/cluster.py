@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import os
+import secrets as random_secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
+from forge_rl.runtime.fork_client import FAILURE, FORK_MODULES, FORK_SERVER, PATIENCE, server_variable, start_server
 from forge_rl.runtime.host_logs import GatheredLogs, open_log, own_logs
 from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.isolation import public_ports
@@ -30,12 +32,14 @@ from forge_rl.system.streams import lasting
 from forge_rl.system.variables import handed_on, hide, kept_back, take
 
 if TYPE_CHECKING:
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch.actor import HostMesh, ProcMesh
 
 
 THIS_HOST = "local"
 """Name of the controller's host."""
 
+_SPAWN_TIMEOUT = "10min"
 _DEFAULTS = {
     # Maximum bytes of a message. torchstore needs this value and prints a line if it has to set it.
     "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240",
@@ -45,10 +49,14 @@ _DEFAULTS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     # Otherwise a process exits if it cannot deliver a message for 30 s, for example to a stopped controller.
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1day",
+    # A process may wait for the imports of the one that forks it; calls have deadlines of their own.
+    **dict.fromkeys(("HYPERACTOR_HOST_SPAWN_READY_TIMEOUT", "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"), _SPAWN_TIMEOUT),
 }
 """Defaults of Monarch's environment variables in every process."""
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_FORK_PATIENCE_S = "15"
+"""Seconds for which a process on another host waits for a fork server, less than Monarch's default of 30 s there."""
 _OTHER_HOSTS: Mapping[str, Any] = {"mesh_orphan_timeout": "60s"}
 """Settings of Monarch once there are other hosts, whose own settings are not sufficient."""
 _CHILDREN_DEFAULTS = {
@@ -130,6 +138,7 @@ class Cluster:
         # Otherwise a controller paused by Ctrl-Z or a debugger would count its processes as dead. The delivery timeout
         # is set here too, in case Monarch was imported before the environment variable was set.
         settings |= {"message_delivery_timeout": "1day", "supervision_watchdog_timeout": "1day"}
+        settings |= dict.fromkeys(("host_spawn_ready_timeout", "mesh_proc_spawn_max_idle"), _SPAWN_TIMEOUT)
         if self._hosts:
             settings |= _OTHER_HOSTS
         monarch.config.configure(**settings)
@@ -209,7 +218,8 @@ class Cluster:
 
         Args:
             name: unique among the running meshes.
-            env: additional environment variables.
+            env: additional environment variables. FORK_MODULES among them has the processes forked by a process of
+                their host that has imported these modules, instead of executed.
             secrets: pass on variables that children do not normally get, such as API keys, in their os.environ only.
             imports: modules that each process imports first. Actors that share a process unpickle concurrently, and
                 would otherwise see half-imported modules.
@@ -230,7 +240,10 @@ class Cluster:
             from monarch.actor import default_bootstrap_cmd, this_host
 
             temporary = {"TMPDIR": scratch} if host == THIS_HOST else {}
-            command = default_bootstrap_cmd().with_env({**_changes(host), **temporary, **(env or {})})
+            changes = {**_changes(host), **temporary, **(env or {})}
+            command = default_bootstrap_cmd().with_env(changes)
+            if modules := (env or {}).get(FORK_MODULES):
+                command = _forked(command, {**os.environ, **changes}, modules, host)
             host_mesh = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
             is_checked = self._may_be_public or self._checked
@@ -273,6 +286,25 @@ class Cluster:
         """Stop all meshes."""
         await asyncio.gather(*(watcher.close() for watcher in self._watchers.values()))
         await asyncio.gather(*map(self.stop, list(self._meshes)))
+
+
+def _forked(
+    command: BootstrapCommand, environment: Mapping[str, str | None], modules: str, host: str
+) -> BootstrapCommand:
+    """Return the command of a process that a fork server of its host runs, and start this host's server."""
+    variable = server_variable(f"{_fork_key()} {host}", environment, modules)
+    if host != THIS_HOST:
+        command = command.with_env({PATIENCE: _FORK_PATIENCE_S})
+    if host == THIS_HOST:
+        start_server(variable, {name: value for name, value in environment.items() if value is not None}, os.getpid())
+    command = command.with_env({FORK_SERVER: variable})
+    command.args = ["-m", "forge_rl.runtime.fork_client", *command.args]
+    return command
+
+
+@functools.cache
+def _fork_key() -> str:
+    return random_secrets.token_hex(16)
 
 
 def _check_host(name: str, mesh: HostMesh) -> None:
@@ -361,6 +393,8 @@ def _start_child(
     atexit.register(_silence)
     # At exit Python searches all objects for cycles, which takes seconds of CPU time if torch is loaded.
     atexit.register(gc.freeze)
+    if failure := os.environ.get(FAILURE):
+        print(f"forge_rl: this process was executed, and imports everything itself: {failure}", file=sys.stderr)
     sys.path += [folder for folder in path if folder not in sys.path]
     for module in imports:
         importlib.import_module(module)

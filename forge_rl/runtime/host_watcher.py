@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_rl.errors import ForgeError, ServiceError
+from forge_rl.runtime.fork_messages import MARK
 from forge_rl.runtime.host_logs import GatheredLogs
 from forge_rl.runtime.processes import cause_of
 
 if TYPE_CHECKING:
     from forge_rl.runtime.host_agent import Event
 
-MARK = "FORGE_RL_REPLICA"
-"""Environment variable that marks a replica's processes and all their descendants."""
 _BEAT_S = 1.0
 """Seconds after which an agent answers even if nothing happened."""
 _LOOK_S = 0.5

@@ -14,7 +14,8 @@ import psutil  # type: ignore[import-untyped]
 from forge_rl.runtime import in_hand
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.host_watcher import MARK, Watch
+from forge_rl.runtime.fork_messages import MARK
+from forge_rl.runtime.host_watcher import Watch
 from forge_rl.runtime.processes import ProcessTree, cause_of, describe_exit, last_error, process_space
 from forge_rl.runtime.replica import STOPPED, Replica, ReplicaPart
 

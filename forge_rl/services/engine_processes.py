@@ -13,6 +13,7 @@ from forge_rl.engines.remote import RemoteServer
 from forge_rl.engines.speculation import read_speculation
 from forge_rl.runtime.addresses import meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.fork_client import FORK_MODULES
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.replica_processes import ProcessSettings
 from forge_rl.runtime.seats import ReplicaSize, Seat, Seats, ServiceHosts
@@ -57,7 +58,8 @@ class EngineProcesses:
         return self._environment(self.seats.take(index), self.seats)
 
     def _environment(self, seat: Seat, seats: Seats) -> dict[str, str]:
-        return decode_environment(
+        forked = {FORK_MODULES: ",".join(self.actor.MODULES)} if self.actor.MODULES else {}
+        return forked | decode_environment(
             seat.place,
             replicas=seats.max_per_host,
             devices=self.config.devices // self.config.hosts_per_replica,

@@ -8,12 +8,14 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.engines.cpu import chosen_interfaces
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import (
+    DECODE_MODULES,
     Closable,
     connect_decode_engine,
     import_decode_engine,
@@ -37,6 +39,9 @@ from forge_rl.weights.transports.protocol import TensorBucket, Transport
 
 class GeneratorActor(ServiceActor):
     """One engine in its own process, or in a server that others run, called `name` in errors; see `DecodeEngine`."""
+
+    MODULES: ClassVar[Sequence[str]] = DECODE_MODULES
+    """What a process is forked with that starts an engine."""
 
     def __init__(
         self, model: Path, settings: DecodeSettings, seed: int, name: str, server: RemoteServer | None = None

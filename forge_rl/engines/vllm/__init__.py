@@ -7,8 +7,12 @@ BACKEND = "forge_rl"
 
 
 def register() -> None:
-    """Register forge_rl's weight transfer; vLLM calls this in each of its processes (see pyproject.toml)."""
+    """Register forge_rl's weight transfer, and join outputs; each vLLM process calls this (see pyproject.toml)."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # already registered in this process
         WeightTransferEngineFactory.register_engine(BACKEND, f"{__name__}.transfer", "BucketTransferEngine")
+
+    from forge_rl.engines.vllm.internals import hand_over_in_pieces
+
+    hand_over_in_pieces()

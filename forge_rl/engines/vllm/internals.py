@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,42 @@ def leave_tokens_undecoded() -> None:
         return processor
 
     LogprobsProcessor.from_new_request = staticmethod(from_new_request)
+
+
+def hand_over_in_pieces() -> None:
+    """Have the cores of engines that start in this process join the outputs of requests; see `OutputPieces`.
+    Idempotent."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore
+
+    from forge_rl.engines.vllm.pieces import OutputPieces
+
+    core: Any = EngineCore
+    check_names(core, ("_attach_weight_version", "set_weight_version"))
+    if hasattr(core._attach_weight_version, "__wrapped__"):
+        return
+    attach, set_version = core._attach_weight_version, core.set_weight_version
+
+    def pieces_of(engine: Any) -> dict[int, OutputPieces]:
+        pieces: dict[int, OutputPieces] = vars(engine).setdefault("_forge_rl_pieces", {})
+        return pieces
+
+    @functools.wraps(attach)
+    def attach_and_join(self: Any, outputs: dict[int, Any]) -> None:  # the end of each step
+        attach(self, outputs)
+        for client, step in outputs.items():
+            pieces = pieces_of(self).setdefault(client, OutputPieces())
+            step.outputs = pieces.join(step.outputs, self.scheduler.requests)
+
+    @functools.wraps(set_version)
+    def flush_and_set(self: Any, weight_version: str) -> None:
+        for client, pieces in pieces_of(self).items():
+            if outputs := pieces.flush():  # the version of a message is that of all its tokens
+                message = EngineCoreOutputs(outputs=outputs, weight_version=self._weight_version)
+                self.output_queue.put_nowait((client, message))
+        set_version(self, weight_version)
+
+    core._attach_weight_version, core.set_weight_version = attach_and_join, flush_and_set
 
 
 def draft_counts(output: CompletionOutput) -> tuple[int, int, int]:
