@@ -11,6 +11,8 @@ MAX_PARAMETERS = 7
 FOLDERS = ("forge_rl", "recipes", "apps", "tools")
 
 FIXED = {
+    "forge_rl/algorithms/triton_scores.py sums_kernel": "Triton compiles it, and takes pointers and numbers only",
+    "forge_rl/algorithms/triton_scores.py gradient_kernel": "Triton compiles it, and takes pointers and numbers only",
     "forge_rl/engines/titan/general_attention.py attend": "transformers calls it, in place of its own",
     "forge_rl/engines/vllm/sampling.py verify": "vLLM calls it, in place of its own",
     "forge_rl/weights/kernels.py copy_rows": "numba compiles it, and takes arrays and numbers only",

@@ -48,7 +48,28 @@ def test_a_bfloat16_head_keeps_float32_sums(tokens: int):
         torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.01 * float(expected.abs().max()))
 
 
-def test_many_targets_never_hold_all_logits():
+@pytest.mark.parametrize("targets_each", [1, 3])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_scores_of_whole_vocabularies_are_those_of_float64(targets_each: int, entropy_gradient: bool):
+    from forge_rl.algorithms.logprobs import Scoring, token_scores
+
+    logits = 4 * torch.randn(300, 50_003, device="cuda")
+    logits[1, 100:] = -torch.inf
+    targets = torch.randint(0, 100, (300, targets_each), device="cuda")
+    scoring = Scoring(temperature=0.7, entropy_gradient=entropy_gradient, squares=True)
+    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    scores, expected = token_scores(given, targets, scoring), token_scores(exact, targets, scoring)
+    for value, wanted in zip(scores[:3], expected[:3], strict=True):
+        torch.testing.assert_close(value, wanted.float(), rtol=1e-5, atol=2e-5)
+    for result in (scores, expected):
+        (result.logprobs.sum() + (result.entropy.sum() if entropy_gradient else 0)).backward()
+    torch.testing.assert_close(given.grad, exact.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_many_targets_never_hold_all_logits(monkeypatch: pytest.MonkeyPatch):
+    from forge_rl.engines.titan import head as titan_head
+
+    monkeypatch.setattr(titan_head, "_MAX_CHUNK_BYTES", 256 << 20)
     model = head(torch.bfloat16)
     hidden = torch.randn(65536, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 5000, (65536,), device="cuda")
