@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,16 +63,16 @@ class Cost:
         """Bytes outside of products and attention."""
         return sum(size for name, size in self.sizes.items() if name not in self.flops)
 
-    def seconds(self, *, flops: float, attention: float, bandwidth: float) -> float:
+    def seconds(self, rates: Mapping[str, float], *, products: float, bandwidth: float) -> float:
         """Return the time of all kernels one after the other, each at the rate that bounds it.
 
         Args:
-            flops: rate of products, FLOP/s.
-            attention: rate of attention, FLOP/s.
-            bandwidth: rate of everything else, bytes/s.
+            rates: FLOP/s of operations by name.
+            products: FLOP/s of all others that have FLOPs.
+            bandwidth: bytes/s of those without.
         """
-        attended = self.flops["attention"]
-        return (sum(self.flops.values()) - attended) / flops + attended / attention + self.other / bandwidth
+        bound = sum(flops / rates.get(name, products) for name, flops in self.flops.items())
+        return bound + self.other / bandwidth
 
 
 class CountedOperations(TorchDispatchMode):

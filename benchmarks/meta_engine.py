@@ -17,7 +17,7 @@ from forge_rl.engines import platform
 from forge_rl.engines.devices import assumed_gpus
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import building, parallel, plan, rows, scoring, train
-from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
+from forge_rl.engines.titan.row_attention import Sequences, sequences
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.update import RowResults, Update
 from forge_rl.packing.rows import Row
@@ -31,9 +31,9 @@ CASTS_EACH_ROW = True
 class MetaEngine:
     """Trains on the meta device while `counted` counts.
 
-    What is no operation of torch's on meta tensors is counted by formula: attention is one kernel forward and three
-    backward; RMSNorm, for which CUDA has a kernel, one and three (two of them for the weight); FSDP at one rank casts
-    all weights once an update, and adds each row's gradients up in float32.
+    What is no operation on meta tensors is counted by formula: attention is one kernel forward (FlashAttention two, as
+    it fills a generator's state) and three backward; FSDP at one rank casts all weights for each row, and adds each
+    row's gradients up in float32, a kernel for each weight.
     """
 
     def __init__(self, folder: Path, settings: TrainSettings, counted: CountedOperations) -> None:
@@ -64,6 +64,8 @@ class MetaEngine:
         """Run the optimizer's step, on gradients and weights in float32."""
         with torch.utils._python_dispatch._disable_current_modes():
             self.engine.model.float()
+            for weight in self.engine.model.parameters():
+                weight.grad = torch.empty_like(weight)
         self.engine.optimizer_step(results, lr=1e-6)
         with torch.utils._python_dispatch._disable_current_modes():
             self.engine.model.bfloat16()
@@ -72,6 +74,7 @@ class MetaEngine:
         """Count the sum of a weight's gradient over rows, in float32 as in FSDP, by one kernel for each weight."""
         is_first = weight not in self._added
         self._added.add(weight)
+        weight.grad = None
         self.counted.cost.add("sum of gradients", launches=1, size=(6 if is_first else 10) * weight.numel())
 
     @contextlib.contextmanager
@@ -88,13 +91,12 @@ class MetaEngine:
             stack.enter_context(mock.patch.object(scoring, "on_device", self._on_device))
             stack.enter_context(mock.patch.object(scoring, "attention_mask", return_value=None))
             stack.enter_context(plan._without_autocast())
-            stack.enter_context(plan._kernels_of_the_device())
-            stack.enter_context(mock.patch.object(LeanRMSNorm, "forward", self._norm))
             yield
 
     def _on_device(self, row: Row, local_indices: torch.Tensor, device: torch.device, **options: Any) -> DeviceRow:
         """Copy a row to the meta device, in one copy."""
         copy = rows.on_device(row, local_indices, torch.device("cpu"), **options)
+        row_sequences = sequences(row)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
             tensors = {name: tensor.to(_META) for name, tensor in copy.row.tensors().items()}
@@ -106,12 +108,8 @@ class MetaEngine:
             row=replace(copy.row, **tensors, columns=columns),
             local_indices=local_indices,
             scored_indices=scored_indices,
+            sequences=row_sequences,
         )
-
-    @property
-    def _norm(self) -> Any:
-        counted = self.counted
-        return lambda norm, x: _CountedNorm.apply(x, norm.weight, counted)
 
 
 class _CountedAdamW(torch.optim.SGD):
@@ -132,23 +130,6 @@ def _cast(model: torch.nn.Module, *_: Any, param_dtype: torch.dtype, **__: Any) 
     model.to(param_dtype)
 
 
-class _CountedNorm(torch.autograd.Function):
-    """CUDA's kernel of RMSNorm."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counted: CountedOperations) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.counted = counted
-        counted.cost.add("rms_norm", launches=1, size=2 * x.nbytes)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight = ctx.saved_tensors
-        ctx.counted.cost.add("rms_norm backward", launches=3, size=5 * x.nbytes)
-        return torch.empty_like(x), torch.empty_like(weight), None
-
-
 class _CountedAttention(torch.nn.Module):
     """Causal attention over a row as if it were one sequence."""
 
@@ -158,29 +139,44 @@ class _CountedAttention(torch.nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Take and return [1, L, heads, width]."""
-        out = _Attention.apply(q, k, v, self._counted, self._window)
+        out = _Attention.apply(q, k, v, self._counted, self._window, _kind(options["attention_masks"]))
         if (transform := options.get("out_transform")) is not None:
             out = transform(out, out.new_empty(out.shape[:-1], dtype=torch.float32))
         return out
 
 
+def _kind(masks: Any) -> str:
+    return "FlashAttention" if isinstance(masks, Sequences) else "FlexAttention"
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counted: CountedOperations, window: int | None
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counted: CountedOperations,
+        window: int | None,
+        kind: str,
     ) -> torch.Tensor:
         tokens, out = q.shape[1], v.new_empty(*q.shape[:-1], v.shape[-1])
         keys = math.inf if window is None else window
         pairs = sum(min(keys, index + 1) for index in range(tokens)) if window else tokens * (tokens + 1) / 2
         ctx.flops = 2.0 * pairs * q.shape[2] * (q.shape[-1] + v.shape[-1])
         ctx.save_for_backward(q, k, v, out)
-        ctx.counted = counted
-        counted.cost.add("attention", launches=1, size=sum(x.nbytes for x in (q, k, v, out)), flops=ctx.flops)
+        ctx.counted, ctx.kind = counted, kind
+        counted.cost.add(
+            kind,
+            launches=2 if kind == "FlashAttention" else 1,
+            size=sum(x.nbytes for x in (q, k, v, out)),
+            flops=ctx.flops,
+        )
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
         size = sum(x.nbytes for x in (q, k, v, out, grad, q, k, v))
-        ctx.counted.cost.add("attention", launches=3, size=size, flops=2.5 * ctx.flops)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+        ctx.counted.cost.add(ctx.kind, launches=3, size=size, flops=2.5 * ctx.flops)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None

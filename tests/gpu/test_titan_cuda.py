@@ -79,6 +79,38 @@ def test_many_targets_never_hold_all_logits(monkeypatch: pytest.MonkeyPatch):
     assert torch.cuda.max_memory_allocated() - before < 65536 * 5000 * 4 / 2
 
 
+def test_the_kernels_of_a_layer_agree_with_float64():
+    from tests.test_block_kernels import check_kernels
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        check_kernels()
+
+
+def test_flash_attention_over_sequences_is_what_the_dense_mask_says():
+    from forge_rl.engines.titan.row_attention import RowAttention, sequences
+    from forge_rl.engines.titan.rows import on_device
+
+    batch = random_batch(0, vocab=43, groups=3)
+    layout = Layout(seq_len=1024, pad_multiple=128, share_prefixes=False)
+    row = pack(batch, torch.ones(batch.rewards.shape), layout, drop_uniform=False).rows[0]
+    assert sequences(row) is not None
+    device_row = on_device(row, torch.arange(len(row)), torch.device("cuda"))
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(1, len(row), heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    inputs = [x.cuda().requires_grad_() for x in values]
+    out = RowAttention(RowAttention.Config())(*inputs, attention_masks=device_row.sequences, enable_gqa=True)
+    exact = [x.double().requires_grad_() for x in values]
+    expected = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in exact), attn_mask=dense_mask(row), enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0.02, atol=0.02)
+    for result in (out, expected):
+        result.sum().backward()
+    for x, wanted in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(x.grad.double().cpu(), wanted.grad, rtol=0.05, atol=0.05)
+
+
 def test_flex_attention_sees_what_the_dense_mask_says():
     from torchtitan.models.common.attention import FlexAttention
 

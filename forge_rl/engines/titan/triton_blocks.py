@@ -1,0 +1,204 @@
+"""Triton kernels of `block_kernels`; to be imported only where they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_norm_kernel(
+    x: Any,
+    delta: Any,
+    weight: Any,
+    total: Any,
+    out: Any,
+    inverses: Any,
+    dim: Any,
+    eps: Any,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add a token's two vectors and normalise the sum, see `add_norm`."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < dim
+    place = token * dim + columns
+    kind = out.dtype.element_ty
+    value = tl.load(x + place, mask=is_inside, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(delta + place, mask=is_inside, other=0.0).to(tl.float32)
+        rounded = value.to(kind)
+        tl.store(total + place, rounded, mask=is_inside)
+        value = rounded.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / dim + eps)
+    scale = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (value * inverse * scale).to(kind), mask=is_inside)
+    tl.store(inverses + token, inverse)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_gradient_kernel(
+    x: Any,
+    weight: Any,
+    inverses: Any,
+    grad: Any,
+    residual: Any,
+    grad_x: Any,
+    parts: Any,
+    tokens: Any,
+    dim: Any,
+    programs: Any,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write the gradients of every `programs`-th token, and this program's part of the weight's."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < dim
+    scale = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
+    part = tl.zeros((BLOCK,), tl.float32)
+    for token in range(program, tokens, programs):
+        place = tl.cast(token, tl.int64) * dim + columns
+        value = tl.load(x + place, mask=is_inside, other=0.0).to(tl.float32)
+        slope = tl.load(grad + place, mask=is_inside, other=0.0).to(tl.float32)
+        inverse = tl.load(inverses + token)
+        part += slope * value * inverse
+        slope *= scale
+        dot = tl.sum(slope * value, axis=0) / dim
+        result = inverse * (slope - value * (inverse * inverse * dot))
+        if ADDS:
+            result += tl.load(residual + place, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=is_inside)
+    tl.store(parts + program * dim + columns, part, mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_rope_kernel(
+    x: Any,
+    weight: Any,
+    cache: Any,
+    out: Any,
+    heads: Any,
+    dim: Any,
+    eps: Any,
+    NORMS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """Normalise a token's heads and rotate them, see `norm_rope`."""
+    token = tl.program_id(0).to(tl.int64)
+    half = dim // 2
+    head = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    is_inside = (head < heads) & (column < half)
+    low_place = (token * heads + head) * dim + column
+    kind = out.dtype.element_ty
+    low = tl.load(x + low_place, mask=is_inside, other=0.0).to(tl.float32)
+    high = tl.load(x + low_place + half, mask=is_inside, other=0.0).to(tl.float32)
+    if NORMS:
+        inverse = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / dim + eps)
+        low_scale = tl.load(weight + column, mask=column < half, other=0.0).to(tl.float32)
+        high_scale = tl.load(weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+        low = (low * inverse[:, None] * low_scale).to(kind).to(tl.float32)
+        high = (high * inverse[:, None] * high_scale).to(kind).to(tl.float32)
+    cos = tl.load(cache + token * 2 * dim + column, mask=column < half, other=0.0)
+    sin = tl.load(cache + token * 2 * dim + dim + column, mask=column < half, other=0.0)
+    tl.store(out + low_place, (low * cos - high * sin).to(kind), mask=is_inside)
+    tl.store(out + low_place + half, (high * cos + low * sin).to(kind), mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_rope_gradient_kernel(
+    x: Any,
+    weight: Any,
+    cache: Any,
+    grad: Any,
+    grad_x: Any,
+    parts: Any,
+    tokens: Any,
+    heads: Any,
+    dim: Any,
+    programs: Any,
+    eps: Any,
+    NORMS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """Write the gradients of every `programs`-th token, and this program's part of the weight's."""
+    program = tl.program_id(0)
+    half = dim // 2
+    head = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    is_inside = (head < heads) & (column < half)
+    kind = grad_x.dtype.element_ty
+    low_part = tl.zeros((1, HALF), tl.float32)
+    high_part = tl.zeros((1, HALF), tl.float32)
+    for token in range(program, tokens, programs):
+        low_place = (tl.cast(token, tl.int64) * heads + head) * dim + column
+        cos = tl.load(cache + token * 2 * dim + column, mask=column < half, other=0.0)
+        sin = tl.load(cache + token * 2 * dim + dim + column, mask=column < half, other=0.0)
+        low_turned = tl.load(grad + low_place, mask=is_inside, other=0.0).to(tl.float32)
+        high_turned = tl.load(grad + low_place + half, mask=is_inside, other=0.0).to(tl.float32)
+        low_slope = low_turned * cos + high_turned * sin
+        high_slope = high_turned * cos - low_turned * sin
+        if NORMS:
+            low = tl.load(x + low_place, mask=is_inside, other=0.0).to(tl.float32)
+            high = tl.load(x + low_place + half, mask=is_inside, other=0.0).to(tl.float32)
+            inverse = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / dim + eps)
+            inverse = inverse[:, None]
+            low_part += tl.sum(low_slope * low * inverse, axis=0)[None, :]
+            high_part += tl.sum(high_slope * high * inverse, axis=0)[None, :]
+            low_slope *= tl.load(weight + column, mask=column < half, other=0.0).to(tl.float32)
+            high_slope *= tl.load(weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+            dot = (tl.sum(low_slope * low, axis=1) + tl.sum(high_slope * high, axis=1))[:, None] / dim
+            low_slope = inverse * (low_slope - low * (inverse * inverse * dot))
+            high_slope = inverse * (high_slope - high * (inverse * inverse * dot))
+        tl.store(grad_x + low_place, low_slope.to(kind), mask=is_inside)
+        tl.store(grad_x + low_place + half, high_slope.to(kind), mask=is_inside)
+    if NORMS:
+        tl.store(parts + program * dim + column, low_part, mask=column < half)
+        tl.store(parts + program * dim + half + column, high_part, mask=column < half)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def swiglu_kernel(a: Any, b: Any, out: Any, elements: Any, BLOCK: tl.constexpr) -> None:
+    """Write silu(a) b, see `swiglu`."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < elements
+    kind = out.dtype.element_ty
+    gate = tl.load(a + place, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(b + place, mask=is_inside, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + place, (silu * up).to(kind), mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def swiglu_gradient_kernel(
+    a: Any, b: Any, grad: Any, grad_a: Any, grad_b: Any, elements: Any, BLOCK: tl.constexpr
+) -> None:
+    """Write both gradients of silu(a) b."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < elements
+    kind = grad_a.dtype.element_ty
+    gate = tl.load(a + place, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(b + place, mask=is_inside, other=0.0).to(tl.float32)
+    slope = tl.load(grad + place, mask=is_inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    tl.store(grad_a + place, (slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(kind), mask=is_inside)
+    tl.store(grad_b + place, (slope * gate * sigmoid).to(kind), mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_parts_kernel(parts: Any, out: Any, count: Any, dim: Any, PARTS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Add up a block of columns of all parts."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < dim
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, count, PARTS):
+        part = first + tl.arange(0, PARTS)[:, None]
+        values = tl.load(parts + part * dim + columns[None, :], mask=(part < count) & is_inside[None, :], other=0.0)
+        total += tl.sum(values, axis=0)
+    tl.store(out + columns, total.to(out.dtype.element_ty), mask=is_inside)
