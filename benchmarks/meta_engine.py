@@ -24,16 +24,14 @@ from forge_rl.packing.rows import Row
 
 _META = torch.device("meta")
 _GPU_BYTES = 80 << 30
-CASTS_EACH_ROW = True
-"""FSDP frees the weights that it cast after each backward pass."""
 
 
 class MetaEngine:
     """Trains on the meta device while `counted` counts.
 
     What is no operation on meta tensors is counted by formula: attention is one kernel forward (FlashAttention two, as
-    it fills a generator's state) and three backward; FSDP at one rank casts all weights for each row, and adds each
-    row's gradients up in float32, a kernel for each weight.
+    it fills a generator's state) and three backward; FSDP at one rank casts all weights once, and adds each row's
+    gradients up in float32, a kernel for each weight.
     """
 
     def __init__(self, folder: Path, settings: TrainSettings, counted: CountedOperations) -> None:
@@ -55,8 +53,7 @@ class MetaEngine:
 
     def rows(self, update: Update) -> RowResults:
         """Run both passes of an update's rows, with the casts of their weights and the sums of their gradients."""
-        casts = len(update.minibatch.rows) if CASTS_EACH_ROW else 1
-        self.counted.cost.add("cast of weights", launches=casts * self._units, size=6 * casts * self.weights)
+        self.counted.cost.add("cast of weights", launches=self._units, size=6 * self.weights)
         self._added.clear()
         return self.engine.forward_backward(update)
 
