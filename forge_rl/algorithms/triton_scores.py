@@ -1,24 +1,23 @@
-"""Triton kernels of `score_kernels`; to be imported only where they run."""
+"""Triton kernels of `score_kernels`; to be imported only where they run. Triton resolves annotations, so that
+there are none but its own."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def sums_kernel(
-    logits: Any,
-    out: Any,
-    stride: Any,
-    rows: Any,
-    vocab: Any,
-    temperature: Any,
+def sums_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    out,
+    stride,
+    rows,
+    vocab,
+    temperature,
     SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Reduce a row of logits, see `score_sums`, as an online softmax."""
     row = tl.program_id(0).to(tl.int64)
     # Not -inf: a block of masked logits must not give -inf - -inf.
@@ -47,20 +46,20 @@ def sums_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gradient_kernel(
-    logits: Any,
-    grad: Any,
-    statistics: Any,
-    places: Any,
-    slopes: Any,
-    stride: Any,
-    grad_stride: Any,
-    rows: Any,
-    vocab: Any,
-    targets: Any,
-    temperature: Any,
+def gradient_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    grad,
+    statistics,
+    places,
+    slopes,
+    stride,
+    grad_stride,
+    rows,
+    vocab,
+    targets,
+    temperature,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Write a block of a row's gradient, see `score_gradient`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -151,7 +151,10 @@ def _add_norm(
     total, normed, inverses = _add_norm_outputs(x, delta, weight, eps)
     dim = x.shape[-1]
     add_norm_kernel[(x.numel() // dim,)](
-        *(x, delta, weight, total, normed, inverses, dim, eps), ADDS=delta is not None, BLOCK=_power_of_two(dim)
+        *(x, delta, weight, total, normed, inverses, dim, eps),
+        ADDS=delta is not None,
+        BLOCK=_power_of_two(dim),
+        num_warps=_warps(dim),
     )
     return total, normed, inverses
 
@@ -179,6 +182,7 @@ def _norm_gradient(
         *(x, weight, inverses, grad, residual, grad_x, parts, x.numel() // dim, dim, len(parts)),
         ADDS=residual is not None,
         BLOCK=_power_of_two(dim),
+        num_warps=_warps(dim),
     )
     return grad_x, parts
 
@@ -288,3 +292,8 @@ def _programs(tokens: int) -> int:
 
 def _power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
+
+
+def _warps(elements: int) -> int:
+    """Return how many warps share a token's elements, so that each thread's fit its registers."""
+    return max(4, min(16, _power_of_two(elements) // 512))

@@ -1,26 +1,25 @@
-"""Triton kernels of `block_kernels`; to be imported only where they run."""
+"""Triton kernels of `block_kernels`; to be imported only where they run. Triton resolves annotations, so that
+there are none but its own."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_norm_kernel(
-    x: Any,
-    delta: Any,
-    weight: Any,
-    total: Any,
-    out: Any,
-    inverses: Any,
-    dim: Any,
-    eps: Any,
+def add_norm_kernel(  # type: ignore[no-untyped-def]
+    x,
+    delta,
+    weight,
+    total,
+    out,
+    inverses,
+    dim,
+    eps,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Add a token's two vectors and normalise the sum, see `add_norm`."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -40,20 +39,20 @@ def add_norm_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def norm_gradient_kernel(
-    x: Any,
-    weight: Any,
-    inverses: Any,
-    grad: Any,
-    residual: Any,
-    grad_x: Any,
-    parts: Any,
-    tokens: Any,
-    dim: Any,
-    programs: Any,
+def norm_gradient_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    inverses,
+    grad,
+    residual,
+    grad_x,
+    parts,
+    tokens,
+    dim,
+    programs,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """Write the gradients of every `programs`-th token, and this program's part of the weight's."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -76,18 +75,18 @@ def norm_gradient_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def norm_rope_kernel(
-    x: Any,
-    weight: Any,
-    cache: Any,
-    out: Any,
-    heads: Any,
-    dim: Any,
-    eps: Any,
+def norm_rope_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    cache,
+    out,
+    heads,
+    dim,
+    eps,
     NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-) -> None:
+):
     """Normalise a token's heads and rotate them, see `norm_rope`."""
     token = tl.program_id(0).to(tl.int64)
     half = dim // 2
@@ -111,22 +110,22 @@ def norm_rope_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def norm_rope_gradient_kernel(
-    x: Any,
-    weight: Any,
-    cache: Any,
-    grad: Any,
-    grad_x: Any,
-    parts: Any,
-    tokens: Any,
-    heads: Any,
-    dim: Any,
-    programs: Any,
-    eps: Any,
+def norm_rope_gradient_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    cache,
+    grad,
+    grad_x,
+    parts,
+    tokens,
+    heads,
+    dim,
+    programs,
+    eps,
     NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-) -> None:
+):
     """Write the gradients of every `programs`-th token, and this program's part of the weight's."""
     program = tl.program_id(0)
     half = dim // 2
@@ -164,7 +163,7 @@ def norm_rope_gradient_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def swiglu_kernel(a: Any, b: Any, out: Any, elements: Any, BLOCK: tl.constexpr) -> None:
+def swiglu_kernel(a, b, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write silu(a) b, see `swiglu`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
@@ -176,9 +175,9 @@ def swiglu_kernel(a: Any, b: Any, out: Any, elements: Any, BLOCK: tl.constexpr) 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def swiglu_gradient_kernel(
-    a: Any, b: Any, grad: Any, grad_a: Any, grad_b: Any, elements: Any, BLOCK: tl.constexpr
-) -> None:
+def swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
+    a, b, grad, grad_a, grad_b, elements, BLOCK: tl.constexpr
+):
     """Write both gradients of silu(a) b."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
@@ -192,7 +191,7 @@ def swiglu_gradient_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def sum_parts_kernel(parts: Any, out: Any, count: Any, dim: Any, PARTS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def sum_parts_kernel(parts, out, count, dim, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up a block of columns of all parts."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < dim
