@@ -41,11 +41,12 @@ class MetaEngine:
         with self.on_device():
             self.engine = train.TitanEngine(folder, settings)
         window_layers = self.engine.architecture.window_layers
-        for number, layer in self.engine.model.layers.items():  # type: ignore[union-attr]
+        model: Any = self.engine.model
+        for number, layer in model.layers.items():
             window = self.engine.architecture.window if int(number) in window_layers else None
             layer.attention.inner_attention = _CountedAttention(counted, window)
         self.weights = sum(weight.numel() for weight in self.engine.model.parameters())
-        self._units = len(self.engine.model.layers) + 1  # type: ignore[union-attr]
+        self._units = len(model.layers) + 1
         self.engine.optimizer = _CountedAdamW(self.engine.model.parameters(), counted)
         for weight in self.engine.model.parameters():
             weight.register_post_accumulate_grad_hook(self._add_up)

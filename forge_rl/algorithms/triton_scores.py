@@ -3,11 +3,11 @@ there are none but its own."""
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def sums_kernel(  # type: ignore[no-untyped-def]
     logits,
     out,
@@ -45,7 +45,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 3 * rows + row, squared)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def gradient_kernel(  # type: ignore[no-untyped-def]
     logits,
     grad,

@@ -3,11 +3,11 @@ there are none but its own."""
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def add_norm_kernel(  # type: ignore[no-untyped-def]
     x,
     delta,
@@ -38,7 +38,7 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(inverses + token, inverse)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def norm_gradient_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
@@ -74,7 +74,7 @@ def norm_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(parts + program * dim + columns, part, mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def norm_rope_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
@@ -109,7 +109,7 @@ def norm_rope_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + low_place + half, (high * cos + low * sin).to(kind), mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def norm_rope_gradient_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
@@ -162,7 +162,7 @@ def norm_rope_gradient_kernel(  # type: ignore[no-untyped-def]
         tl.store(parts + program * dim + half + column, high_part, mask=column < half)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def swiglu_kernel(a, b, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write silu(a) b, see `swiglu`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -174,7 +174,7 @@ def swiglu_kernel(a, b, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-
     tl.store(out + place, (silu * up).to(kind), mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     a, b, grad, grad_a, grad_b, elements, BLOCK: tl.constexpr
 ):
@@ -190,7 +190,7 @@ def swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_b + place, (slope * gate * sigmoid).to(kind), mask=is_inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def sum_parts_kernel(parts, out, count, dim, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up a block of columns of all parts."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
