@@ -46,6 +46,7 @@ FORMS = {
     "schedules": "--engines 8 --batches 2 --warm-up 1",
     "tools": "--episodes 8 --work 100",
     "trees": "--turns 4 --prompt 20 --layers 1",
+    "update_cost": "--tokens 512 --layers 2",
     "weights": "--smoke",
     "weights_model": "--model smollm2-135m --smoke",
 }

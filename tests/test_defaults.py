@@ -14,6 +14,7 @@ from forge_rl import RunConfig
 from forge_rl.engines import devices
 from forge_rl.engines.context import _cache_bytes
 from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.state import ScheduleConfig
@@ -46,7 +47,7 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
         return TrainMemory(
             weights=4 * weights,
             gradients=4 * weights,
-            optimizer=8 * weights,
+            optimizer=round(moments_bytes(settings.optimizer_state) * weights),
             moments=8 * weights,
             reference=reference * weights,
             gathered=2 * weights if ranks == 1 else 2 * WEIGHTS[model] // 24,
@@ -94,7 +95,7 @@ def told(config: RunConfig) -> tuple[int, bool, bool, float, str]:
         ("135M", "141 GB", 1, (8192, True, False, 0.9, "colocated")),
         ("8B", "24 GB", 1, (1024, False, False, 0.9, "colocated")),  # refused by the plan: no mode fits
         ("8B", "80 GB", 1, (8192, False, True, 0.9, "colocated")),
-        ("8B", "141 GB", 1, (8192, False, True, 0.9, "colocated")),
+        ("8B", "141 GB", 1, (4096, False, False, 0.9, "colocated")),  # with moments in bfloat16
         ("8B", "80 GB", 8, (2048, True, False, 0.81, "colocated")),
         ("8B", "141 GB", 8, (4096, True, False, 0.89, "colocated")),
         ("30B-A3B", "141 GB", 8, (4096, False, False, 0.9, "colocated")),
@@ -107,9 +108,11 @@ def test_on_gpus_that_both_share_rows_state_and_engines_get_what_there_is(
     config, lines = chosen(model, gpu, ranks=ranks, replicas=ranks, there=ranks)
     assert told(config) == expected
     recomputes = config.trainer.activation_checkpointing == "full"
-    assert recomputes == (config.trainer.enable_cpu_offload or (model, gpu) == ("30B-A3B", "80 GB")), (
-        "before CPU offload"
+    small = config.trainer.optimizer_state != "float32"
+    assert recomputes == (config.trainer.enable_cpu_offload or small or (model, gpu) == ("30B-A3B", "80 GB")), (
+        "before small moments and CPU offload"
     )
+    assert small == ((model, gpu, ranks) == ("8B", "141 GB", 1)), "before CPU offload, and only where they suffice"
     assert len(lines) == 2 + config.trainer.stays_on_device + recomputes
     again, nothing = choose(
         config, SimpleNamespace(weights=WEIGHTS[model]), gpu=GPUS[gpu], num_gpus=ranks, memory=plan_of(model, ranks)
@@ -195,7 +198,8 @@ def test_a_run_without_engines_leaves_the_gpu_to_the_trainer() -> None:
     config = ExampleConfig(trainer=Trainer.Config(ranks=1))
     architecture: Any = SimpleNamespace(weights=WEIGHTS["8B"])
     chosen_config, lines = choose(config, architecture, gpu=GPUS["141 GB"], num_gpus=1, memory=plan_of("8B", 1))
-    assert told(chosen_config) == (8192, False, True, config.generator.gpu_memory_utilization, "auto"), lines
+    assert told(chosen_config) == (8192, False, False, config.generator.gpu_memory_utilization, "auto"), lines
+    assert chosen_config.trainer.optimizer_state == "bfloat16"
     small, lines = choose(config, architecture, gpu=GPUS["80 GB"], num_gpus=1, memory=plan_of("135M", 1))
     assert told(small) == (8192, False, False, config.generator.gpu_memory_utilization, "auto")
     assert len(lines) == 1

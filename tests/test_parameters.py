@@ -15,6 +15,16 @@ FIXED = {
     "forge_rl/engines/vllm/sampling.py verify": "vLLM calls it, in place of its own",
     "forge_rl/weights/kernels.py copy_rows": "numba compiles it, and takes arrays and numbers only",
     "forge_rl/weights/kernels.py cast_rows": "numba compiles it, and takes arrays and numbers only",
+} | {
+    f"forge_rl/{place}": "Triton compiles it, and takes pointers and numbers only"
+    for place in (
+        "algorithms/triton_scores.py gradient_kernel",
+        "algorithms/triton_scores.py sums_kernel",
+        "engines/titan/triton_blocks.py add_norm_kernel",
+        "engines/titan/triton_blocks.py norm_gradient_kernel",
+        "engines/titan/triton_blocks.py norm_rope_gradient_kernel",
+        "engines/titan/triton_blocks.py norm_rope_kernel",
+    )
 }
 """Functions whose parameters are not ours to group, with the reason."""
 

@@ -312,15 +312,15 @@ def test_a_chunked_head_gives_the_same_logprobs_and_gradients(monkeypatch: pytes
     torch.manual_seed(0)
     head = FloatHead(FloatHead.Config(in_features=8, out_features=43)).double()
     hidden, targets = torch.randn(10, 8, dtype=torch.float64), torch.randint(0, 43, (10,))
-    results = []
+    results, product = [], titan_head._product
     for chunk in (10, 4):
         monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", chunk * 43 * 4)
         given = hidden.clone().requires_grad_()
         sizes: list[int] = []
         monkeypatch.setattr(
             titan_head,
-            "token_scores",
-            lambda logits, *args, sizes=sizes, **how: sizes.append(len(logits)) or token_scores(logits, *args, **how),
+            "_product",
+            lambda hidden, *args, sizes=sizes: sizes.append(len(hidden)) or product(hidden, *args),
         )
         logprobs, entropy, *_ = head(given, targets, Scoring(temperature=0.7))
         gradients = torch.autograd.grad(logprobs.exp().sum(), [given, head.weight])

@@ -339,6 +339,20 @@ def test_scoring_leaves_the_shards_in_place_and_steps_as_they_were(tmp_path: Pat
     assert furthest(hf_weights(scored.model), hf_weights(plain.model)) == 0
 
 
+def test_weights_are_cast_once_for_all_rows_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    make_model(tmp_path)
+    engine, laid = engine_of(tmp_path, dtype="bfloat16"), packed(random_batch(0, vocab=43, groups=6), seq_len=64)
+    assert [len(minibatch.rows) > 1 for minibatch in laid.minibatches] == [True]
+    step(engine, laid)
+    unsharded = FSDPParam.to_unsharded
+    casts = []
+    monkeypatch.setattr(FSDPParam, "to_unsharded", lambda param: casts.append(param) or unsharded(param))
+    step(engine, laid)
+    assert len(casts) == len(list(engine.model.parameters()))
+
+
 FROZEN = ("model.embed_tokens.*", "model.layers.0.*", "model.norm.*")
 
 

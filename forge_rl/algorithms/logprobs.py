@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forge_rl.algorithms.score_kernels import score_gradient, score_sums
 from forge_rl.errors import ConfigError
 
 
@@ -70,12 +71,12 @@ def token_scores(
         logits: [N, V], any float dtype.
         targets: [N] int64, or [N, K] for K targets of the same distribution; any valid token id at positions without a
             target.
-        chunk_tokens: positions per chunk; float32 temporaries are [chunk_tokens, V]. By default 16 on CPU, to stay in
-            its cache, else 64.
+        chunk_tokens: positions per chunk; float32 temporaries are [chunk_tokens, V]. CUDA needs no chunks: its kernels
+            have no temporaries.
         overwrite_logits: overwrite the logits with the gradient in the backward pass, which saves their size in memory.
             Only for logits that nothing else reads; a second backward pass fails.
     """
-    chunk_tokens = chunk_tokens or (16 if logits.device.type == "cpu" else 64)
+    chunk_tokens = chunk_tokens or default_chunk_tokens(logits)
     assert logits.ndim == 2, f"logits have shape {list(logits.shape)}, not [N, V]"
     assert targets.shape[:1] == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
     return TokenScores(*_TokenScoresFunction.apply(logits, targets, scoring, chunk_tokens, overwrite_logits))
@@ -100,6 +101,104 @@ def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tens
     return {"abs_sum": gap.sum(), "max": largest, "count": mask.sum().to(torch.float32)}
 
 
+class Distributions(NamedTuple):
+    """What the gradient needs of N distributions besides their logits; float32, or float64 for float64 logits."""
+
+    entropy: torch.Tensor
+    """[N], in nats."""
+    log_total: torch.Tensor | None
+    """[N], log of the sum of exp(logits / temperature); None where the gradient computes it again."""
+
+
+def score_logits(
+    logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring, chunk_tokens: int
+) -> tuple[TokenScores, Distributions]:
+    """Compute `token_scores` without gradients, and what `logits_gradient` needs."""
+    if _has_kernels(logits):
+        return _scored_by_kernel(logits, targets, scoring)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logprobs, entropy = logits.new_empty(targets.shape, dtype=dtype), logits.new_empty(len(targets), dtype=dtype)
+    squares = torch.empty_like(entropy) if scoring.squares else None
+    buffers = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
+    for start in range(0, len(targets), chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        scaled = _scaled(logits[rows], scoring.temperature)
+        logp, p = (buffer[: len(scaled)] for buffer in buffers)
+        torch.log_softmax(scaled, dim=1, out=logp)
+        logprobs[rows] = logp.gather(1, targets[rows].view(len(scaled), -1)).view(targets[rows].shape)
+        torch.exp(logp, out=p)
+        if squares is not None:
+            squares[rows] = p.square().sum(dim=1)
+        # The bound avoids 0 * -inf in the sum; it only changes entries of probability 0.
+        entropy[rows] = -p.mul_(logp.clamp_(min=_LEAST)).sum(dim=1)
+    return TokenScores(logprobs, entropy, squares), Distributions(entropy, None)
+
+
+def logits_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    distributions: Distributions,
+    grads: tuple[torch.Tensor, torch.Tensor],
+    scoring: Scoring,
+    *,
+    chunk_tokens: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient by the logits to `out`, [N, V] of any float dtype, which may be the logits themselves.
+
+    Args:
+        grads: gradients by the logprobs, [N] or [N, K], and by the entropy, [N], which counts only if `scoring` says
+            so.
+    """
+    grad_logprobs, grad_entropy = (grad / scoring.temperature for grad in grads)
+    slopes = _columns(grad_logprobs)
+    if distributions.log_total is not None:
+        entropy = distributions.entropy
+        g = grad_entropy if scoring.entropy_gradient else torch.zeros_like(entropy)
+        statistics = torch.stack([distributions.log_total, entropy, slopes.sum(dim=1), g])
+        places = _columns(targets).contiguous()
+        score_gradient(logits, out, statistics, places, widened(slopes).contiguous(), scoring.temperature)
+        return
+    buffer = _room(logits, chunk_tokens)
+    for start in range(0, len(targets), chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        scaled, slope = _scaled(logits[rows], scoring.temperature), slopes[rows]
+        all_slopes = slope.sum(dim=1, keepdim=True)
+        if scoring.entropy_gradient:
+            logp = torch.log_softmax(scaled, dim=1, out=buffer[: len(scaled)])
+            grad = entropy_slope(logp, distributions.entropy[rows], grad_entropy[rows], all_slopes)
+        else:
+            grad = torch.softmax(scaled, dim=1, out=buffer[: len(scaled)]).mul_(-all_slopes)
+        out[rows] = grad.scatter_add_(1, targets[rows].view(slope.shape), slope)
+
+
+def default_chunk_tokens(logits: torch.Tensor) -> int:
+    """Return how many positions are scored at a time without a kernel: on CPU 16, to stay in its cache."""
+    return 16 if logits.device.type == "cpu" else 64
+
+
+def _has_kernels(logits: torch.Tensor) -> bool:
+    """Return whether kernels score these logits: on CUDA, and on the meta device, which stands for it in plans."""
+    return logits.device.type != "cpu" and logits.dtype != torch.float64
+
+
+def _scored_by_kernel(
+    logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring
+) -> tuple[TokenScores, Distributions]:
+    largest, total, weighted, squared = score_sums(logits, scoring.temperature, scoring.squares)
+    log_sum = total.log()
+    entropy, log_total = log_sum - weighted / total, largest + log_sum
+    target_logits = widened(logits.gather(1, _columns(targets))) / scoring.temperature
+    squares = squared / total.square() if scoring.squares else None
+    logprobs = (target_logits - log_total[:, None]).reshape(targets.shape)
+    return TokenScores(logprobs, entropy, squares), Distributions(entropy, log_total)
+
+
+def _columns(values: torch.Tensor) -> torch.Tensor:
+    """Return [N] or [N, K] as [N, K]."""
+    return values[:, None] if values.ndim == 1 else values
+
+
 class _TokenScoresFunction(torch.autograd.Function):
     """Handwritten gradients, so that no [N, V] softmax is saved. With z = logits / temperature:
     d logprob / d z = onehot - p, and d entropy / d z = -p * (log p + entropy)."""
@@ -113,22 +212,8 @@ class _TokenScoresFunction(torch.autograd.Function):
         chunk_tokens: int,
         overwrite_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        logprobs, entropy = logits.new_empty(targets.shape, dtype=dtype), logits.new_empty(len(targets), dtype=dtype)
-        squares = torch.empty_like(entropy) if scoring.squares else None
-        buffers = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
-        for start in range(0, len(targets), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            scaled = _scaled(logits[rows], scoring.temperature)
-            logp, p = (buffer[: len(scaled)] for buffer in buffers)
-            torch.log_softmax(scaled, dim=1, out=logp)
-            logprobs[rows] = logp.gather(1, targets[rows].view(len(scaled), -1)).view(targets[rows].shape)
-            torch.exp(logp, out=p)
-            if squares is not None:
-                squares[rows] = p.square().sum(dim=1)
-            # The bound avoids 0 * -inf in the sum; it only changes entries of probability 0.
-            entropy[rows] = -p.mul_(logp.clamp_(min=_LEAST)).sum(dim=1)
-        ctx.save_for_backward(logits, targets, entropy)
+        (logprobs, entropy, squares, _), distributions = score_logits(logits, targets, scoring, chunk_tokens)
+        ctx.save_for_backward(logits, targets, *distributions)
         ctx.options = scoring, chunk_tokens, overwrite_logits
         fixed = [entropy] if not scoring.entropy_gradient else []
         ctx.mark_non_differentiable(*fixed, *([] if squares is None else [squares]))
@@ -139,21 +224,18 @@ class _TokenScoresFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor, _: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, targets, entropy = ctx.saved_tensors
+        logits, targets, *distributions = ctx.saved_tensors
         scoring, chunk_tokens, overwrite_logits = ctx.options
         grad_logits = logits.detach() if overwrite_logits else torch.empty_like(logits)
-        buffer = _room(logits, chunk_tokens)
-        for start in range(0, len(targets), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            scaled = _scaled(logits[rows], scoring.temperature)
-            slope = (grad_logprobs[rows] / scoring.temperature).view(len(scaled), -1)
-            all_slopes = slope.sum(dim=1, keepdim=True)
-            if scoring.entropy_gradient:
-                logp = torch.log_softmax(scaled, dim=1, out=buffer[: len(scaled)])
-                grad = entropy_slope(logp, entropy[rows], grad_entropy[rows] / scoring.temperature, all_slopes)
-            else:
-                grad = torch.softmax(scaled, dim=1, out=buffer[: len(scaled)]).mul_(-all_slopes)
-            grad_logits[rows] = grad.scatter_add_(1, targets[rows].view(slope.shape), slope)
+        logits_gradient(
+            logits.detach(),
+            targets,
+            Distributions(*distributions),
+            (grad_logprobs, grad_entropy),
+            scoring,
+            chunk_tokens=chunk_tokens,
+            out=grad_logits,
+        )
         return grad_logits, None, None, None, None
 
 

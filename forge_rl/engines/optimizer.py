@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from forge_rl.errors import check_flags
 from forge_rl.flags.categories import Tunable
 
 OptimizerState = Literal["float32", "bfloat16", "int8"]
+OPTIMIZER_STATES: tuple[OptimizerState, ...] = get_args(OptimizerState)
+"""From the largest to the smallest."""
 SCALED_TOGETHER = 256
 """Elements of a moment in int8 that share a float32 scale. Dettmers et al. share one among 2,048; fewer keep an outlier
 from more elements, for 1/64 byte."""

@@ -148,6 +148,8 @@ def flags(forecast: Forecast) -> list[str]:
     named["--trainer.seq-len"] = trainer.seq_len
     if trainer.activation_checkpointing != "none":
         named["--trainer.activation-checkpointing"] = trainer.activation_checkpointing
+    if trainer.optimizer_state != "float32":
+        named["--trainer.optimizer-state"] = trainer.optimizer_state
     named["--generator.replicas"] = generator.replicas
     if generator.tensor_parallel_size > 1:
         named["--generator.tensor-parallel-size"] = generator.tensor_parallel_size

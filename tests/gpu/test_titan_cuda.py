@@ -48,7 +48,28 @@ def test_a_bfloat16_head_keeps_float32_sums(tokens: int):
         torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.01 * float(expected.abs().max()))
 
 
-def test_many_targets_never_hold_all_logits():
+@pytest.mark.parametrize("targets_each", [1, 3])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_scores_of_whole_vocabularies_are_those_of_float64(targets_each: int, entropy_gradient: bool):
+    from forge_rl.algorithms.logprobs import Scoring, token_scores
+
+    logits = 4 * torch.randn(300, 50_003, device="cuda")
+    logits[1, 100:] = -torch.inf
+    targets = torch.randint(0, 100, (300, targets_each), device="cuda")
+    scoring = Scoring(temperature=0.7, entropy_gradient=entropy_gradient, squares=True)
+    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    scores, expected = token_scores(given, targets, scoring), token_scores(exact, targets, scoring)
+    for value, wanted in zip(scores[:3], expected[:3], strict=True):
+        torch.testing.assert_close(value, wanted.float(), rtol=1e-5, atol=2e-5)
+    for result in (scores, expected):
+        (result.logprobs.sum() + (result.entropy.sum() if entropy_gradient else 0)).backward()
+    torch.testing.assert_close(given.grad, exact.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_many_targets_never_hold_all_logits(monkeypatch: pytest.MonkeyPatch):
+    from forge_rl.engines.titan import head as titan_head
+
+    monkeypatch.setattr(titan_head, "_MAX_CHUNK_BYTES", 256 << 20)
     model = head(torch.bfloat16)
     hidden = torch.randn(65536, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, 5000, (65536,), device="cuda")
@@ -56,6 +77,38 @@ def test_many_targets_never_hold_all_logits():
     before = torch.cuda.memory_allocated()
     model(hidden, targets)[0].sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 65536 * 5000 * 4 / 2
+
+
+def test_the_kernels_of_a_layer_agree_with_float64():
+    from tests.test_block_kernels import check_kernels
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        check_kernels()
+
+
+def test_flash_attention_over_sequences_is_what_the_dense_mask_says():
+    from forge_rl.engines.titan.row_attention import RowAttention, sequences
+    from forge_rl.engines.titan.rows import on_device
+
+    batch = random_batch(0, vocab=43, groups=3)
+    layout = Layout(seq_len=1024, pad_multiple=128, share_prefixes=False)
+    row = pack(batch, torch.ones(batch.rewards.shape), layout, drop_uniform=False).rows[0]
+    assert sequences(row) is not None
+    device_row = on_device(row, torch.arange(len(row)), torch.device("cuda"))
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(1, len(row), heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    inputs = [x.cuda().requires_grad_() for x in values]
+    out = RowAttention(RowAttention.Config())(*inputs, attention_masks=device_row.sequences, enable_gqa=True)
+    exact = [x.double().requires_grad_() for x in values]
+    expected = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in exact), attn_mask=dense_mask(row), enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0.02, atol=0.02)
+    for result in (out, expected):
+        result.sum().backward()
+    for x, wanted in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(x.grad.double().cpu(), wanted.grad, rtol=0.05, atol=0.05)
 
 
 def test_flex_attention_sees_what_the_dense_mask_says():

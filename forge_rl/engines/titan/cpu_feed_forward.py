@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward network on CPU: a manual gradient saves memory and passes over it."""
+"""SwiGLU feed-forward network that keeps and reads little: our kernel on CUDA, on CPU a manual gradient."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.feed_forward import FeedForward
 
+from forge_rl.engines.titan.block_kernels import has_kernels, joint_linear, swiglu
+from forge_rl.engines.titan.fused_block import is_bare
+
 _CHUNK = 1 << 17
 """Elements that are computed at a time, to stay in a CPU's cache."""
 _TRACED = 64
@@ -17,7 +20,7 @@ _TRACED = 64
 
 
 class LeanFeedForward(FeedForward):
-    """torchtitan's feed-forward network, which holds three hidden activations in its backward pass on CPU, not six."""
+    """torchtitan's feed-forward network, which on CPU holds three hidden activations in its backward pass, not six."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
@@ -25,7 +28,13 @@ class LeanFeedForward(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., dim] to [..., dim]."""
-        if x.device.type == "cuda" or x.dtype.itemsize < 4 or isinstance(x, DTensor):
+        if has_kernels(x):
+            layers = self.w1, self.w3
+            bare = all(map(is_bare, layers))
+            a, b = joint_linear(x, *(layer.weight for layer in layers)) if bare else (layer(x) for layer in layers)
+            fused: torch.Tensor = self.w2(swiglu(a, b))
+            return fused
+        if x.is_cuda or x.dtype.itemsize < 4 or isinstance(x, DTensor):
             plain: torch.Tensor = super().forward(x)
             return plain
         out: torch.Tensor = self.w2(_SwiGLU.apply(self.w1(x), self.w3(x)))

@@ -1,4 +1,4 @@
-"""RMSNorm where torch has no kernel, on CPU: a manual gradient saves memory and passes over it."""
+"""RMSNorm that keeps and reads little: our kernel on CUDA, and on CPU, where torch has none, a manual gradient."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import RMSNorm
 
+from forge_rl.engines.titan.block_kernels import add_norm, has_kernels
+
 
 class LeanRMSNorm(RMSNorm):
-    """torchtitan's RMSNorm that, where torch has no kernel, saves only the input and one number per token."""
+    """torchtitan's RMSNorm that saves only the input and one number per token."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
@@ -19,16 +21,14 @@ class LeanRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., dim] over its last dimension."""
-        plain = x.device.type != "cuda" and x.dtype.itemsize >= 4 and not isinstance(x, DTensor)
-        if not plain or self.eps is None or self.weight is None or isinstance(self.weight, DTensor):
-            plain_normed: torch.Tensor = super().forward(x)
-            return plain_normed
-        return self.lean(x)
-
-    def lean(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise [..., dim] without a kernel of torch."""
-        normed: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
-        return normed
+        if self.eps is not None and self.weight is not None and not isinstance(self.weight, DTensor):
+            if has_kernels(x):
+                return add_norm(x, None, self.weight, self.eps)[1]
+            if not x.is_cuda and x.dtype.itemsize >= 4 and not isinstance(x, DTensor):
+                lean: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+                return lean
+        plain: torch.Tensor = super().forward(x)
+        return plain
 
 
 class _RMSNorm(torch.autograd.Function):

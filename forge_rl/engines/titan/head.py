@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,29 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
-from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores, token_scores, widened
+from forge_rl.algorithms.logprobs import (
+    DEFAULT_SCORING,
+    Distributions,
+    Scoring,
+    TokenScores,
+    default_chunk_tokens,
+    logits_gradient,
+    score_logits,
+    token_scores,
+    widened,
+)
+from forge_rl.engines.devices import device_type
+from forge_rl.engines.platform import gpu_bytes
 from forge_rl.engines.titan.shards import local
 from forge_rl.engines.titan.vocabulary import split_token_scores
 
 HEAD_CHUNK_BYTES = 256 << 20
-"""Maximum bytes of logits held at a time; their gradient overwrites them."""
+"""Maximum bytes of logits held at a time on CPU, and on small GPUs; float32 gradients overwrite them."""
+_MAX_CHUNK_BYTES = 2 << 30
+"""Maximum bytes of logits on large GPUs: products of so many rows run at full speed, and the weight's gradient, which
+each chunk reads and writes whole, takes no noticeable time."""
+_CHUNK_SHARE = 40
+"""Logits take at most 1/40 of a GPU's memory, 2 GiB of 80."""
 
 
 class FloatHead(Linear):
@@ -49,11 +66,13 @@ class FloatHead(Linear):
                 return token_scores(self.transform(logits), targets, scoring)
             return token_scores(logits, targets, scoring, overwrite_logits=True)
 
-        tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))
-        keeps_sums = hidden.is_cuda and hidden.dtype.itemsize < 4  # torch gives such a product no gradient
+        tokens = _chunk_tokens(len(targets), self.weight.shape[0])
+        keeps_sums = _keeps_sums(weight)  # torch gives such a product no gradient
         if len(targets) <= tokens and not keeps_sums:
             return score(_product(hidden, _factor(weight)), targets)
-        return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, score, tokens, scoring.entropy_gradient))
+        is_plain = self.transform is None and not isinstance(self.weight, DTensor)
+        scorer: ChunkScorer = _PlainScorer(scoring) if is_plain else _TracedScorer(score, scoring)
+        return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, scorer, tokens))
 
 
 class ValueHead(Linear):
@@ -79,6 +98,67 @@ class ValueHead(Linear):
         return TokenScores(values.new_zeros(targets.shape), values.new_zeros(len(values)), None, values)
 
 
+class _PlainScorer:
+    """Scores chunks of logits, whose gradient needs nothing but the logits and two numbers per token."""
+
+    def __init__(self, scoring: Scoring) -> None:
+        self.scoring = scoring
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
+        """Score a chunk; also returns what `gradient` needs of it, each [n]."""
+        return score_logits(logits, targets, self.scoring, default_chunk_tokens(logits))
+
+    def gradient(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        statistics: Sequence[torch.Tensor | None],
+        grads: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return the gradient by a chunk's logits in a dtype, given those by its logprobs and entropy."""
+        grad = logits if dtype == logits.dtype else logits.new_empty(logits.shape, dtype=dtype)
+        logits_gradient(
+            logits,
+            targets,
+            Distributions(*statistics),  # type: ignore[arg-type]
+            grads,
+            self.scoring,
+            chunk_tokens=default_chunk_tokens(logits),
+            out=grad,
+        )
+        return grad
+
+
+class _TracedScorer:
+    """Scores chunks of logits by any function, which autograd traces again for the gradient."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], TokenScores], scoring: Scoring) -> None:
+        self._function, self.scoring = function, scoring
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
+        """Score a chunk, of which nothing is needed again."""
+        return self._function(logits, targets), (None, None)
+
+    def gradient(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        statistics: Sequence[torch.Tensor | None],
+        grads: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return the gradient by a chunk's logits in a dtype, given those by its logprobs and entropy."""
+        with torch.enable_grad():
+            logprobs, entropy, *_ = self._function(logits.requires_grad_(), targets)
+        outputs = [logprobs, entropy] if self.scoring.entropy_gradient else [logprobs]
+        (grad,) = torch.autograd.grad(outputs, logits, grads[: len(outputs)])
+        return grad.to(dtype)
+
+
+ChunkScorer = _PlainScorer | _TracedScorer
+
+
 class _ChunkedScores(torch.autograd.Function):
     """Scores of targets in chunks of their logits, which the backward pass recomputes.
 
@@ -87,76 +167,89 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        score: _Scorer,
-        tokens: int,
-        entropy_gradient: bool,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scorer: ChunkScorer, tokens: int
     ) -> tuple[torch.Tensor | None, ...]:
         """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
         chunks, buffer = zip(hidden.split(tokens), targets.split(tokens), strict=True), _room(hidden, factor, tokens)
-        chunk_scores = [score(_product(rows, factor, buffer), chunk_targets) for rows, chunk_targets in chunks]
-        logprobs, entropy = (
-            torch.cat([scores.logprobs for scores in chunk_scores]),
-            torch.cat([scores.entropy for scores in chunk_scores]),
+        scores, statistics = zip(
+            *(scorer.score(_product(rows, factor, buffer), chunk_targets) for rows, chunk_targets in chunks),
+            strict=True,
         )
-        squares = [scores.squares for scores in chunk_scores if scores.squares is not None]
-        outputs = logprobs, entropy, torch.cat(squares) if squares else None
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.score, ctx.tokens, ctx.entropy_gradient = score, tokens, entropy_gradient
-        fixed = outputs[2 if entropy_gradient else 1 :]
+        logprobs, entropy, squares, _ = (_joined(parts) for parts in zip(*scores, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, *(_joined(parts) for parts in zip(*statistics, strict=True)))
+        ctx.scorer, ctx.tokens = scorer, tokens
+        fixed = (squares,) if scorer.scoring.entropy_gradient else (entropy, squares)
         ctx.mark_non_differentiable(*(tensor for tensor in fixed if tensor is not None))
-        return outputs
+        return logprobs, entropy, squares
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor, _: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
-        hidden, weight, targets = ctx.saved_tensors
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
+        hidden, weight, targets, *statistics = ctx.saved_tensors
         factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
         grad_weight, buffer = None, _room(hidden, factor, ctx.tokens)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros(weight.shape, dtype=widened(hidden[:0]).dtype, device=weight.device)
+        sum_dtype = widened(hidden[:0]).dtype
         for start in range(0, len(targets), ctx.tokens):
             chunk = slice(start, start + ctx.tokens)
             rows = hidden[chunk]
-            logits = _product(rows, factor, buffer).requires_grad_()
-            with torch.enable_grad():
-                logprobs, entropy, *_ = ctx.score(logits, targets[chunk])
-            outputs, grads = [logprobs], [grad_logprobs[chunk]]
-            if ctx.entropy_gradient:
-                outputs.append(entropy)
-                grads.append(grad_entropy[chunk])
-            (grad,) = torch.autograd.grad(outputs, logits, grads)
-            del logprobs, entropy, outputs, logits
-            if factor.dtype == hidden.dtype:
-                grad = grad.to(hidden.dtype)
+            grad = ctx.scorer.gradient(
+                _product(rows, factor, buffer),
+                targets[chunk],
+                [None if values is None else values[chunk] for values in statistics],
+                (grad_logprobs[chunk], grad_entropy[chunk]),
+                factor.dtype,
+            )
             grad_hidden[chunk] = grad.mm(factor)
-            if grad_weight is not None:
-                if grad.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(grad.t(), rows.to(grad.dtype))
-                else:
-                    grad_weight += torch.mm(grad.t(), rows, out_dtype=torch.float32)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _added(grad_weight, grad.t(), rows.to(grad.dtype), sum_dtype)
             del grad
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
-_Scorer = Callable[[torch.Tensor, torch.Tensor], TokenScores]
-"""Scores targets from their logits."""
+def _added(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add a product to a total in a dtype, in place; None counts as 0."""
+    if total is None:
+        return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+    if a.dtype == dtype:
+        return total.addmm_(a, b)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Join the chunks of a tensor, None if they have none."""
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
+
+
+def _chunk_tokens(targets: int, vocab: int) -> int:
+    """Return how many targets are scored at a time: as many as the device's memory allows, in chunks of about the same
+    size."""
+    chunk_bytes = max(HEAD_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, gpu_bytes() // _CHUNK_SHARE))
+    tokens = max(1, chunk_bytes // (4 * vocab))
+    even = -(-targets // max(1, -(-targets // tokens)))
+    return min(tokens, -(-even // _TILE) * _TILE) if device_type() == "cuda" else tokens
+
+
+_TILE = 128
+"""Rows of a product that a GPU computes together."""
+
+
+def _keeps_sums(weight: torch.Tensor) -> bool:
+    """Return whether products with this weight round none of their float32 sums: on CUDA, and in plans for it."""
+    return weight.dtype.itemsize < 4 and (weight.is_cuda or (weight.is_meta and device_type() == "cuda"))
 
 
 def _factor(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight in the dtype that `_product` needs: on CUDA unchanged, as products there have float32 sums."""
-    return weight if weight.is_cuda else widened(weight)
+    """Return the weight in the dtype that `_product` needs: unchanged where products have float32 sums."""
+    return weight if _keeps_sums(weight) else widened(weight)
 
 
 def _room(hidden: torch.Tensor, factor: torch.Tensor, tokens: int) -> torch.Tensor | None:
     """Allocate the logits of a chunk, which all chunks share; on CUDA, torch's allocator does that as well."""
-    return None if hidden.is_cuda else factor.new_empty(min(tokens, len(hidden)), len(factor))
+    return None if _keeps_sums(factor) else factor.new_empty(min(tokens, len(hidden)), len(factor))
 
 
 def _product(hidden: torch.Tensor, factor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import spmd_types as spmd  # type: ignore[import-untyped]
@@ -10,12 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import Embedding
-from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.sharding import ShardingConfig
 
 from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
@@ -25,12 +23,14 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
+from forge_rl.engines.titan.fused_block import FusedAttention, FusedBlock
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies, offload_inputs
 from forge_rl.engines.titan.lora import AdapterSwitch, add_adapters
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
+from forge_rl.engines.titan.row_attention import RowAttention
 from forge_rl.weights.names import VALUE_HEAD, Names, SameNames
 
 if TYPE_CHECKING:
@@ -185,8 +185,9 @@ def gqa_layer(
         qk_norm=norm(a, a.head_dim) if qk_norm else None,
     )
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = qkv_bias
-    return Qwen3TransformerBlock.Config(
-        attention=attention, attention_norm=norm(a, a.dim), ffn_norm=norm(a, a.dim), **network(a, index)
+    fused = FusedAttention.Config(**{field.name: getattr(attention, field.name) for field in fields(attention)})
+    return FusedBlock.Config(
+        attention=fused, attention_norm=norm(a, a.dim), ffn_norm=norm(a, a.dim), **network(a, index)
     )
 
 
@@ -201,7 +202,7 @@ def network(architecture: Architecture, layer: int) -> dict[str, Any]:
 
 def inner_attention() -> Any:
     """Make the `Config` of this device's attention kernel."""
-    return FlexAttention.Config() if device_type() == "cuda" else TreeAttention.Config()
+    return RowAttention.Config() if device_type() == "cuda" else TreeAttention.Config()
 
 
 def norm(architecture: Architecture, dim: int) -> Any:

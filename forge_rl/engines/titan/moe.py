@@ -17,6 +17,8 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from forge_rl.engines.families.family import Experts
+from forge_rl.engines.titan.block_kernels import has_kernels
+from forge_rl.engines.titan.block_kernels import swiglu as plain_swiglu
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.linear import FloatGate
 from forge_rl.engines.titan.routing import ReplayRouter
@@ -110,7 +112,8 @@ class PlainExperts(GroupedExperts):
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
         gate, down, up = weights
         ends = counts.cumsum(0, dtype=torch.int32)
-        hidden = nn.functional.silu(_grouped_product(self, x, gate, ends)) * _grouped_product(self, x, up, ends)
+        a, b = _grouped_product(self, x, gate, ends), _grouped_product(self, x, up, ends)
+        hidden = plain_swiglu(a, b) if has_kernels(a) else nn.functional.silu(a) * b
         return _grouped_product(self, hidden, down, ends)
 
 

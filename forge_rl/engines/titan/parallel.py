@@ -122,8 +122,7 @@ class Parallelism:
             model, self._settings.activation_checkpointing, offload=self._settings.enable_activation_offload
         )
         copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
-        # A single rank gathers nothing: it only casts, once for forward and backward.
-        gathers = dims.fsdp_enabled or dims.ep_enabled
+        gathers = not self.only_casts
         apply_fsdp_to_decoder(
             model,
             dims.get_mesh([*copies, "fsdp"]),
@@ -136,6 +135,11 @@ class Parallelism:
             edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
         )
         _sum_over_ranks(model)
+
+    @property
+    def only_casts(self) -> bool:
+        """True if FSDP gathers no weights, as no ranks share them: it casts them, once for forward and backward."""
+        return not (self._dims.fsdp_enabled or self._dims.ep_enabled)
 
     def _shard_general(self, model: GeneralModel, dtype: torch.dtype) -> None:
         """Shard a model on transformers' code, with FSDP and HSDP alone."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torchtitan.models.common.feed_forward import FeedForward
 
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.cpu import MAPPED_BYTES
@@ -22,8 +21,6 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
-from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
-from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
@@ -254,7 +251,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     peaks = []
     for score in (False, True):
         scored_indices = slice(None) if score else slice(0, 1)
-        with _without_autocast(), _kernels_of_the_device(), LiveBytes() as live:
+        with _without_autocast(), LiveBytes() as live:
             scores = model(ids, positions, masks, scored_indices=scored_indices, targets=targets[0, scored_indices])
             (scores.logprobs if scores.values is None else scores.values).sum().backward()
         del scores
@@ -271,22 +268,6 @@ def _without_autocast() -> Iterator[None]:
         yield
     finally:
         torch.autocast = original  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def _kernels_of_the_device() -> Iterator[None]:
-    """Make the model keep the same tensors on the meta device as on CUDA, if it will run there: CUDA has a kernel of
-    RMSNorm that keeps as little as `LeanRMSNorm`, and the feed-forward network is torchtitan's own."""
-    kinds: tuple[Any, ...] = (LeanRMSNorm, LeanFeedForward)
-    original_forwards = [kind.forward for kind in kinds]
-    if device_type() == "cuda":
-        LeanRMSNorm.forward = LeanRMSNorm.lean  # type: ignore[method-assign]
-        LeanFeedForward.forward = FeedForward.forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for kind, forward in zip(kinds, original_forwards, strict=True):
-            kind.forward = forward
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
 from forge_rl.algorithms.logprobs import widened
 from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.titan.block_kernels import has_kernels, norm_rope
 from forge_rl.engines.titan.shards import local
 
 
@@ -114,6 +115,13 @@ class HalfRoPE(CosSinRoPE):
 
         return turned(query), turned(key)
 
+    def _reshape_cache(self, query: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the cosines and sines of each position, [1, L, 1, 2 head_dim]."""
+        if positions is not None and has_kernels(query) and not isinstance(positions, DTensor):
+            return self.cache[positions][:, :, None]  # whose kernel refuses positions past the cache
+        cache: torch.Tensor = super()._reshape_cache(query, positions)
+        return cache
+
     def _scale(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Scale as Llama 3.1: stretch long wavelengths, keep short ones, interpolate in between."""
         factor, low, high = self.config.scaling_factor, self.config.low_freq_factor, self.config.high_freq_factor
@@ -131,6 +139,8 @@ def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         x: [1, L, heads, head_dim].
         cache: [1, L, 1, 2 head_dim], cosines then sines, each repeated for both halves.
     """
+    if has_kernels(x):
+        return norm_rope(x, None, cache, 0.0)
     turned: torch.Tensor = _Rotation.apply(x, cache)
     return turned
 

@@ -126,6 +126,7 @@ def routing_metrics(counts: torch.Tensor, *, replays: bool) -> dict[str, Value]:
     `experts/replayed` is the share of choices (one per token and layer) that were replayed, and
     `experts/replay_differs` the share of these where the trainer would have chosen differently.
     """
+    counts = counts.cpu()  # the one wait
     load, (tokens, replayed, differs) = counts[:, :-3].double(), counts[:, -3:].sum(dim=0).tolist()
     mean = load.mean(dim=1).clamp(min=1e-9)
     metrics: dict[str, Value] = {"experts/load_max_over_mean": Mean(float((load.amax(dim=1) / mean).mean()), 1)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forge_rl.engines.titan.balance import Split
+from forge_rl.engines.titan.row_attention import Sequences, sequences
 from forge_rl.packing.rows import Row
 
 _ALIGNMENT = 16
@@ -30,6 +31,8 @@ class DeviceRow:
     """How ranks split the row, in host memory; None if each has the whole."""
     order: torch.Tensor | None = None
     """`Split.order`, on the device."""
+    sequences: Sequences | None = None
+    """The row's sequences, on the device; None if some share a prefix, or ranks split the row."""
 
 
 def on_device(
@@ -52,7 +55,11 @@ def on_device(
     parts = {"local_indices": local_indices, "scored_indices": is_scored[local_indices].nonzero()[:, 0]}
     if split is not None and split.order is not None:
         parts["order"] = split.order
+    row_sequences = None
     if device.type == "cuda":
+        row_sequences = sequences(row) if split is None else None
+        if row_sequences is not None:
+            parts["ends"] = row_sequences.ends
         columns = {f"column.{name}": column for name, column in row.columns.items()}
         device_tensors = copied(
             row.tensors() | columns | {f"part.{name}": part for name, part in parts.items()}, device
@@ -60,7 +67,9 @@ def on_device(
         parts = {name: device_tensors.pop(f"part.{name}") for name in parts}
         device_columns: dict[str, Any] = {name: device_tensors.pop(f"column.{name}") for name in row.columns}
         row = replace(row, **device_tensors, columns=device_columns)
-    return DeviceRow(row=row, tokens=tokens, split=split, **parts)
+        if row_sequences is not None:
+            row_sequences = replace(row_sequences, ends=parts.pop("ends"))
+    return DeviceRow(row=row, tokens=tokens, split=split, sequences=row_sequences, **parts)
 
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -10,12 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge_rl.algorithms.logprobs import Scoring, TokenScores
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.fused_block import FusedAttention
 from forge_rl.engines.titan.general_model import GeneralModel
 from forge_rl.engines.titan.masks import attention_mask
 from forge_rl.engines.titan.model import PolicyModel
 from forge_rl.engines.titan.parallel import Parallelism
 from forge_rl.engines.titan.routing import set_routing
+from forge_rl.engines.titan.row_attention import takes_sequences
 from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.packing.rows import Row
 
@@ -45,6 +48,16 @@ class RowScorer:
         self._parallelism = parallelism
         self._window = window
         self._device = device
+        self._takes_sequences = (
+            isinstance(trained, PolicyModel)
+            and settings.tensor_parallel_degree == 1
+            and window is None
+            and all(
+                isinstance(attention, FusedAttention)
+                and takes_sequences(resolve_dtype(settings.dtype), attention.head_dim)
+                for attention in (layer.get_submodule("attention") for layer in trained.layers.values())
+            )
+        )
 
     def score(self, model: PolicyModel | GeneralModel, device_row: DeviceRow, scoring: Scoring) -> TokenScores:
         """Score a row's `scored_indices`, [L] with 0 elsewhere; with k "top_ids" in the row, logprobs are [L, 1 + k].
@@ -61,7 +74,9 @@ class RowScorer:
         nonempty_indices = scored_indices if len(scored_indices) else scored_indices.new_zeros(1)
         masks: Any = row
         if not isinstance(model, GeneralModel):
-            masks = attention_mask(row, None if device_row.split is None else local_indices, window=self._window)
+            plain = device_row.sequences if self._takes_sequences else None
+            queries = None if device_row.split is None else local_indices
+            masks = plain or attention_mask(row, queries, window=self._window)
         self.prepare(model, device_row)
         inputs = self._parallelism.pipeline.enter(token_ids[None], len(local_indices))
         outputs = model(

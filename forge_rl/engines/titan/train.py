@@ -282,6 +282,8 @@ class TitanEngine:
         """Tell FSDP whether the next backward pass is the last one of an update."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last or not self._adds_up_once)
+            if self._parallelism.only_casts:  # the weights of an update's rows are the same
+                self.model.set_reshard_after_backward(last or self._settings.enable_cpu_offload)
             if not self._stage.is_last:  # further rows are under way, whose weights FSDP can fetch ahead
                 self.model.set_is_last_backward(last)
 

@@ -14,6 +14,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.devices import gpus
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.optimizer import OPTIMIZER_STATES
 from forge_rl.engines.platform import gpu_bytes
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
@@ -177,9 +178,9 @@ def choose(
     """Choose settings for a given machine; returns them and a line per choice. A pure function.
 
     Trainer rows become as long as memory allows, and engines get the memory that the trainer leaves. State stays on a
-    shared GPU if the engines have room next to it. If nothing fits otherwise, activations are recomputed, and only if
-    that is not enough, the state moves to host memory permanently. Trainer and engines that take turns share GPUs if
-    that costs nothing.
+    shared GPU if the engines have room next to it. If nothing fits otherwise, activations are recomputed, then moments
+    are kept in bfloat16 or int8, and only if that is not enough, the state moves to host memory permanently. Trainer
+    and engines that take turns share GPUs if that costs nothing.
 
     Args:
         gpu: memory of each GPU in bytes.
@@ -251,7 +252,8 @@ def _fitted(
     usable: float,
     memory: Callable[[TrainSettings], TrainMemory],
 ) -> tuple[Trainer.Config, TrainMemory, str]:
-    """Recompute activations, and if that is not enough offload the state, if a rank does not fit otherwise.
+    """If a rank does not fit, recompute activations; then also keep small moments, and only then offload the state,
+    as the host's link costs more than rounding moments does.
 
     Args:
         rank_memory: memory of a rank with these settings and rows of `tokens` tokens.
@@ -269,11 +271,19 @@ def _fitted(
     if trainer.enable_cpu_offload or rank_memory.total <= usable:
         return trainer, rank_memory, ""
     recomputing = replace(trainer, seq_len=tokens, activation_checkpointing="full")
-    for candidate in (recomputing, replace(recomputing, enable_cpu_offload=True)):
+    smaller_moments = OPTIMIZER_STATES[OPTIMIZER_STATES.index(trainer.optimizer_state) + 1 :]
+    smaller_moments = () if trainer.dtype == "float64" else smaller_moments
+    for candidate in (
+        recomputing,
+        *(replace(recomputing, optimizer_state=state) for state in smaller_moments),
+        replace(recomputing, enable_cpu_offload=True),
+    ):
         candidate_memory = on_gpu(candidate, memory(candidate))
         if candidate_memory.total <= usable:
             flags = (
                 "--trainer.activation-checkpointing full"
+                + f" --trainer.optimizer-state {candidate.optimizer_state}"
+                * (candidate.optimizer_state != trainer.optimizer_state)
                 + " --trainer.enable-cpu-offload" * candidate.enable_cpu_offload
             )
             return replace(candidate, seq_len=trainer.seq_len), candidate_memory, flags

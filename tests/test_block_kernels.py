@@ -1,0 +1,126 @@
+"""The GPU's kernels of a decoder layer, run by Triton's interpreter on CPU, against float64."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from forge_rl.engines.titan import block_kernels, cpu_feed_forward, cpu_norm, fused_block, rope
+from forge_rl.engines.titan.block_kernels import add_norm, joint_linear, norm_rope, swiglu
+from tests.fakes import make_model
+
+EPS = 1e-6
+
+
+def compare(ours: Callable[..., Any], exact: Callable[..., Any], *values: torch.Tensor) -> None:
+    """Compare results and gradients in float32 with those in float64."""
+    inputs = [value.clone().requires_grad_() for value in values]
+    wide = [value.double().requires_grad_() for value in values]
+    results, expected = ours(*inputs), exact(*wide)
+    results, expected = ((x,) if isinstance(x, torch.Tensor) else x for x in (results, expected))
+    grads = [torch.randn_like(result) for result in results]
+    torch.autograd.backward(results, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for result, wanted in zip([*results, *gradients(inputs)], [*expected, *gradients(wide)], strict=True):
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def gradients(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    grads = [tensor.grad for tensor in tensors]
+    assert None not in grads
+    return grads  # type: ignore[return-value]
+
+
+def rotated(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    cos, sin = cache.double().split(x.shape[-1], dim=-1)
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+
+
+def check_kernels() -> None:
+    """Check each kernel, with sizes that are no powers of two, and more tokens than programs."""
+    x, delta, weight = 3 * torch.randn(1, 7, 48), torch.randn(1, 7, 48), torch.randn(48)
+    compare(
+        lambda x, delta, weight: add_norm(x, delta, weight, EPS),
+        lambda x, delta, weight: (x + delta, rms_norm(x + delta, (48,), weight, EPS)),
+        *(x, delta, weight),
+    )
+    compare(
+        lambda x, weight: add_norm(x, None, weight, EPS),
+        lambda x, weight: (x * 1, rms_norm(x, (48,), weight, EPS)),
+        *(x, weight),
+    )
+    compare(lambda x, w: add_norm(x, None, w, EPS)[1], lambda x, w: rms_norm(x, (48,), w, EPS), x, weight)
+    angles = torch.randn(7, 12)
+    cache = torch.cat([angles.cos(), angles.cos(), angles.sin(), angles.sin()], dim=1)[None, :, None]
+    heads, head_weight = torch.randn(1, 7, 3, 24), torch.randn(24)
+    compare(
+        lambda x, weight: norm_rope(x, weight, cache, EPS),
+        lambda x, weight: rotated(rms_norm(x, (24,), weight, EPS), cache),
+        *(heads, head_weight),
+    )
+    compare(lambda x: norm_rope(x, None, cache, EPS), lambda x: rotated(x, cache), heads)
+    compare(swiglu, lambda a, b: silu(a) * b, 3 * torch.randn(5, 1001), torch.randn(5, 1001))
+    compare(
+        joint_linear,
+        lambda x, a, b: (x @ a.t(), x @ b.t()),
+        *(torch.randn(1, 5, 8), torch.randn(6, 8), torch.randn(4, 8)),
+    )
+
+
+def check_model(kind: str) -> None:
+    """Compare a whole model's logits and gradients with and without the kernels."""
+    from forge_rl.engines.architecture import read_architecture
+    from forge_rl.engines.protocol import TrainSettings
+    from forge_rl.engines.titan.cpu_attention import TreeMask
+    from forge_rl.engines.titan.loading import load_weights
+    from forge_rl.engines.titan.model import build_model
+
+    with TemporaryDirectory() as scratch:
+        make_model(Path(scratch), kind)
+        architecture = read_architecture(Path(scratch))
+        model = build_model(architecture, TrainSettings(dtype="float32", seq_len=16))
+        with torch.no_grad():
+            model.init_states()
+        load_weights(model, Path(scratch), tied=model.enable_weight_tying)
+    ids, positions = torch.arange(16)[None] % 40, torch.arange(16)[None]
+    until = torch.full((16,), 16, dtype=torch.int32)
+    mask = (TreeMask(first=0, until=until, queries=16, branched=False, positions=positions[0]),)
+
+    def trained() -> list[torch.Tensor]:
+        model.zero_grad()
+        logits = model(ids, positions, mask)
+        logits.log_softmax(-1)[0, :, 3].sum().backward()
+        return [logits, *gradients(list(model.parameters()))]
+
+    plain = trained()
+    with mock.patch.object(block_kernels, "_swiglu", wraps=block_kernels._swiglu) as kernel:
+        for module in (fused_block, cpu_norm, cpu_feed_forward, rope):
+            stack = mock.patch.object(module, "has_kernels", return_value=True)
+            stack.start()
+        fused = trained()
+        mock.patch.stopall()
+    assert kernel.call_count == architecture.layers, "the kernels ran"
+    for value, wanted in zip(fused, plain, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_kernels_agree_with_float64_and_models_with_their_plain_forms():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
+    done = subprocess.run([sys.executable, "-m", "tests.test_block_kernels"], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    with mock.patch.object(block_kernels, "_PROGRAMS", 3):
+        check_kernels()
+        for kind in ("qwen3", "llama"):
+            check_model(kind)

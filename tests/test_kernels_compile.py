@@ -1,0 +1,49 @@
+"""Triton compiles our kernels for a GPU that is not at hand: its interpreter takes Python that its compiler refuses."""
+
+import pytest
+from triton import compile as compiled
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from forge_rl.algorithms import triton_scores
+from forge_rl.engines.titan import triton_blocks
+
+HALF, FLOAT = "*bf16", "*fp32"
+NORM = {"x": HALF, "weight": HALF, "inverses": FLOAT, "grad": HALF, "grad_x": HALF, "parts": FLOAT}
+HEADS = {"x": HALF, "weight": HALF, "cache": FLOAT, "eps": "fp32"}
+KERNELS = (
+    (triton_scores.sums_kernel, {"logits": FLOAT, "out": FLOAT, "temperature": "fp32"}, {"SQUARES": True}),
+    (
+        triton_scores.gradient_kernel,
+        {"logits": FLOAT, "grad": HALF, "statistics": FLOAT, "places": "*i64", "slopes": FLOAT, "temperature": "fp32"},
+        {},
+    ),
+    (
+        triton_blocks.add_norm_kernel,
+        {"x": HALF, "delta": HALF, "weight": HALF, "total": HALF, "out": HALF, "inverses": FLOAT, "eps": "fp32"},
+        {"ADDS": True},
+    ),
+    (triton_blocks.norm_gradient_kernel, NORM | {"residual": HALF}, {"ADDS": True}),
+    (triton_blocks.norm_gradient_kernel, NORM, {"residual": None, "ADDS": False}),
+    (triton_blocks.norm_rope_kernel, HEADS | {"out": HALF}, {"NORMS": True, "HEADS": 16, "HALF": 64}),
+    (
+        triton_blocks.norm_rope_gradient_kernel,
+        HEADS | {"grad": HALF, "grad_x": HALF, "parts": FLOAT},
+        {"NORMS": True, "HEADS": 16, "HALF": 64},
+    ),
+    (triton_blocks.swiglu_kernel, {"a": HALF, "b": HALF, "out": HALF}, {}),
+    (triton_blocks.swiglu_gradient_kernel, dict.fromkeys(("a", "b", "grad", "grad_a", "grad_b"), HALF), {}),
+    (triton_blocks.sum_parts_kernel, {"parts": FLOAT, "out": HALF}, {"PARTS": 64}),
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"), KERNELS, ids=[f"{kernel.__name__}-{len(types)}" for kernel, types, _ in KERNELS]
+)
+def test_the_kernels_compile_for_an_h100(kernel, types, constants):
+    names = kernel.arg_names
+    constants = constants | ({"BLOCK": 1024} if "BLOCK" in names else {})
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    program = compiled(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+    assert ".target sm_90" in program.asm["ptx"]
