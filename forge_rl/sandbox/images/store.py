@@ -97,6 +97,7 @@ class ImageStore:
         self._lookups = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
         self._guard = threading.Lock()
         self._work: dict[str, _Shared] = {}
+        self._written: set[tuple[str, str]] = set()
         self._contents: dict[tuple[object, ...], ImageContent] = {}
 
     async def get(self, reference: str) -> Image:
@@ -202,6 +203,7 @@ class ImageStore:
                 record = json.loads(path.read_bytes())
                 if not any(self._layers.status(diff_id) for diff_id in record["diff_ids"]):
                     path.unlink()
+                    self._written.clear()
         return freed
 
     def disk_bytes(self) -> int:
@@ -272,6 +274,9 @@ class ImageStore:
 
     def _note(self, reference: str, content: ImageContent) -> None:
         """Write down what an image is made of, so that it needs no registry again."""
+        if (reference, content.digest) in self._written:
+            return
+        self._written.add((reference, content.digest))
         path = self._record(content.digest)
         try:
             references = json.loads(path.read_bytes())["references"]
