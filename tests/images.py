@@ -139,8 +139,9 @@ class Registry:
     ranges: bool = True
     requests: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
-    is_held: threading.Event = field(default_factory=threading.Event)
-    """Set while blobs go on being sent."""
+    held: set[str] = field(default_factory=set)
+    """Blobs that wait for `go_on`."""
+    go_on: threading.Event = field(default_factory=threading.Event)
 
     @property
     def host(self) -> str:
@@ -157,7 +158,6 @@ class Registry:
 def registry(**settings: Any) -> Iterator[Registry]:
     """Serve a registry for a block of code."""
     content = Registry(**settings)
-    content.is_held.set()
 
     class Handler(_Handler):
         registry = content
@@ -170,7 +170,7 @@ def registry(**settings: Any) -> Iterator[Registry]:
     try:
         yield content
     finally:
-        content.is_held.set()
+        content.go_on.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -227,7 +227,8 @@ class _Handler(BaseHTTPRequestHandler):
         end = start + own.breaks.pop(digest) if digest in own.breaks else size
         own.bytes_sent += min(end, size) - start
         if isinstance(data, bytes):
-            own.is_held.wait()
+            if digest in own.held:
+                own.go_on.wait()
             self.wfile.write(data[start:end])
         else:
             with data.open("rb") as file:

@@ -333,16 +333,15 @@ async def test_many_who_want_a_layer_wait_for_one_download(tmp_path: Path):
     made = big()
     with registry() as server:
         reference, store = server.add(made, "it:1"), ImageStore(tmp_path / "store")
-        server.is_held.clear()
+        server.held.add(made.layers[0])
         tasks = [asyncio.create_task(store.get(reference)) for _ in range(8)]
-        while f"/v2/it/blobs/{made.layers[0]}" not in server.requests:
-            assert not any(task.done() for task in tasks)
-            server.is_held.set() if server.requests else None
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not (works := list(store._work.values())) or works[0].waiters < 8:  # noqa: ASYNC110  what threads do
+                await asyncio.sleep(0.001)
         tasks[0].cancel()
-        server.is_held.set()
+        server.go_on.set()
         assert len({fetched.layers for fetched in await asyncio.gather(*tasks[1:])}) == 1
-        assert server.requests[f"/v2/it/blobs/{made.layers[0]}"] == 1
+        assert (server.requests["/v2/it/manifests/1"], server.requests[f"/v2/it/blobs/{made.layers[0]}"]) == (1, 1)
         await store.prefetch([reference, reference])
         with pytest.raises(ImageError):
             await store.prefetch([f"{server.host}/none:1", reference])

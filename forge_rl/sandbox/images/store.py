@@ -98,7 +98,8 @@ class ImageStore:
         )
         self._progress, self._peers = progress, peers
         self._threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="images")
-        self._lookups = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
+        self._lookups: dict[tuple[object, ...], Future[ImageContent]] = {}
+        self._lookup_threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
         self._guard = threading.Lock()
         self._work: dict[str, _Shared] = {}
         self._written: set[tuple[str, str]] = set()
@@ -129,8 +130,7 @@ class ImageStore:
                 else LocalSource(parsed, self._layers.partial)
             )
             if (content := self._known(reference, parsed)) is None:
-                content = await asyncio.get_running_loop().run_in_executor(self._lookups, source.content)
-                self._contents[_key(reference, parsed)] = content
+                content = await self._looked_up(_key(reference, parsed), source)
             settings = settings_of(content.config, reference)
             async with task_group() as group:
                 for blob in {blob.diff_id: blob for blob in content.layers}.values():
@@ -243,6 +243,19 @@ class ImageStore:
         content = self._contents.get(_key(reference, parsed))
         if content is None and isinstance(parsed, RegistryReference) and parsed.digest:
             return self._noted(parsed.digest)
+        return content
+
+    async def _looked_up(self, key: tuple[object, ...], source: ImageSource) -> ImageContent:
+        """Find out what an image is made of; all who ask at the same time wait for one answer."""
+        with self._guard:
+            if (future := self._lookups.get(key)) is None or future.done():
+                future = self._lookups[key] = self._lookup_threads.submit(source.content)
+        try:
+            content = await asyncio.shield(asyncio.wrap_future(future))
+        finally:
+            if future.done():
+                self._lookups.pop(key, None)
+        self._contents[key] = content
         return content
 
     async def _hold_layer(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
