@@ -203,7 +203,8 @@ class _Handler(BaseHTTPRequestHandler):
             digest = wanted if wanted.startswith("sha256:") else own.tags.get(f"{repository}:{wanted}", "")
             data = own.blobs.get(digest)
             kind = json.loads(data).get("mediaType", OCI_MANIFEST) if isinstance(data, bytes) else ""
-            self._answer(200 if data else 404, data or b"", {"content-type": kind})
+            body = data if isinstance(data, bytes) else b""
+            self._answer(200 if body else 404, body, {"content-type": kind})
         else:
             self._blob(rest.partition("/blobs/")[2])
 

@@ -515,3 +515,19 @@ async def test_a_host_fetches_layers_from_a_peer_and_trusts_none(tmp_path: Path)
     assert key not in repr(peers)
     with pytest.raises(ConfigError, match="a key of 5 letters"), first.serve("127.0.0.1", 0, "short"):
         pass
+
+
+async def test_the_command_pulls_lists_and_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from apps.images import Config, main
+
+    write_layout(tmp_path / "layout", image([BASE, TOP]))
+    name, store = f"oci:{tmp_path}/layout", tmp_path / "store"
+    await main(Config(action="pull", images=(name,), store=store))
+    assert "2 layers" in capsys.readouterr().out
+    await main(Config(action="list", store=store))
+    assert "complete" in capsys.readouterr().out
+    await main(Config(action="prune", store=store))
+    assert "0.00 GB are left" in capsys.readouterr().out
+    for arguments in ({"action": "pull"}, {"action": "list", "images": ("a",)}, {"action": "serve"}):
+        with pytest.raises(ConfigError):
+            Config(**arguments)
