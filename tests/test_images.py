@@ -195,6 +195,7 @@ async def test_an_index_is_read_for_this_processor(tmp_path: Path):
         server.blobs[digest_of(other)] = other
         with pytest.raises(ImageError, match="which is no image"):
             await store.get(f"{server.host}/it@{digest_of(other)}")
+    assert (await ImageStore(tmp_path / "store").get(f"{server.host}/it@{digest_of(index)}")).digest == right.manifest
 
 
 async def test_credentials_are_used_and_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture):
