@@ -348,8 +348,12 @@ class ImageStore:
     def _write(self, path: Path, text: str) -> None:
         """Write a file whole, which other processes may be writing too."""
         scratch = self._images / f"{_SCRATCH}{os.urandom(8).hex()}"
-        scratch.write_text(text)
-        scratch.replace(path)
+        try:
+            scratch.write_text(text)
+            scratch.replace(path)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise ImageError(f"{path} cannot be written: {error.strerror}", hint="free space on the disk") from error
 
     def _noted(self, digest: str) -> ImageContent | None:
         try:
