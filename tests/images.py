@@ -162,8 +162,7 @@ def registry(**settings: Any) -> Iterator[Registry]:
     class Handler(_Handler):
         registry = content
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), Handler)
     content.address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -174,6 +173,13 @@ def registry(**settings: Any) -> Iterator[Registry]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that was killed."""
 
 
 class _Handler(BaseHTTPRequestHandler):

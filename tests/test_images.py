@@ -7,6 +7,7 @@ import base64
 import gzip
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -532,3 +533,29 @@ async def test_the_command_pulls_lists_and_prunes(tmp_path: Path, capsys: pytest
     for arguments in ({"action": "pull"}, {"action": "list", "images": ("a",)}, {"action": "serve"}):
         with pytest.raises(ConfigError):
             Config(**arguments)
+
+
+@pytest.mark.long
+async def test_killed_pulls_and_evictions_leave_nothing_half(tmp_path: Path):
+    draw, folder = random.Random(1), tmp_path / "store"
+    with registry() as server:
+        references = []
+        for index in range(4):
+            small = layer(*(member(f"{index}/{number}", os.urandom(3000)) for number in range(200)))
+            references.append(server.add(image([small, layer(member("x", os.urandom(1 << 20)))]), f"it{index}:1"))
+        kills = 0
+        while kills < 20:
+            processes = [child(folder, *draw.sample(references, 3)) for _ in range(2)]
+            await asyncio.sleep(draw.uniform(0.3, 2.0))
+            for process in processes:
+                kills += process.poll() is None
+                process.kill()
+                process.communicate()
+            if draw.random() < 0.3:
+                await ImageStore(folder).prune(2 << 20)
+        store = ImageStore(folder)
+        for reference in references:
+            first, second = (await store.get(reference)).layers
+            assert (len(read(first)), len(read(second)["x"])) == (200, 1 << 20)
+        await store.prune()
+    assert sorted(path.name for path in folder.rglob("*")) == ["images", "layers", "partial"]
