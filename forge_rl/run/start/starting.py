@@ -92,11 +92,19 @@ class Starting(Generic[C]):
                 hint="leave out --reward: evaluations measure the loss",
             )
         config.check_effects()
+        if setup.teachers is not None:
+            setup.teachers.check_sources(setup.mixture.sources)
         if len(setup.mixture.sources) == 1 and config.mixture.adapt != "off":
             raise ConfigError(
                 f"--mixture.adapt {config.mixture.adapt} shifts weight between sources, and there is only "
                 f"{next(iter(setup.mixture.sources))!r}",
                 hint="leave it out, or name several sources with --tasks",
+            )
+        if config.curriculum.pools != "off" and setup.mixture.is_endless:
+            raise ConfigError(
+                f"--curriculum.pools {config.curriculum.pools} chooses among tasks that come again, and those of "
+                f"{', '.join(map(repr, setup.mixture.sources))} are generated anew each time",
+                hint="leave it out, or name files of tasks with --tasks",
             )
         rollouts = setup.rollouts
         world = rollouts.world if rollouts is not None else SingleTurn
@@ -126,8 +134,6 @@ class Starting(Generic[C]):
         """Prepare, acquire hosts, check, start the services, assemble; save what a run that is interrupted has done."""
         setup = self.setup
         try_loss(setup.loss, setup.mixture.sources)
-        if setup.teachers is not None:
-            setup.teachers.check_sources(setup.mixture.sources)
         async with contextlib.AsyncExitStack() as stack:
             prepared = await stack.enter_async_context(prepare(self.config, self.recipe, self._code()))
             monitor, ending = prepared.monitor, None
