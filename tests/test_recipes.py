@@ -7,8 +7,6 @@ import contextlib
 import difflib
 import importlib
 import re
-import subprocess
-import sys
 import textwrap
 from inspect import getsource
 from pathlib import Path
@@ -21,6 +19,7 @@ from forge_rl.flags.command_line import parse
 from forge_rl.flags.config_file import dump
 from forge_rl.flags.fields import usable_flags
 from forge_rl.rewards.composition import WeightedSum
+from forge_rl.run.launch import _show_plan
 from recipes import agent_openai, dapo, grpo, reinforce, sft
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -187,7 +186,6 @@ def test_unused_flags_are_in_neither_a_recipes_help_nor_its_files() -> None:
 
 def test_a_plan_refuses_what_a_start_would_before_it_starts_anything(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(a, b, c, d): return 1.0\n")
-    command = [sys.executable, "-m", "recipes.grpo", "--plan", "--reward", f"{tmp_path / 'mine.py'}:score"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
-    assert "cannot be called with a task and its episode" in ended.stderr
+    config = grpo.Config(plan=True, rewards=(f"{tmp_path / 'mine.py'}:score",))
+    with pytest.raises(ConfigError, match="cannot be called with a task and its episode"):
+        _show_plan(config, grpo.main)
