@@ -108,6 +108,12 @@ class Starting(Generic[C]):
             )
         rollouts = setup.rollouts
         world = rollouts.world if rollouts is not None else SingleTurn
+        scores_itself = not callable(world) or getattr(world, "scores_itself", False)
+        if world is not None and scores_itself and (changed := changed_flags(config, ("rewards",))):
+            raise ConfigError(
+                f"{changed[0]} has no effect, as the environment scores its episodes itself",
+                hint=f"leave out {changed[0]}, or choose another --env",
+            )
         if config.starts_engines:
             check_compaction(world, config.generator.max_model_len)
         if changed := changed_flags(config, ("environment",)):
