@@ -140,6 +140,11 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--data.max-bad-rows 0.1", "--data.max-bad-rows is of files"),
         ("grpo", "--data.overlap leave-out", "--data.overlap is of --eval-tasks, and there are none"),
         ("grpo", "--env game --reward math", "--reward has no effect, as the environment scores its episodes itself"),
+        (
+            "grpo",
+            "--mixture.adapt success --mixture.least 0.9 --tasks chain_sum count_bits",
+            "2 sources cannot each have",
+        ),
         ("sft", "--evaluation.temperature 0.5", "--evaluation.temperature needs engines"),
         ("sft", "--tool-parser hermes", "--tool-parser needs engines"),
         ("sft", "--placement colocated", "--placement colocated is of trainer and engines"),

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.data.adaptive import AdaptiveShares
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.envs.compaction import check_compaction
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
@@ -100,6 +101,8 @@ class Starting(Generic[C]):
                 f"{next(iter(setup.mixture.sources))!r}",
                 hint="leave it out, or name several sources with --tasks",
             )
+        if config.mixture.adapt != "off":
+            AdaptiveShares(config.mixture, {name: setup.mixture[name] for name in setup.mixture})  # refuses its bounds
         if config.curriculum.pools != "off" and setup.mixture.is_endless:
             raise ConfigError(
                 f"--curriculum.pools {config.curriculum.pools} chooses among tasks that come again, and those of "
