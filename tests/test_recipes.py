@@ -129,6 +129,11 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--schedule.max-replaced 9", "--schedule.max-replaced has no effect, as no group is replaced"),
         ("grpo", "--lora.alpha 64", "--lora.alpha has no effect, as --lora.rank 0"),
         ("grpo", "--weights.mirror-full-every 5", "has no effect, as no --weights.mirror"),
+        (
+            "grpo",
+            "--weights.transport torchstore --weights.shm /tmp",
+            "--weights.shm has no effect, as --weights.transport",
+        ),
         ("grpo", "--recording.share 0 --recording.gib 2", "--recording.gib has no effect, as --recording.share 0"),
         ("grpo", "--alerts.deadline-s 5", "--alerts.deadline-s has no effect, as nobody is alerted"),
         ("grpo", "--generator.most-replicas 4", "--generator.most-replicas has no effect, as --job local"),

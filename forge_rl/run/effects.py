@@ -108,6 +108,12 @@ SWITCHES: Mapping[str, Switch] = {
         why="no --weights.mirror is set",
         hint="add --weights.mirror",
     ),
+    "--weights.transport": Switch(
+        flags=("weights.shm",),
+        is_on=lambda config: config.weights.transport != "torchstore",
+        why="--weights.transport torchstore has no such folder",
+        hint="set --weights.transport shared_memory",
+    ),
     "--recording.share": Switch(
         flags=("recording.episodes", "recording.gib"),
         is_on=lambda config: config.recording.share,
