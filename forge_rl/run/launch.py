@@ -122,8 +122,9 @@ def _show_plan(config: object, main: object) -> None:
     if config.target.on:
         _FORECAST["show"](config)
         return
-    start = vars(sys.modules[main.__module__]).get("start")
-    if getattr(start, "__module__", "") == main.__module__:
+    module = sys.modules.get(main.__module__)
+    start = getattr(module, "start", None)
+    if callable(start) and start.__module__ == main.__module__:  # not forge_rl's own of this name
         start(config)
     show_plan(config)
 
