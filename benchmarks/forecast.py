@@ -116,7 +116,7 @@ def _run(groups: int, size: int, tokens: int, steps: int) -> list[dict[str, floa
         command = [
             *(sys.executable, "-m", "recipes.grpo", "--model", MODEL, "--steps", str(steps), "--out", str(out)),
             *("--groups-per-batch", str(groups), "--group-size", str(size), "--generator.max-tokens", str(tokens)),
-            *("--schedule.kind", "synchronous", "--evaluation.every", "0", "--evaluation.tasks", "0"),
+            *("--schedule.kind", "synchronous", "--evaluation.every", "0"),
             *("--checkpoint-every", "0", "--display", "none", "--recording.share", "0"),
             *("--reward", "benchmarks.forecast:letters"),
         ]

@@ -25,6 +25,11 @@ class Config(rl.TaskConfig):
     reward_coef: float = 0.0
     """Factor of the rewards' group-relative advantages, added to the teacher's. 0 uses rewards for evaluation only."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_coef and isinstance(rl.build_loss(self.loss), rl.Distillation):
+            raise rl.ForgeError("--loss distill has no advantages for --reward-coef to add to", hint="leave one out")
+
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""

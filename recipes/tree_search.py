@@ -51,9 +51,14 @@ class Config(rl.TaskConfig):
 
     loss: rl.LossTexts = ("clipped",)
     fork_at: Literal["length", "entropy"] = "length"
-    """Where answers fork, unless --env names a world. length: after parts of --generator.max-tokens. entropy: at the
+    """Where answers fork in this recipe's worlds. length: after parts of --generator.max-tokens. entropy: at the
     most surprising tokens of whole answers, as in TreeRL."""
     generator: rl.GeneratorConfig = field(default_factory=lambda: rl.GeneratorConfig(max_tokens=8))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.env and self.fork_at != "length":
+            raise rl.ForgeError("--fork-at is of this recipe's worlds, and --env names another", hint="leave one out")
 
 
 def start(config: Config) -> rl.Starting[Config]:

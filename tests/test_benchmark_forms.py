@@ -44,6 +44,7 @@ FORMS = {
     "sandbox": "--sessions 8 --strict-sessions 4 --process-sessions 4 --starts 4 --cells 8 --forks 2 "
     "--workspace-files 20 --workspace-sessions 4 --peers 2",
     "schedules": "--engines 8 --batches 2 --warm-up 1",
+    "schedules_real": "--real --on.most-tokens 12",
     "tools": "--episodes 8 --work 100",
     "trees": "--turns 4 --prompt 20 --layers 1",
     "update_cost": "--tokens 512 --layers 2",
@@ -51,12 +52,14 @@ FORMS = {
     "weights_model": "--model smollm2-135m --smoke",
 }
 """Flags of a run of seconds, by figures: most benchmarks have one page, some a second with other flags."""
-MODULES = {"weights_model": "weights"}
+MODULES = {"weights_model": "weights", "schedules_real": "schedules"}
 """Benchmarks of figures with another name."""
 PACKAGES = {"conformance", "methods"}
 """Benchmarks of several files."""
 WITHOUT_FORM = {"gpu": "test_benchmark_gpu", "speculation": "test_speculation"}
 """Benchmarks with tests of their own: one that needs a device, and one whose small form is held to more than names."""
+SAME = {"chaos_process", "chaos_strict"}
+"""Figures of a benchmark with another value of one flag, and the same results."""
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
@@ -99,6 +102,11 @@ def test_every_benchmark_has_a_small_form() -> None:
     formed = {MODULES.get(name, name) for name in FORMS}
     assert benchmarks() - WITHOUT_FORM.keys() == formed
     assert all((ROOT / "tests" / f"{tests}.py").is_file() for tests in WITHOUT_FORM.values())
+
+
+def test_all_figures_come_from_a_small_form() -> None:
+    figures = {path.stem for path in FOLDER.glob("*.json")}
+    assert figures == (FORMS.keys() - NOT_IN_FIGURES.keys()) | WITHOUT_FORM.keys() | SAME
 
 
 @pytest.mark.parametrize("name", sorted(benchmarks() - WITHOUT_FORM.keys()))

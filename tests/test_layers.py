@@ -43,6 +43,7 @@ STAGES = (
     (
         *("forge_rl.run.target", "forge_rl.run.placement_flag", "forge_rl.run.endpoints", "forge_rl.run.first_line"),
         *("forge_rl.run.service_set", "forge_rl.run.run_models", "forge_rl.run.lora_settings"),
+        "forge_rl.run.effects",
     ),
     ("forge_rl.run.run_config",),
     ("forge_rl.run.example_config", "forge_rl.run.task_config"),

@@ -76,6 +76,8 @@ def test_variables_of_the_template_hold_for_all_conversations(tmp_path: Path) ->
     assert tokenizer.decode(tokenizer.render(question, settings={"enable_thinking": True})).endswith("assistant\n")
     with pytest.raises(ConfigError, match="sets effort, which the model's chat template does not use"):
         Tokenizer(tmp_path, template_args={"effort": "high"})
+    with pytest.raises(ConfigError, match="sets im_start"):  # text of the template, and none of its variables
+        Tokenizer(tmp_path, template_args={"im_start": 1})
     for text in ("enable_thinking", "messages=[]", "eos_token=a"):
         with pytest.raises(ConfigError, match="--template-args"):
             read_template_args([text])

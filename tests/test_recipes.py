@@ -19,12 +19,13 @@ from forge_rl.flags.command_line import parse
 from forge_rl.flags.config_file import dump
 from forge_rl.flags.fields import usable_flags
 from forge_rl.rewards.composition import WeightedSum
+from forge_rl.run.launch import _show_plan
 from recipes import agent_openai, dapo, grpo, reinforce, sft
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-MOST = {"reinforce": 15, "dapo": 22, "ppo": 32, "distill": 40}
+MOST = {"reinforce": 15, "dapo": 22, "ppo": 32, "distill": 45}
 MOST |= {"sft": 22, "dpo": 17, "reward_model": 17}
-MOST |= {"agent_command": 36, "agent_openai": 52, "code": 46, "mixture": 52, "tools": 54, "tree_search": 43}
+MOST |= {"agent_command": 36, "agent_openai": 52, "code": 46, "mixture": 52, "tools": 54, "tree_search": 48}
 """Most lines that a recipe has in place of lines of grpo.py."""
 
 
@@ -114,6 +115,48 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("dpo", "--schedule.retries 1", "--schedule.retries needs engines"),
         ("dpo", "--reward auto --schedule.max-lag 2", "--schedule.max-lag acts on batches that engines generate"),
         ("sft", "--trainer.router-replay", "--trainer.router-replay"),
+        (
+            "grpo",
+            "--evaluation.every 0 --evaluation.temperature 0.5",
+            "temperature has no effect, as --evaluation.every 0",
+        ),
+        ("grpo", "--evaluation.success 0.5", "--evaluation.success has no effect, as pass@k"),
+        (
+            "grpo",
+            "--checkpoint-every 0 --keep-checkpoints 5",
+            "--keep-checkpoints has no effect, as --checkpoint-every 0",
+        ),
+        ("grpo", "--schedule.max-replaced 9", "--schedule.max-replaced has no effect, as no group is replaced"),
+        ("grpo", "--lora.alpha 64", "--lora.alpha has no effect, as --lora.rank 0"),
+        ("grpo", "--weights.mirror-full-every 5", "has no effect, as no --weights.mirror"),
+        (
+            "grpo",
+            "--weights.transport torchstore --weights.shm /tmp",
+            "--weights.shm has no effect, as --weights.transport",
+        ),
+        ("grpo", "--recording.share 0 --recording.gib 2", "--recording.gib has no effect, as --recording.share 0"),
+        ("grpo", "--alerts.deadline-s 5", "--alerts.deadline-s has no effect, as nobody is alerted"),
+        ("grpo", "--generator.most-replicas 4", "--generator.most-replicas has no effect, as --job local"),
+        ("grpo", "--job process:2 --trainer.wait-for-host-s 5", "wait-for-host-s has no effect, as no host comes"),
+        ("grpo", "--generator.spares 1 --generator.restart.max-restarts 0", "--generator.spares replace engines"),
+        ("grpo", "--trainer.stays-on-device", "on a CPU, so their state is moved nowhere"),
+        ("grpo", "--curriculum.pools solve_rate", "those of 'basic_arithmetic' are generated anew"),
+        ("grpo", "--data.template {{question}}", "--data.template renders rows, and tasks are generated"),
+        ("grpo", "--data.max-bad-rows 0.1", "--data.max-bad-rows is of files"),
+        ("grpo", "--data.overlap leave-out", "--data.overlap is of --eval-tasks, and there are none"),
+        ("grpo", "--env game --reward math", "--reward has no effect, as the environment scores its episodes itself"),
+        (
+            "grpo",
+            "--mixture.adapt success --mixture.least 0.9 --tasks chain_sum count_bits",
+            "2 sources cannot each have",
+        ),
+        ("sft", "--evaluation.temperature 0.5", "--evaluation.temperature needs engines"),
+        ("sft", "--tool-parser hermes", "--tool-parser needs engines"),
+        ("sft", "--placement colocated", "--placement colocated is of trainer and engines"),
+        ("dpo", "--reward auto --evaluation.blocking", "does not use --evaluation.blocking"),
+        ("distill", "--teachers.models policy --teachers.replicas 2", "--teachers.replicas is of teachers' engines"),
+        ("distill", "--teachers.models policy --loss distill --reward-coef 1", "--loss distill has no advantages"),
+        ("tree_search", "--fork-at entropy --env game", "--fork-at is of this recipe's worlds"),
         ("agent_command", "--environment.replicas 2", "does not use --environment.replicas"),
         ("agent_openai", "--environment.deadline-s 2", "does not use --environment.deadline-s"),
         ("grpo", "--mixture.adapt success", "--mixture.adapt success shifts weight between sources"),
@@ -123,6 +166,12 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--schedule.kind synchronous --schedule.max-lag 0", ""),
         ("mixture", "--mixture.adapt off", ""),
         ("sft", "--reward auto --generator.max-tokens 32 --schedule.retries 1", ""),
+        ("grpo", "--evaluation.every 0 --evaluation.tasks 0", ""),
+        ("grpo", "--job process:2 --generator.most-replicas 4", ""),
+        ("grpo", "--job process:2,most_replaced=1 --trainer.wait-for-host-s 5", ""),
+        ("grpo", "--lora.rank 4 --lora.alpha 64", ""),
+        ("distill", "--teachers.models policy", ""),
+        ("grpo", "--env game", ""),
         ("grpo", "--environment.replicas 2 --env tools --tasks chain_sum", ""),
         ("grpo", "--mixture.adapt success --mixture.most 0.8 --tasks chain_sum basic_arithmetic", ""),
     ],
@@ -131,9 +180,9 @@ def test_flags_without_an_effect_are_refused_by_name(recipe: str, flags: str, me
     module = importlib.import_module(f"recipes.{recipe}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}\n' * 2)
     examples = ["--tasks", str(tmp_path / "rows.jsonl")] if recipe in ("sft", "dpo") else []
-    config = parse(module.Config, recipe, [*flags.split(), *examples])
-    expected = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
+    expected = pytest.raises(rl.ForgeError, match=message) if message else contextlib.nullcontext()
     with expected:
+        config = parse(module.Config, recipe, [*flags.split(), *examples])
         config.check_effects()
         if hasattr(module, "start"):
             module.start(config)
@@ -145,3 +194,10 @@ def test_unused_flags_are_in_neither_a_recipes_help_nor_its_files() -> None:
         assert not re.search(rf"^\[?{name}\b", dump(module.Config()), re.MULTILINE)
     with pytest.raises(ConfigError, match="no group of flags 'environment'"):
         parse(agent_openai.Config, "prog", ["--help", "environment"])
+
+
+def test_a_plan_refuses_what_a_start_would_before_it_starts_anything(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(a, b, c, d): return 1.0\n")
+    config = grpo.Config(plan=True, rewards=(f"{tmp_path / 'mine.py'}:score",))
+    with pytest.raises(ConfigError, match="cannot be called with a task and its episode"):
+        _show_plan(config, grpo.main)

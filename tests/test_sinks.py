@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from forge_rl.errors import CheckpointError, Fault
+from forge_rl.errors import CheckpointError, ConfigError, Fault
 from forge_rl.metrics import (
     Display,
     EpisodeSink,
@@ -488,6 +488,18 @@ def test_a_resumed_run_is_the_same_run_in_wandb_and_a_new_one_is_not(
     assert fake.inits[0]["config"] == {"seed": 7}
     assert fake.logged == [(1, {"loss": 0.5}), (4, {"loss": 0.5}), (1, {"loss": 0.5})]
     assert fake.finished == 3
+
+
+def test_a_refusal_by_wandb_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(Exception):
+        pass
+
+    def init(**options: object) -> None:
+        raise Refused("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Refused))
+    with pytest.raises(ConfigError, match="--wandb p: W&B refuses: No API key configured"):
+        WandbSink("p").start(RunInfo(recipe="r", model="m", folder=tmp_path, steps=1))
 
 
 def test_wandb_gets_a_histogram_in_its_own_form_and_none_that_is_empty(

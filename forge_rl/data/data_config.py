@@ -97,13 +97,14 @@ class DataConfig:
             kind: what the rows of files and of code are; see `Columns`.
 
         Raises:
-            ConfigError: `tasks` is empty.
+            ConfigError: `tasks` is empty, or a setting acts on none of them.
             TaskError: a data set, file or parameter is unknown, a source is given twice, or generated tasks, which
                 have no pairs, are to be pairs.
         """
         if not tasks:
             raise ConfigError("no tasks are given", hint="set --tasks to at least one data set or file of tasks")
         specs = _parsed(tasks, "--tasks")
+        self._check_effects([*specs, *_parsed(eval_tasks, "--eval-tasks")], has_eval_tasks=bool(eval_tasks))
         sources = self._sources(specs, seed, kind, is_trained=True, is_evaluated=bool(eval_tasks))
         held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind)
         return Mixture(
@@ -113,6 +114,18 @@ class DataConfig:
             holds_out=not eval_tasks or self.held_out_share is not None,
             overlap=self.overlap,
         )
+
+    def _check_effects(self, specs: Sequence[FlagText], *, has_eval_tasks: bool) -> None:
+        """Refuse settings that act on none of the tasks."""
+        has_rows = any(not _is_generated(spec) for spec in specs)
+        has_files = any(not _is_generated(spec) and not spec.is_code for spec in specs)
+        idle = {
+            "--data.template renders rows, and tasks are generated": bool(self.template) and not has_rows,
+            "--data.max-bad-rows is of files, and no tasks come from one": self.max_bad_rows > 0 and not has_files,
+            "--data.overlap is of --eval-tasks, and there are none": self.overlap != "refuse" and not has_eval_tasks,
+        }
+        for message in (message for message, is_idle in idle.items() if is_idle):
+            raise ConfigError(message, hint=f"leave out {message.split()[0]}")
 
     def eval_sources(self, tasks: Sequence[str], *, seed: int, kind: Kind = "prompt") -> dict[str, Source]:
         """Build evaluation-only sources by set name: all rows of files, and the held-out part of generated tasks.

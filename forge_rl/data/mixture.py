@@ -81,6 +81,11 @@ class Mixture:
         epochs = {name: getattr(source, "epoch", None) for name, source in self._sources.items()}
         return {name: epoch for name, epoch in epochs.items() if isinstance(epoch, int | float)}
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether no task of any source comes again."""
+        return all(getattr(source, "is_endless", False) for source in self._sources.values())
+
     def metrics(self) -> dict[str, float]:
         """Return each source's share if there are several, its epoch if it has one, and the bad rows it skipped."""
         values = {f"data/{name}/epoch": epoch for name, epoch in self.epochs.items()}

@@ -34,6 +34,11 @@ class BySource:
         return max(map(leaves_of, self.environments.values()), default=1)
 
     @property
+    def scores_itself(self) -> bool:
+        """True if all environments score their episodes."""
+        return all(getattr(factory, "scores_itself", False) for factory in self.environments.values())
+
+    @property
     def thoughts(self) -> bool:
         """True if all environments see the model's thoughts."""
         return all(map(sees_thoughts, self.environments.values()))

@@ -124,7 +124,8 @@ class EnvFactory(Protocol):
     With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
     Its environments see completions without the model's thoughts, as drafts are not to be acted on; with `thoughts =
     True` they see these too. With `leaves = L`, an episode may grow into a tree of up to L of
-    its group's episodes, see `Step.branches` and `Step.forks`.
+    its group's episodes, see `Step.branches` and `Step.forks`. With `scores_itself = True` their steps give every
+    episode its reward, so that flags which name another are refused.
     """
 
     def __call__(self, task: Task) -> Env:

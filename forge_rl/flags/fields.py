@@ -81,7 +81,7 @@ def flags_of(
 def usable_flags(kind: type, config: object = None) -> list[Flag]:
     """Return the flags of a config class except for the fields in its UNUSED."""
     unused: Collection[str] = getattr(kind, "UNUSED", ())
-    return [flag for flag in flags_of(kind, config) if flag.path[0] not in unused]
+    return [flag for flag in flags_of(kind, config) if not {flag.path[0], flag.dotted} & {*unused}]
 
 
 def changed_flags(config: object, groups: Collection[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_rl.errors import check_installed
+from forge_rl.errors import ConfigError, check_installed
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, episode_sample
 from forge_rl.metrics.step_lines import writing
 from forge_rl.metrics.values import Histogram
@@ -148,7 +148,7 @@ class WandbSink(Sink):
     not sent, as W&B captures the console output itself.
 
     Raises:
-        ConfigError: wandb is not installed.
+        ConfigError: wandb is not installed or, at the start, refuses the run.
     """
 
     def __init__(self, project: str) -> None:
@@ -164,14 +164,19 @@ class WandbSink(Sink):
 
     def start(self, info: RunInfo) -> None:
         self._steps = info.steps
-        self._run = self._wandb.init(
-            project=self._project,
-            name=info.folder.name,
-            config=dict(info.config),
-            dir=str(info.folder),
-            id=_run_id(info),
-            resume="allow",
-        )
+        try:
+            self._run = self._wandb.init(
+                project=self._project,
+                name=info.folder.name,
+                config=dict(info.config),
+                dir=str(info.folder),
+                id=_run_id(info),
+                resume="allow",
+            )
+        except self._wandb.Error as error:
+            raise ConfigError(
+                f"--wandb {self._project}: W&B refuses: {error}", hint="log in with `wandb login`, or leave out --wandb"
+            ) from error
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         assert self._run is not None, "the sink was not started"

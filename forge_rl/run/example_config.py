@@ -16,6 +16,7 @@ from forge_rl.flags.fields import changed_flags
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.protocol import RewardFunction
 from forge_rl.rewards.reward_flag import build_reward
+from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.run_config import RunConfig
 
 _OF_BATCHES = tuple(
@@ -23,6 +24,11 @@ _OF_BATCHES = tuple(
     for name in ("kind", "max_lag", "over_sampling", "dynamic_sampling", "least_advantage", "max_replaced")
 )
 """Settings that act on batches of generated episodes, and not on evaluations."""
+_OF_ANSWERS = (
+    *("generator", "schedule", "reward", "weights", "tool_parser"),
+    *(f"evaluation.{name}" for name in ("episodes", "temperature", "max_tokens", "success")),
+)
+"""Settings that act on answers that engines generate, or on their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,7 @@ class ExampleConfig(RunConfig):
         name for name in RunConfig.USED if name.partition(".")[0] not in ("schedule", "generator", "group_size")
     )
     """Flags that `--help` lists, next to the recipe's own."""
-    UNUSED: ClassVar[tuple[str, ...]] = ("group_size", "environment")
+    UNUSED: ClassVar[tuple[str, ...]] = ("group_size", "environment", "evaluation.blocking")
 
     tasks: tuple[str, ...] = ()
     """The mixture of examples, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, or FILE.py:NAME. Keys of
@@ -75,7 +81,12 @@ class ExampleConfig(RunConfig):
                 "--trainer.router-replay repeats the experts that engines chose, and no engine wrote the examples",
                 hint="leave it out",
             )
-        unused_groups = ("generator", "schedule", "reward", "weights") if not self.starts_engines else _OF_BATCHES
+        if not self.starts_engines and (devices := read_placement(self.placement).devices) != "auto":
+            raise ConfigError(
+                f"--placement {devices} is of trainer and engines, and the run has no engines",
+                hint="leave it out, or add --reward, for which evaluations generate answers",
+            )
+        unused_groups = _OF_BATCHES if self.starts_engines else _OF_ANSWERS
         if changed := changed_flags(self, unused_groups):
             needs = "acts on batches that engines generate" if self.starts_engines else "needs engines"
             raise ConfigError(

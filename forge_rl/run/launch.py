@@ -69,7 +69,7 @@ def launch(
             config = parse(config_class, prog or _command_of(main), args)
             getattr(config, "check_effects", lambda: None)()
             if is_plan := vars(config).get("plan"):
-                _show_plan(config)
+                _show_plan(config, main)
         if is_plan:
             status = 0
         elif isinstance(job := build_job(vars(config).get("job", "local")), SubmittedJob):
@@ -109,13 +109,24 @@ def _tell(error: ForgeError) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(message)
 
 
-def _show_plan(config: object) -> None:
-    """Show the plan of a run on this machine, or on the one that `--on` names."""
+def _show_plan(config: object, main: object) -> None:
+    """Show the plan of a run on this machine, or on the one that `--on` names.
+
+    On this machine it first makes what the recipe's function `start` makes, if there is one, so that rewards, worlds,
+    tasks and flags that a start refuses are refused here.
+    """
     from forge_rl.run.plan.memory import show_plan
     from forge_rl.run.run_config import RunConfig
 
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
-    (_FORECAST["show"] if config.target.on else show_plan)(config)
+    if config.target.on:
+        _FORECAST["show"](config)
+        return
+    module = sys.modules.get(main.__module__)
+    start = getattr(module, "start", None)
+    if callable(start) and start.__module__ == main.__module__:  # not forge_rl's own of this name
+        start(config)
+    show_plan(config)
 
 
 async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:

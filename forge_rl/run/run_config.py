@@ -19,6 +19,7 @@ from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.effects import check_switches
 from forge_rl.run.endpoints import address_of, check_reachable
 from forge_rl.run.lora_settings import with_lora
 from forge_rl.run.placement_flag import read_placement
@@ -199,28 +200,13 @@ class RunConfig:
         """
         if unused := changed_flags(self, self.UNUSED):
             raise ConfigError(f"this recipe does not use {unused[0]}", hint="leave it out")
-        switches = {
-            "mixture": ("--mixture.adapt", "success", self.mixture.adapt),
-            "curriculum": ("--curriculum.pools", "solve_rate", self.curriculum.pools),
-        }
-        for group, (switch, value, current) in switches.items():
-            changed = [flag for flag in changed_flags(self, (group,)) if flag != switch]
-            if changed and current == "off":
-                raise ConfigError(
-                    f"{changed[0]} has no effect, as {switch} is off",
-                    hint=f"add {switch} {value}, or leave out {changed[0]}",
-                )
+        check_switches(self)
         schedule = self.schedule
         if schedule.max_lag != schedule.lag and changed_flags(self, ("schedule.max_lag",)):
             raise ConfigError(
                 f"--schedule.max-lag is {schedule.max_lag}, but with --schedule.kind {schedule.kind} the lag is "
                 f"{schedule.lag}",
                 hint="leave out --schedule.max-lag, or choose --schedule.kind pipelined or asynchronous",
-            )
-        if self.checkpoint_mirror and not self.checkpoint_every:
-            raise ConfigError(
-                "--checkpoint-mirror copies checkpoints, and --checkpoint-every 0 writes none",
-                hint="leave out one of them",
             )
 
     def _check_sizes(self) -> None:

@@ -93,6 +93,11 @@ class GeneratorConfig(DecodeSettings):
             _check_url(url)
         if self.spares and not self.replicas:
             raise ConfigError("--generator.spares stand by for replicas, and there are none", hint="leave it out")
+        if self.spares and not self.restart.max_restarts:
+            raise ConfigError(
+                "--generator.spares replace engines that die, and --generator.restart.max-restarts 0 replaces none",
+                hint="leave out one of them",
+            )
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ConfigError("--generator.urls names a server twice", hint="name each server once")
         if self.urls and self.routed_experts:

@@ -289,7 +289,7 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
     teacher_settings = {
         field.name: getattr(config, field.name) for field in fields(TeachersConfig) if field.name != "models"
     }
-    overrides = {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "speculation": "off"}
+    overrides: dict[str, object] = {"max_model_len": longest, "max_tokens": 1}
     overrides |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
     return replace(policy, **teacher_settings | overrides)
 

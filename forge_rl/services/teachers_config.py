@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, TypeAlias
 
 import tyro
@@ -12,6 +12,7 @@ import tyro
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.flags.categories import Operational
+from forge_rl.flags.fields import changed_flags
 from forge_rl.flags.texts import parse, suggest
 from forge_rl.runtime.supervision import Restart
 
@@ -42,6 +43,12 @@ class TeachersConfig(DecodeSettings):
     """Number of engines of each model, on GPUs of their own."""
     max_model_len: int = 0
     """Maximum tokens that are scored at a time, plus one. 0: as the policy's engines need, with a quarter for hints."""
+    routed_experts: Annotated[bool, tyro.conf.Fixed, tyro.conf.Suppress] = field(default=False, repr=False)
+    """No flag: what a teacher's tokens are routed to is of no use."""
+    speculation: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = field(default="off", repr=False)
+    """No flag: a teacher samples nothing that could be drafted."""
+    kv_transfer_config: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = field(default="", repr=False)
+    """No flag: a score reads no keys and values of earlier requests."""
     max_num_seqs: int = 16
     """Maximum episodes that an engine scores at a time; further ones wait."""
     gpu_memory_utilization: float = 0.8
@@ -86,11 +93,18 @@ class TeachersConfig(DecodeSettings):
         """Check that each of a mixture's sources has a teacher, and each teacher a source.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: it has not, or a setting of engines has none to act on.
         """
         models = self.by_source
         if not models:
             raise ConfigError("no teacher is given", hint="set --teachers.models to a model, or to policy")
+        engine_fields = [field.name for field in fields(self) if field.name != "models"]
+        if not self.names and (changed := changed_flags(self, engine_fields)):
+            flag = changed[0].replace("--", "--teachers.")
+            raise ConfigError(
+                f"{flag} is of teachers' engines, and the policy, the only teacher, scores on its own",
+                hint="leave it out, or name a model with --teachers.models",
+            )
         for name in (name for name in models if name and name not in sources):
             raise ConfigError(
                 f"--teachers.models {name}=...: no source is called {name}", hint=suggest(name, sources, "sources")

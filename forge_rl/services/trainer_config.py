@@ -75,6 +75,11 @@ class TrainerConfig(TrainSettings):
                 "the ranks are on a CPU, so weights and optimizer state are in host memory already",
                 hint="leave out --trainer.enable-cpu-offload",
             )
+        if self.stays_on_device and device_type() == "cpu":
+            raise ConfigError(
+                "the ranks are on a CPU, so their state is moved nowhere while engines decode",
+                hint="leave out --trainer.stays-on-device",
+            )
         if self.enable_activation_offload and device_type() == "cpu":
             raise ConfigError(
                 "the ranks are on a CPU, so activations are in host memory already",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeAlias
 
@@ -52,8 +53,16 @@ def check_template_args(args: Mapping[str, object], template: str) -> None:
     Raises:
         ConfigError: names the variable.
     """
+    if not args:
+        return
+    import jinja2  # not for --help
+
+    try:
+        words = {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}  # without prose
+    except jinja2.TemplateSyntaxError:
+        words = set(re.findall(r"\w+", template))
     for name in args:
-        if name not in template:
+        if name not in words:
             raise ConfigError(
                 f"--template-args sets {name}, which the model's chat template does not use",
                 hint="leave it out, or use another name: the variables are in the model's chat_template.jinja",

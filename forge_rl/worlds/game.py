@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, split
@@ -30,6 +31,8 @@ class GuessNumber:
     """Maximum guesses per game."""
     possible: float = 0.1
     """Reward of a wrong guess that is consistent with the replies so far; credited to the tokens of its turn."""
+    scores_itself: ClassVar[bool] = True
+    """See `EnvFactory`."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--env game: ", minimum={"highest": 2, "max_turns": 1})

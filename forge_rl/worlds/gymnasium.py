@@ -61,6 +61,8 @@ class GymnasiumEnv:
             nor text, or observations are images or long arrays.
     """
 
+    scores_itself = True
+
     def __init__(
         self,
         name: str,

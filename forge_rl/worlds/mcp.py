@@ -20,6 +20,8 @@ from forge_rl.types import Task, ToolCall
 
 _AGAIN_S = 0.5
 """Delay before reconnecting, in seconds."""
+_CLOSE_S = 10.0
+"""Longest wait for a connection to close, in seconds; a command that hangs is killed within 4."""
 _HINT = "write --env 'mcp:COMMAND' or --env mcp:http://HOST:PORT/mcp"
 
 
@@ -87,8 +89,12 @@ class McpEnv(ToolSettings):
             return await McpConnection(self).opened()
         if self._shared:
             await self._shared[0].checked()
-        if not self._shared or self._shared[0].is_over:
-            self._shared[:] = [McpConnection(self)]
+        while self._shared and (old := self._shared[0]).is_over:
+            await old.close()  # its server may hold a port or a lock that the next one needs
+            if self._shared == [old]:
+                self._shared.clear()
+        if not self._shared:
+            self._shared.append(McpConnection(self))
         return await self._shared[0].opened()
 
 
@@ -122,9 +128,10 @@ class McpConnection:
             await asyncio.wait([self._checking])
 
     async def close(self) -> None:
-        """Close the connection, and stop the server if it is a command."""
+        """Close the connection, and stop the server if it is a command; waits no longer than `_CLOSE_S`."""
         self._stop.set()
-        await asyncio.wait([self._holding] if self._checking is None else [self._holding, self._checking])
+        tasks = [self._holding] if self._checking is None else [self._holding, self._checking]
+        await asyncio.wait(tasks, timeout=_CLOSE_S)
 
     async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> str:
         """Call a tool and return its result as text.

@@ -8,7 +8,7 @@ import importlib
 import io
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
@@ -28,6 +28,8 @@ class TextArena:
         ConfigError: textarena is not installed, the game does not exist, or it is not for one player.
     """
 
+    scores_itself: ClassVar[bool] = True
+    """See `EnvFactory`."""
     game: str
     """Game id, such as GuessTheNumber-v0."""
     _: KW_ONLY

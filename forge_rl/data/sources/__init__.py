@@ -29,7 +29,8 @@ class Source(Protocol):
     task = source.draw()
     source.restore(json.loads(json.dumps(source.state())))
 
-    A source that repeats its tasks also has a number `epoch`: passes over them so far.
+    A source that repeats its tasks also has a number `epoch`: passes over them so far. One whose tasks never come again
+    has `is_endless`, which is True.
     """
 
     @property

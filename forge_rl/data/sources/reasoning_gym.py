@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from forge_rl.errors import TaskError, check_installed
 from forge_rl.flags.texts import suggest
@@ -61,6 +62,8 @@ class ReasoningGymSource:
     """Text appended to each question, including the separating blank or line break."""
     system: str = ""
     """System message, or "" for none."""
+    is_endless: ClassVar[bool] = True
+    """See `Source`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out_share < 1:

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.data.adaptive import AdaptiveShares
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.envs.compaction import check_compaction
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
@@ -92,14 +93,30 @@ class Starting(Generic[C]):
                 hint="leave out --reward: evaluations measure the loss",
             )
         config.check_effects()
+        if setup.teachers is not None:
+            setup.teachers.check_sources(setup.mixture.sources)
         if len(setup.mixture.sources) == 1 and config.mixture.adapt != "off":
             raise ConfigError(
                 f"--mixture.adapt {config.mixture.adapt} shifts weight between sources, and there is only "
                 f"{next(iter(setup.mixture.sources))!r}",
                 hint="leave it out, or name several sources with --tasks",
             )
+        if config.mixture.adapt != "off":
+            AdaptiveShares(config.mixture, {name: setup.mixture[name] for name in setup.mixture})  # refuses its bounds
+        if config.curriculum.pools != "off" and setup.mixture.is_endless:
+            raise ConfigError(
+                f"--curriculum.pools {config.curriculum.pools} chooses among tasks that come again, and those of "
+                f"{', '.join(map(repr, setup.mixture.sources))} are generated anew each time",
+                hint="leave it out, or name files of tasks with --tasks",
+            )
         rollouts = setup.rollouts
         world = rollouts.world if rollouts is not None else SingleTurn
+        scores_itself = not callable(world) or getattr(world, "scores_itself", False)
+        if world is not None and scores_itself and (changed := changed_flags(config, ("rewards",))):
+            raise ConfigError(
+                f"{changed[0]} has no effect, as the environment scores its episodes itself",
+                hint=f"leave out {changed[0]}, or choose another --env",
+            )
         if config.starts_engines:
             check_compaction(world, config.generator.max_model_len)
         if changed := changed_flags(config, ("environment",)):
@@ -126,8 +143,6 @@ class Starting(Generic[C]):
         """Prepare, acquire hosts, check, start the services, assemble; save what a run that is interrupted has done."""
         setup = self.setup
         try_loss(setup.loss, setup.mixture.sources)
-        if setup.teachers is not None:
-            setup.teachers.check_sources(setup.mixture.sources)
         async with contextlib.AsyncExitStack() as stack:
             prepared = await stack.enter_async_context(prepare(self.config, self.recipe, self._code()))
             monitor, ending = prepared.monitor, None

@@ -1,0 +1,159 @@
+"""Flags that act only while another flag, their switch, is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from forge_rl.data.adaptive import Adapting
+from forge_rl.data.curriculum import Curriculum
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.errors import ConfigError
+from forge_rl.flags.fields import changed_flags
+from forge_rl.metrics.alerts import Alerts
+from forge_rl.metrics.recorder import Recording
+from forge_rl.rollout.evaluation import EvalConfig
+from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import ReplacingJob
+from forge_rl.services.weight_store_config import WeightStoreConfig
+
+
+class SwitchedRun(Protocol):
+    """The settings of a run that are switches, as in `RunConfig`."""
+
+    @property
+    def mixture(self) -> Adapting: ...
+    @property
+    def curriculum(self) -> Curriculum: ...
+    @property
+    def schedule(self) -> ScheduleConfig: ...
+    @property
+    def lora(self) -> LoRAConfig: ...
+    @property
+    def evaluation(self) -> EvalConfig: ...
+    @property
+    def checkpoint_every(self) -> int: ...
+    @property
+    def weights(self) -> WeightStoreConfig: ...
+    @property
+    def recording(self) -> Recording: ...
+    @property
+    def alerts(self) -> Alerts: ...
+    @property
+    def job(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A setting without which flags have no effect."""
+
+    flags: tuple[str, ...]
+    """Fields that need it, or groups of them, by their paths, such as "lora.alpha" or "mixture"."""
+    is_on: Callable[[SwitchedRun], object]
+    """Returns a true value if they act."""
+    why: str
+    """Why they do not act otherwise."""
+    hint: str
+    """What turns it on."""
+
+
+SWITCHES: Mapping[str, Switch] = {
+    "--mixture.adapt": Switch(
+        flags=("mixture",),
+        is_on=lambda config: config.mixture.adapt != "off",
+        why="--mixture.adapt is off",
+        hint="add --mixture.adapt success",
+    ),
+    "--curriculum.pools": Switch(
+        flags=("curriculum",),
+        is_on=lambda config: config.curriculum.pools != "off",
+        why="--curriculum.pools is off",
+        hint="add --curriculum.pools solve_rate",
+    ),
+    "--schedule.dynamic-sampling": Switch(
+        flags=("schedule.max_replaced",),
+        is_on=lambda config: config.schedule.dynamic_sampling,
+        why="no group is replaced by its rewards",
+        hint="add --schedule.dynamic-sampling",
+    ),
+    "--lora.rank": Switch(
+        flags=("lora",),
+        is_on=lambda config: config.lora.rank,
+        why="--lora.rank 0 trains all weights, without adapters",
+        hint="add --lora.rank 16",
+    ),
+    "--evaluation.every": Switch(
+        flags=("evaluation",),
+        is_on=lambda config: config.evaluation.every or not config.evaluation.tasks,
+        why="--evaluation.every 0 evaluates nothing",
+        hint="set --evaluation.every above 0",
+    ),
+    "--evaluation.episodes": Switch(
+        flags=("evaluation.success",),
+        is_on=lambda config: config.evaluation.episodes > 1,
+        why="pass@k takes several episodes of a task",
+        hint="set --evaluation.episodes above 1",
+    ),
+    "--checkpoint-every": Switch(
+        flags=("checkpoint_mirror", "keep_checkpoints", "evaluation.keep_best"),
+        is_on=lambda config: config.checkpoint_every,
+        why="--checkpoint-every 0 writes no checkpoints",
+        hint="set --checkpoint-every above 0",
+    ),
+    "--weights.mirror": Switch(
+        flags=("weights.mirror_full_every",),
+        is_on=lambda config: config.weights.mirror,
+        why="no --weights.mirror is set",
+        hint="add --weights.mirror",
+    ),
+    "--weights.transport": Switch(
+        flags=("weights.shm",),
+        is_on=lambda config: config.weights.transport != "torchstore",
+        why="--weights.transport torchstore has no such folder",
+        hint="set --weights.transport shared_memory",
+    ),
+    "--recording.share": Switch(
+        flags=("recording.episodes", "recording.gib"),
+        is_on=lambda config: config.recording.share,
+        why="--recording.share 0 keeps no episodes",
+        hint="set --recording.share above 0",
+    ),
+    "--alerts": Switch(
+        flags=("alerts.deadline_s",),
+        is_on=lambda config: config.alerts.command or config.alerts.webhook_url,
+        why="nobody is alerted",
+        hint="add --alerts.command or --alerts.webhook-url",
+    ),
+    "--job": Switch(
+        flags=tuple(
+            f"{service}.{bound}"
+            for service in ("generator", "environment")
+            for bound in ("least_replicas", "most_replicas")
+        ),
+        is_on=lambda config: config.job != "local",
+        why="--job local is one host, and none joins or leaves",
+        hint="name a --job of several hosts",
+    ),
+    "--job most_replaced": Switch(
+        flags=("trainer.wait_for_host_s", "critic.wait_for_host_s"),
+        is_on=lambda config: isinstance(job := build_job(config.job), ReplacingJob) and job.most_replaced,
+        why="no host comes in the place of one that died",
+        hint="give --job an option most_replaced, such as --job slurm:nodes=2,most_replaced=1",
+    ),
+}
+"""Switches by their flag, which is not one of those that need it, even if it is in their group."""
+
+
+def check_switches(config: SwitchedRun) -> None:
+    """Refuse flags whose switch is off.
+
+    Raises:
+        ConfigError: names the first of them, and the switch.
+    """
+    for switch, needed in SWITCHES.items():
+        idle = [flag for flag in changed_flags(config, needed.flags) if flag != switch]
+        if idle and not needed.is_on(config):
+            hint = f"{needed.hint}, or leave out {idle[0]}"
+            raise ConfigError(f"{idle[0]} has no effect, as {needed.why}", hint=hint)
