@@ -175,7 +175,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 
 def _once(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield each memory once."""
-    keys = set[tuple[int, int, int]]()
+    keys = set[tuple[object, ...]]()
     for tensor in tensors:
         key = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
         if key not in keys:

@@ -137,7 +137,7 @@ class _CountedAttention(torch.nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Take and return [1, L, heads, width]."""
-        out = _Attention.apply(q, k, v, self._counted, self._window, _kind(options["attention_masks"]))
+        out: torch.Tensor = _Attention.apply(q, k, v, self._counted, self._window, _kind(options["attention_masks"]))
         if (transform := options.get("out_transform")) is not None:
             out = transform(out, out.new_empty(out.shape[:-1], dtype=torch.float32))
         return out

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
-from forge_rl.runtime.fork_client import FAILURE, FORK_MODULES, FORK_SERVER, PATIENCE, server_variable, start_server
+from forge_rl.runtime.fork_client import (
+    FAILURE,
+    FORK_MODULES,
+    FORK_SERVER,
+    PATIENCE,
+    await_server,
+    server_variable,
+    start_server,
+)
 from forge_rl.runtime.host_logs import GatheredLogs, open_log, own_logs
 from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.isolation import public_ports
@@ -39,7 +47,6 @@ if TYPE_CHECKING:
 THIS_HOST = "local"
 """Name of the controller's host."""
 
-_SPAWN_TIMEOUT = "10min"
 _DEFAULTS = {
     # Maximum bytes of a message. torchstore needs this value and prints a line if it has to set it.
     "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240",
@@ -49,14 +56,12 @@ _DEFAULTS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     # Otherwise a process exits if it cannot deliver a message for 30 s, for example to a stopped controller.
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1day",
-    # A process may wait for the imports of the one that forks it; calls have deadlines of their own.
-    **dict.fromkeys(("HYPERACTOR_HOST_SPAWN_READY_TIMEOUT", "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE"), _SPAWN_TIMEOUT),
 }
 """Defaults of Monarch's environment variables in every process."""
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _FORK_PATIENCE_S = "15"
-"""Seconds for which a process on another host waits for a fork server, less than Monarch's default of 30 s there."""
+"""Seconds for which a process waits for its fork server, less than the 30 s for which Monarch waits for the process."""
 _OTHER_HOSTS: Mapping[str, Any] = {"mesh_orphan_timeout": "60s"}
 """Settings of Monarch once there are other hosts, whose own settings are not sufficient."""
 _CHILDREN_DEFAULTS = {
@@ -138,7 +143,6 @@ class Cluster:
         # Otherwise a controller paused by Ctrl-Z or a debugger would count its processes as dead. The delivery timeout
         # is set here too, in case Monarch was imported before the environment variable was set.
         settings |= {"message_delivery_timeout": "1day", "supervision_watchdog_timeout": "1day"}
-        settings |= dict.fromkeys(("host_spawn_ready_timeout", "mesh_proc_spawn_max_idle"), _SPAWN_TIMEOUT)
         if self._hosts:
             settings |= _OTHER_HOSTS
         monarch.config.configure(**settings)
@@ -239,8 +243,7 @@ class Cluster:
         with quiet_stderr(), _scratch_as_temporary() as scratch:
             from monarch.actor import default_bootstrap_cmd, this_host
 
-            temporary = {"TMPDIR": scratch} if host == THIS_HOST else {}
-            changes = {**_changes(host), **temporary, **(env or {})}
+            changes = _environment(env or {}, host, scratch)
             command = default_bootstrap_cmd().with_env(changes)
             if modules := (env or {}).get(FORK_MODULES):
                 command = _forked(command, {**os.environ, **changes}, modules, host)
@@ -272,6 +275,17 @@ class Cluster:
         mesh = self._meshes[name] = SpawnedMesh(name=name, procs=procs, host=host, ranks=ranks, log=log)
         return mesh
 
+    async def import_first(self, env: Mapping[str, str], *, deadline_s: float) -> None:
+        """Wait until processes that are spawned here with these variables can be forked, so that Monarch need not wait
+        for imports; returns after the deadline too, as they can also be executed."""
+        if modules := env.get(FORK_MODULES):
+            with _scratch_as_temporary() as scratch:
+                environment = {**os.environ, **_environment(env, THIS_HOST, scratch)}
+            variable = server_variable(f"{_fork_key()} {THIS_HOST}", environment, modules)
+            present = {name: value for name, value in environment.items() if value is not None}
+            start_server(variable, present, os.getpid())
+            await asyncio.to_thread(await_server, variable, deadline_s)
+
     async def stop(self, name: str, *, deadline_s: float = 10.0) -> None:
         """Stop a mesh's processes. One that does not stop in time ends with the controller."""
         mesh = self._meshes.pop(name, None)
@@ -288,16 +302,19 @@ class Cluster:
         await asyncio.gather(*map(self.stop, list(self._meshes)))
 
 
+def _environment(env: Mapping[str, str], host: str, scratch: str) -> dict[str, str | None]:
+    """Return how the environment of a process with additional variables differs from this one's; None removes one."""
+    return {**_changes(host), **({"TMPDIR": scratch} if host == THIS_HOST else {}), **env}
+
+
 def _forked(
     command: BootstrapCommand, environment: Mapping[str, str | None], modules: str, host: str
 ) -> BootstrapCommand:
     """Return the command of a process that a fork server of its host runs, and start this host's server."""
     variable = server_variable(f"{_fork_key()} {host}", environment, modules)
-    if host != THIS_HOST:
-        command = command.with_env({PATIENCE: _FORK_PATIENCE_S})
     if host == THIS_HOST:
         start_server(variable, {name: value for name, value in environment.items() if value is not None}, os.getpid())
-    command = command.with_env({FORK_SERVER: variable})
+    command = command.with_env({FORK_SERVER: variable, PATIENCE: _FORK_PATIENCE_S})
     command.args = ["-m", "forge_rl.runtime.fork_client", *command.args]
     return command
 

@@ -85,6 +85,22 @@ def start_server(variable: str, environment: Mapping[str, str], owner: int) -> N
     )
 
 
+def await_server(variable: str, deadline_s: float) -> None:
+    """Wait until a server that was started has imported its modules, has ended, or the deadline has passed."""
+    until = time.monotonic() + _BOUND_S
+    while time.monotonic() < until:
+        try:
+            connection = _connect(variable.partition(":")[0])
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+            continue
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(deadline_s)
+            connection.shutdown(socket.SHUT_WR)  # a request that says nothing: it is closed as soon as it is read
+            connection.recv(1)
+        return
+
+
 def main(words: Sequence[str]) -> NoReturn:
     """Run a program, given as Python's arguments, in a process forked by the server of this environment."""
     parent_fd = os.pidfd_open(os.getppid())

@@ -228,7 +228,7 @@ def _open_nursery() -> None:
     connection.settimeout(_NURSERY_S)
     execute: Any = multiprocessing_util.spawnv_passfds
 
-    def spawn(path: bytes, words: Sequence[str | bytes], fds: Sequence[int]) -> int:
+    def spawn(path: bytes, words: Sequence[Any], fds: Sequence[int]) -> int:
         texts = [os.fsdecode(word) for word in words]
         if "--multiprocessing-fork" in texts and connection.fileno() >= 0:
             try:

@@ -68,6 +68,12 @@ class EngineProcesses:
             batch_invariant=self.config.batch_invariant,
         )
 
+    async def import_first(self, deadline_s: float) -> None:
+        """Wait until the first engine of this machine can be forked, if it has one."""
+        index = self.seats.first
+        if self.config.replicas and self.seats.take(index).host == THIS_HOST:
+            await self.service.cluster.import_first(self.environment(index), deadline_s=deadline_s)
+
     def host_of(self, index: int) -> str | None:
         """Return the host that has the GPUs of the engine with an index; None if it may be on any."""
         return self.seats.take(index).host if self.seats.hosts.gpus else None

@@ -53,6 +53,11 @@ _ANSWER_S = 3600.0
 --generator.stall-s finds engines that hang, and a request may wait long in the queue of a busy one."""
 
 
+async def _start_engines(processes: EngineProcesses, supervisor: Supervisor, count: int, deadline_s: float) -> None:
+    await processes.import_first(deadline_s)
+    await supervisor.start(count)
+
+
 @dataclass(frozen=True)
 class Guests:
     """A generator's engines on the trainer's devices, which decode while the trainer waits; see `DeviceHandover`."""
@@ -175,7 +180,7 @@ class Generator:
         supervisor = Supervisor(service, pool.start_one, config.restart, seats=seats, uniform=True)
         async with task_group() as group:
             tokenizer = group.create_task(asyncio.to_thread(make_tokenizer, model))  # imports take seconds
-            group.create_task(supervisor.start(config.engines))
+            group.create_task(_start_engines(processes, supervisor, config.engines, start.deadline_s))
         return cls(config, service, supervisor, seats, pool, tokenizer.result(), sharing.lend)
 
     @property

@@ -93,7 +93,8 @@ class _NormRoPE(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(None if weight is None else x, weight, cache)
         ctx.eps = eps
-        return _norm_rope(x.contiguous(), weight, cache.contiguous(), eps)
+        out: torch.Tensor = _norm_rope(x.contiguous(), weight, cache.contiguous(), eps)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -108,7 +109,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, b)
-        return _swiglu(a.contiguous(), b.contiguous())
+        out: torch.Tensor = _swiglu(a.contiguous(), b.contiguous())
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -30,7 +30,8 @@ class FusedBlock(Qwen3TransformerBlock):
         x, normed = add_norm(x, None, self.attention_norm.weight, self.attention_norm.eps)
         attended = self.attention(normed, attention_masks, positions)
         x, normed = add_norm(x, attended, self.ffn_norm.weight, self.ffn_norm.eps)
-        return x + (self.moe(normed) if self.moe_enabled else self.feed_forward(normed))
+        out: torch.Tensor = x + (self.moe(normed) if self.moe_enabled else self.feed_forward(normed))
+        return out
 
 
 class FusedAttention(GQAttention):

@@ -118,7 +118,8 @@ class HalfRoPE(CosSinRoPE):
     def _reshape_cache(self, query: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Return the cosines and sines of each position, [1, L, 1, 2 head_dim]."""
         if positions is not None and has_kernels(query) and not isinstance(positions, DTensor):
-            return self.cache[positions][:, :, None]  # whose kernel refuses positions past the cache
+            angles: torch.Tensor = self.cache[positions]  # whose kernel refuses positions past the cache
+            return angles[:, :, None]
         cache: torch.Tensor = super()._reshape_cache(query, positions)
         return cache
 

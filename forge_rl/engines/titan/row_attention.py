@@ -69,12 +69,13 @@ class RowAttention(FlexAttention):
         if isinstance(attention_masks, Sequences):
             assert not options, f"FlashAttention takes no {', '.join(options)}"
             ends, longest = attention_masks.ends, attention_masks.longest
-            attended: torch.Tensor = varlen_attn(
+            attended = varlen_attn(
                 *(q_BLNH[0], k_BLNH[0], v_BLNH[0], ends, ends, longest, longest),
                 scale=scale,
                 window_size=(-1, 0),  # causal
                 enable_gqa=enable_gqa,
             )
+            assert isinstance(attended, torch.Tensor), "no logsumexp was asked for"
             return attended[None]
         out: torch.Tensor = super().forward(
             *(q_BLNH, k_BLNH, v_BLNH),
