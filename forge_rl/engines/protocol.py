@@ -20,7 +20,7 @@ from forge_rl.flags.categories import Operational, Tunable
 from forge_rl.runtime.far_files import Folder
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
-from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
+from forge_rl.weights.manifest import LoadReport, Manifest, ShardReport, TensorSpec
 
 if TYPE_CHECKING:  # importing torch takes seconds, and a process that only holds settings does not need it
     import torch
@@ -423,6 +423,11 @@ class TrainEngine(Protocol):
 
     def local_shards(self) -> Iterator[LocalShard]:
         """This rank's part of the published tensors: views that, over all ranks, tile each weight exactly once."""
+
+    def merged_reports(self, drafted: Manifest) -> list[ShardReport]:
+        """Fingerprint this rank's slices of weights with adapters, these added, as readers of the version must hold
+        them. Every rank calls this, after the shards; without adapters, or if whole weights are published, the list is
+        empty."""
 
     def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
         """The shards of all ranks, each on a rank of the host on which its tensor's bucket was reserved.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
+from forge_rl.models.adapter_products import merged_weight
 from forge_rl.models.hf_folder import complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ class Adapter:
     scale: float
     """Factor on B A."""
     rank: int
+    revision: str = ""
+    """Revision of that model on the hub; empty for the newest."""
 
     @staticmethod
     def read(folder: Path) -> Adapter:
@@ -209,6 +212,7 @@ class Adapter:
             digests=digests,
             scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
             rank=rank,
+            revision=str(config.get("revision") or ""),
         )
 
     def check_base(self, base: Path) -> None:
@@ -228,8 +232,8 @@ class Adapter:
             )
 
     def merge(self, base: Path, target: Path) -> None:
-        """Write the base model with W + scale B A in place of each adapted weight W: computed in float32, and rounded
-        once to W's dtype.
+        """Write the base model with W + scale B A in place of each adapted weight W, in W's dtype; see
+        `AdapterProduct`.
 
         Args:
             base: Hugging Face folder of the model that was adapted.
@@ -301,14 +305,6 @@ class Adapter:
                 hint="take an earlier checkpoint of that training",
             )
         return merged
-
-
-def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return W + scale B A, [outputs, inputs], computed in float32 or wider and rounded once, to W's dtype."""
-    import torch
-
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:

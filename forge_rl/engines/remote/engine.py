@@ -178,7 +178,7 @@ class RemoteEngine:
             if problems:
                 raise problems[0] from None
             raise
-        manifest.attest(report.fingerprints, reader)
+        manifest.attest(report.fingerprints, reader, merged=True)
         return report
 
     async def load_adapter(self, name: str, folder: Path) -> None:

@@ -59,7 +59,9 @@ def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
         TensorSpec(
             name=part.name,
             shape=part.shape,
-            changed=parameter.requires_grad or name in adapted or (name.endswith(_BIAS) and bool(model.steers)),
+            changed=parameter.requires_grad
+            or (name in adapted and not model.adapters.travel)
+            or (name.endswith(_BIAS) and bool(model.steers)),
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)

@@ -292,7 +292,7 @@ class VLLMEngine:
                 with clock.phase("finish"):
                     reports: list[WorkerReport] = await self._all_workers("finish_load")
                     report = _joined(reports)
-                    manifest.attest(report.fingerprints, reader)
+                    manifest.attest(report.fingerprints, reader, merged=True)
                     await self._llm.update_weight_version(str(report.version))
             except BaseException:
                 self._failure = f"version {manifest.version} could not be loaded"

@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,19 @@ from forge_rl.engines.vllm.sampling import sample_by_position
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ConfigError, ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
+from forge_rl.models.adapter_products import merged_weight
 from forge_rl.models.hf_folder import HEAD
 from forge_rl.runtime.processes import when_process_ends
-from forge_rl.weights.fingerprints import warm_up
-from forge_rl.weights.manifest import ShardReport
+from forge_rl.weights.fingerprints import Move, move, warm_up
+from forge_rl.weights.manifest import ShardReport, TensorEntry, factor_names
+from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import TensorBucket
 
 if TYPE_CHECKING:
     from forge_rl.engines.vllm.cpu_routing import RoutingCapture
+
+_FACTORS = factor_names("")
+"""Ends of the names of adapters' factors."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,9 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def start_weight_update(self) -> None:
         self._version = -1
         self._loaded: set[str] = set()
+        self._factors: dict[str, torch.Tensor] = {}
+        """Factors of the version's adapters, by name."""
+        self._factor_reports: list[ShardReport] = []
         before = {
             name: parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -240,7 +248,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         bucket: TensorBucket = pickle.loads(update_info.bucket)
         if isinstance(bucket, BucketOnHosts):
             bucket = replace(bucket, part=self._part)
-        with bucket.open() as tensors:
+        with bucket.open() as stored_tensors:
+            entries, tensors = self._merged(bucket.entries, stored_tensors)
             last = ""
 
             def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,7 +259,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                     yield name, tensor
 
             try:
-                with self._watch.reading({entry: tensors[entry.name] for entry in bucket.entries}):
+                with self._watch.reading({entry: tensors[entry.name] for entry in entries}):
                     with internals.collecting(self.model), self._watch:
                         self._loaded |= self.model.load_weights(weights())
                     internals.copy_held(self.model, tensors, self._watch.keep)
@@ -262,6 +271,35 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                 ) from error
         self._version = update_info.version
 
+    def _merged(
+        self, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
+        """Keep the factors of adapters, and return the other tensors, with their adapters added to those that have one.
+
+        Raises:
+            WeightsError: the factors of an adapter have not come, or do not fit.
+        """
+        weights = [entry for entry in entries if not entry.name.endswith(_FACTORS)]
+        for entry in entries:
+            if entry.name.endswith(_FACTORS):
+                tensor_slice = TensorSlice.whole(entry.shape)
+                self._factors[entry.name] = values = torch.empty_like(tensors[entry.name])
+                (fingerprint,) = move([Move(values, tensors[entry.name], entry.shape, tensor_slice)])
+                report = ShardReport(name=entry.name, tensor_slice=tensor_slice, fingerprint=fingerprint)
+                self._factor_reports.append(report)
+        merged = {entry.name: tensors[entry.name] for entry in weights}
+        for entry in weights:
+            if entry.adapter_scale is None:
+                continue
+            a, b = (self._factors.get(name) for name in factor_names(entry.name))
+            if a is None or b is None or (len(b), a.shape[1]) != entry.shape or len(a) != b.shape[1]:
+                raise WeightsError(
+                    f"the adapter of {entry.name!r} came after it, or does not fit its shape {entry.shape}",
+                    hint="publish adapters before the weights that they are added to",
+                )
+            merged[entry.name] = merged_weight(tensors[entry.name], a, b, entry.adapter_scale)
+        return weights, merged
+
     def finish_weight_update(self) -> None:
         self._check_complete()
         with self._watch:
@@ -271,10 +309,10 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         """Report the last load, once its weights are in place."""
         clock = PhaseClock()
         with clock.phase("fingerprint"):
-            shards = self._watch.shards()
+            shards = self._watch.shards() + self._factor_reports
         return WorkerReport(
             version=self._version,
-            bytes=self._watch.bytes,
+            bytes=self._watch.bytes + sum(values.nbytes for values in self._factors.values()),
             shards=shards,
             repacked=self._watch.repacked,
             fingerprint_s=clock.finish_step()["seconds/fingerprint"],
