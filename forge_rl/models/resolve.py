@@ -253,8 +253,9 @@ def _download(hub_id: str, revision: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        patterns = {"allow_patterns": list(MODEL_FILES), "ignore_patterns": list(_OTHERS)}
-        return Path(snapshot_download(hub_id, revision=revision or None, **patterns))
+        wanted, others = list(MODEL_FILES), list(_OTHERS)
+        folder = snapshot_download(hub_id, revision=revision or None, allow_patterns=wanted, ignore_patterns=others)
+        return Path(folder)
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         match error:
             case errors.GatedRepoError():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def names_of(model: nn.Module) -> Names | SameNames:
     return cast("Names | SameNames", model.names)
 
 
-def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
+def specs(model: Any) -> tuple[TensorSpec, ...]:
     adapted = {f"{name.rpartition('.')[0]}.weight" for name, _ in model.named_parameters() if name.endswith(ADAPTERS)}
     return tuple(
         TensorSpec(
