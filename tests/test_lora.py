@@ -20,17 +20,21 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan.index import INDEX
 from forge_rl.engines.titan.lora import adapted_modules_of, without_adapters
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import CheckpointError, ConfigError, ModelError
+from forge_rl.errors import CheckpointError, ConfigError, ModelError, WeightsError
 from forge_rl.flags.command_line import parse
 from forge_rl.metrics import reduce
+from forge_rl.models.adapter_products import AdapterProduct, merged_weight
 from forge_rl.models.adapters import Adapter
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.lora_settings import lora_lines
+from forge_rl.weights.fingerprints import fingerprint
+from forge_rl.weights.manifest import ShardReport, complete, draft, factor_names
+from forge_rl.weights.slices import TensorSlice
 from recipes import grpo
 from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.plain_trainer import PlainTrainer
@@ -49,7 +53,11 @@ FAMILIES = {
 }
 
 
-def engine_of(folder: Path, lora: LoRAConfig, *, reference: bool = False, **settings: Any) -> TitanEngine:
+def engine_of(
+    folder: Path, lora: LoRAConfig, *, reference: bool = False, travels: bool = False, **settings: Any
+) -> TitanEngine:
+    """An engine that publishes merged weights, or adapters if these travel."""
+    lora = replace(lora, publish="adapters" if travels else "merged")
     options = {"dtype": "float64", "seq_len": 64, "optimizer": OptimizerConfig(lr=1e-2, max_grad_norm=1e9), **settings}
     return TitanEngine(folder, TrainSettings(lora=lora, **options), reference=reference)
 
@@ -162,6 +170,57 @@ def test_peft_reads_what_is_saved_and_merges_what_is_published(family: str, tmp_
         torch.testing.assert_close(published[name], values)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(dtype: str, tmp_path: Path):
+    engine = trained_engine(tmp_path, LoRAConfig(rank=4), dtype=dtype, travels=True)
+    specs, published = engine.specs(), {shard.name: shard.values for shard in engine.local_shards()}
+    assert [spec.name for spec in specs if spec.changed] == [name for name in published if "lora_" in name]
+    adapted = {spec.name for spec in specs if spec.adapter_scale is not None}
+    assert len(adapted) == 14
+    start = load_file(tmp_path / "model.safetensors")
+    assert all(values.equal(start[name].to(values.dtype)) for name, values in published.items() if name in start)
+    drafted = draft(specs, version=3, dtype=getattr(torch, dtype))
+    expected = {}
+    for name in adapted:
+        a, b = (published[factor] for factor in factor_names(name))
+        merged = merged_weight(published[name], a, b, engine.model.adapters.lora.scale)
+        assert not merged.equal(published[name])
+        expected[name] = fingerprint(merged, merged.shape)
+    assert {report.name: report.fingerprint for report in engine.merged_reports(drafted)} == expected
+    later = draft(specs, version=4, dtype=getattr(torch, dtype), base=drafted)
+    assert later.written_bytes == sum(values.nbytes for name, values in published.items() if "lora_" in name)
+    with pytest.raises(WeightsError, match="did not add the adapter of"):
+        complete(
+            later,
+            [
+                [
+                    ShardReport(name=n, tensor_slice=TensorSlice.whole(v.shape), fingerprint=0)
+                    for n, v in published.items()
+                    if "lora_" in n
+                ]
+            ],
+        )
+
+
+@pytest.mark.parametrize("rank", [1, 5, 64])
+def test_products_of_adapters_have_the_same_bits_in_any_order_and_part(rank: int):
+    generator = torch.Generator().manual_seed(rank)
+    weight, a, b = (torch.randn(size, generator=generator) for size in ((70, 48), (rank, 48), (70, rank)))
+    for values in (weight, weight.bfloat16()):
+        whole, order = merged_weight(values, a, b, 0.7), torch.randperm(rank, generator=generator)
+        exact = values.double() + 0.7 * (b.double() @ a.double())
+        rounding = rank * float(a.abs().max() * b.abs().max()) / 2**23
+        error = (whole.double() - exact).abs() - exact.abs() * torch.finfo(values.dtype).eps
+        assert float(error.max()) < rounding
+        assert merged_weight(values, a[order], b[:, order], 0.7).equal(whole)
+        product = AdapterProduct(a, b, 0.7)
+        parts = [
+            torch.cat([product.added_to(part, 14 * row, 16 * column) for column, part in enumerate(row_parts)], dim=1)
+            for row, row_parts in enumerate(rows.split(16, dim=1) for rows in values.split(14))
+        ]
+        assert torch.cat(parts).equal(whole)
+
+
 def test_adapters_switched_off_are_the_model_that_training_started_from(tmp_path: Path):
     laid = packed(random_batch(0, vocab=43))
     make_model(tmp_path)
@@ -215,6 +274,16 @@ def test_dropout_is_in_updates_only_and_repeats_when_recomputed(tmp_path: Path):
     torch.testing.assert_close(ends[1], ends[2], rtol=1e-10, atol=1e-12)
 
 
+def test_recorded_logprobs_are_of_the_model_without_dropout(tmp_path: Path):
+    engine = trained_engine(tmp_path, LoRAConfig(rank=4, dropout=0.5))
+    (minibatch, *_) = packed(random_batch(2, vocab=43)).minibatches
+    expected = engine.logprobs(minibatch.rows, temperature=1.0)
+    request = StepRequest(loss=LOSS, total_updates=5, version=0, scored_minibatches=1)
+    recorded = engine.train_batch([minibatch], request).scores
+    for row, scores, logprobs in zip(minibatch.rows, recorded, expected, strict=True):
+        torch.testing.assert_close(scores[row.mask, 0], logprobs[row.mask], rtol=0, atol=1e-12)
+
+
 def test_first_values_are_of_the_seed_and_peft_starts_as_far(tmp_path: Path):
     make_model(tmp_path)
     firsts = [
@@ -248,7 +317,7 @@ def test_what_has_no_adapter_is_refused_by_name(family: str, settings: dict, mes
     assert "--" in str(error.value)
 
 
-def test_adapters_have_ten_times_the_learning_rate_unless_set():
+def test_adapters_have_ten_times_the_learning_rate_unless_set(tmp_path: Path):
     assert grpo.Config(lora=LoRAConfig(rank=4)).trainer.optimizer.lr == pytest.approx(3e-4)
     config = parse(grpo.Config, "grpo", ["--lora.rank", "16", "--lora.targets", "q_proj", "v_proj"])
     assert (config.trainer.lora.rank, config.trainer.lora.targets) == (16, ("q_proj", "v_proj"))
@@ -258,6 +327,12 @@ def test_adapters_have_ten_times_the_learning_rate_unless_set():
     named = parse(grpo.Config, "grpo", ["--lora.rank", "16", "--trainer.optimizer.lr", "1e-4"])
     assert named.trainer.optimizer.lr == 1e-4
     assert "as given" in lora_lines(named, values=False)[1]
+    file = tmp_path / "run.toml"
+    file.write_text("[lora]\nrank = 16\n[trainer.optimizer]\nlr = 3e-5\n")
+    for words in (["--lora.rank", "16", "--trainer.optimizer.lr", "3e-5"], ["--config", str(file)]):
+        same = parse(grpo.Config, "grpo", words)
+        assert same.trainer.optimizer.lr == 3e-5, "as given, though it is the default"
+        assert replace(same, seed=3).trainer.optimizer.lr == 3e-5
     assert grpo.Config().trainer.optimizer.lr == 3e-5
     with pytest.raises(ConfigError, match="value model"):
         lora_lines(config, values=True)
@@ -295,7 +370,7 @@ def test_a_bfloat16_base_is_rounded_only_once_when_merged(tmp_path: Path):
         module = f"base_model.model.{shard.name.removesuffix('.weight')}"
         if f"{module}.lora_A.default.weight" in factors:
             a, b = (factors[f"{module}.{kind}.default.weight"].detach() for kind in ADAPTERS)
-            base = (base.float() + engine.model.adapters.lora.scale * (b @ a)).bfloat16()
+            base = merged_weight(base, a, b, engine.model.adapters.lora.scale)
         assert torch.equal(shard.values, base), shard.name
     moved = engine.offload()
     assert engine.onload() == moved

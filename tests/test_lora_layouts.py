@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
@@ -11,10 +13,13 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
+from forge_rl.models.adapter_products import merged_weight
+from forge_rl.weights.fingerprints import fingerprint
+from forge_rl.weights.manifest import combine_shards, draft, factor_names
 from tests.fakes import make_model, packed, random_batch
 from tests.test_layouts import relays
 
-LORA = (("lora", LoRAConfig(rank=3, alpha=6.0)), ("lora_seed", 5))
+LORA = (("lora", LoRAConfig(rank=3, alpha=6.0, publish="merged")), ("lora_seed", 5))
 FAMILIES = "llama", "qwen3_moe", "gpt_oss", "deepseek_v3"
 
 
@@ -76,7 +81,7 @@ def test_ranks_that_shard_a_base_in_bfloat16_publish_its_sums(tmp_path: Path):
     start = make_model(tmp_path).state_dict()
     optimizer = OptimizerConfig(lr=1e-2)
     options: list[dict[str, object]] = [{}, {"tensor_parallel_degree": 2}, {"activation_checkpointing": "full"}]
-    lora = LoRAConfig(rank=3, targets=("q_proj", "o_proj", "down_proj"))
+    lora = LoRAConfig(rank=3, targets=("q_proj", "o_proj", "down_proj"), publish="merged")
     settings = [TrainSettings(dtype="bfloat16", seq_len=64, lora=lora, optimizer=optimizer, **o) for o in options]  # type: ignore[arg-type]
     by_rank = run_ranks(train_in_bfloat16, 2, tmp_path, settings)
     case = layouts.Case(family="llama", name="bfloat16", ranks=2)
@@ -89,6 +94,40 @@ def test_ranks_that_shard_a_base_in_bfloat16_publish_its_sums(tmp_path: Path):
         if is_adapted:
             first, *others = changes
             assert all(float((first - other).norm() / first.norm()) < 0.5 for other in others), name
+
+
+def publish_adapters(rank: int, folder: Path, settings: list[TrainSettings]) -> list[tuple[Any, Any]]:
+    """Return what each layout would publish, with the fingerprints of the merged slices; adapters are random."""
+    from forge_rl.engines.titan.lora import adapted_modules_of
+    from forge_rl.engines.titan.shards import slice_of, values_of
+    from forge_rl.engines.titan.train import TitanEngine
+
+    published = []
+    for layout in settings:
+        engine = TitanEngine(folder, layout)
+        for number, (_, module) in enumerate(adapted_modules_of(engine.model)):
+            whole = torch.randn(module.lora_B.shape, generator=torch.Generator().manual_seed(number))
+            values_of(module.lora_B).copy_(slice_of(module.lora_B).of(whole))
+        shards = layouts.shards_of(engine)
+        published.append((shards, engine.merged_reports(draft(engine.specs(), version=0, dtype=torch.float32))))
+    return published
+
+
+def test_ranks_attest_the_sums_that_engines_compute_of_whole_adapters(tmp_path: Path):
+    make_model(tmp_path)
+    lora = LoRAConfig(rank=5)
+    degrees: list[dict[str, int]] = [{}, {"tensor_parallel_degree": 2}]
+    settings = [TrainSettings(dtype="float32", seq_len=64, lora=lora, **degree) for degree in degrees]  # type: ignore[arg-type]
+    by_rank = run_ranks(publish_adapters, 2, tmp_path, settings)
+    case = layouts.Case(family="llama", name="adapters", ranks=2)
+    for ranks in zip(*by_rank, strict=True):
+        weights = layouts.assemble(case, [shards for shards, _ in ranks])
+        merged = combine_shards((report for _, reports in ranks for report in reports), version=0)
+        assert len(merged) == 14
+        for name, value in merged.items():
+            a, b = (weights[factor] for factor in factor_names(name))
+            engine_weight = merged_weight(weights[name], a, b, lora.scale)
+            assert fingerprint(engine_weight, engine_weight.shape) == value, name
 
 
 @pytest.mark.long

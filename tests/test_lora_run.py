@@ -24,7 +24,7 @@ def factors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(1800)
-def test_a_run_publishes_merged_weights_goes_on_and_leaves_an_adapter(
+def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
     from transformers import AutoModelForCausalLM
@@ -41,6 +41,8 @@ def test_a_run_publishes_merged_weights_goes_on_and_leaves_an_adapter(
     gaps = {row["step"]: row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row}
     assert gaps.keys() == {1, 2, 3, 4}
     assert max(gaps.values()) < 1e-3, "engines sample from what the trainer trains"
+    shares = [row["weights/written_share"] for row in metrics(out) if "weights/written_share" in row]
+    assert min(shares) < 0.02, "versions after the first are adapters alone"
     first, second = (out / "checkpoints" / f"step-{step:06d}" for step in (2, 4))
     moved = [float((values - factors_of(first)[name]).norm()) for name, values in factors_of(second).items()]
     assert min(moved) > 0, "resumed adapters are trained on"

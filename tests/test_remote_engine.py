@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from forge_rl.engines.protocol import DecodeSettings
-from forge_rl.engines.remote import KEY_VARIABLE, PREFIX, RemoteServer, server, wire
+from forge_rl.engines.remote import KEY_VARIABLE, PREFIX, PROTOCOL, RemoteServer, server, wire
 from forge_rl.engines.remote.engine import RemoteEngine, _header
 from forge_rl.errors import AttestationError, ConfigError, WeightsError
 from forge_rl.services.generator_config import GeneratorConfig
@@ -347,7 +347,7 @@ def test_a_wrong_key_is_refused_and_none_is_asked_for(monkeypatch: pytest.Monkey
     run(work)
 
 
-CLAIMED = json.dumps({"protocol": 1, "session": "abc", "facts": FACTS}).encode() + b"\n"
+CLAIMED = json.dumps({"protocol": PROTOCOL, "session": "abc", "facts": FACTS}).encode() + b"\n"
 GOOD = {"token_ids": [5], "logprobs": [-1.0], "versions": [1], "text": "x"}
 
 

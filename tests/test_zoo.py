@@ -17,7 +17,7 @@ from forge_rl.engines.architecture import Architecture, check_weights, read_arch
 from forge_rl.engines.factory import decode_environment
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
-from forge_rl.models.resolve import resolve_model
+from forge_rl.models.resolve import base_of, resolve_model
 from forge_rl.run.plan.memory import show_plan
 from forge_rl.tokens.tokenizer import Tokenizer
 from recipes.grpo import Config
@@ -154,13 +154,24 @@ def test_only_the_files_that_are_needed_are_downloaded(tmp_path: Path, monkeypat
     from huggingface_hub.utils import filter_repo_objects
 
     fetched: list[str] = []
+    revisions: list[str | None] = []
+    model = write("Qwen/Qwen3-0.6B", tmp_path / "hf")
 
-    def snapshot(name: str, **patterns: list[str]) -> str:
+    def snapshot(name: str, *, revision: str | None, **patterns: list[str]) -> str:
+        revisions.append(revision)
         fetched.extend(filter_repo_objects(PUBLISHED_FILES, **patterns))
-        return str(write("Qwen/Qwen3-0.6B", tmp_path / "hf"))
+        return str(model)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     resolve_model("org/name", tmp_path)
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "org/name", "revision": "v1.2"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    kept = list(fetched)
+    base_of(tmp_path / "adapter", "", tmp_path)
+    base_of(tmp_path / "adapter", "org/name", tmp_path)
+    assert revisions == [None, "v1.2", None], "an adapter names the revision of its base"
+    fetched[:] = kept
     assert fetched == [name for name, needed in PUBLISHED_FILES.items() if needed]
 
 

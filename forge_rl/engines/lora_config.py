@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.categories import Operational
 
 if TYPE_CHECKING:
     from forge_rl.engines.families.family import Architecture
@@ -40,6 +41,9 @@ class LoRAConfig:
     layer except the output head, and in models with experts every one in attention."""
     rslora: bool = False
     """Divide by the root of the rank instead: the scale is alpha / sqrt(rank), as in rank-stabilised LoRA."""
+    publish: Operational[Literal["adapters", "merged"]] = "adapters"
+    """What each version writes. adapters: A and B alone, which engines add to the base weights, written once. merged:
+    the adapted weights, whole; always with --weights.mirror, whose readers know no adapters."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is set to 0 in updates; logprobs that are only computed have no dropout."""
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +18,7 @@ import tyro
 from forge_rl.errors import ConfigError
 from forge_rl.flags.config_file import dump, read
 from forge_rl.flags.fields import Flag, usable_flags
+from forge_rl.flags.given import flags_in, giving
 from forge_rl.flags.retired import retired_default
 from forge_rl.flags.texts import suggest
 
@@ -38,6 +40,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
     """
     words = itertools.chain(sys.argv[1:] if args is None else args)
     rest: list[str] = []
+    given_flags: set[str] = set()
     default: C | None = None
     dumps = False
     for word in words:
@@ -47,14 +50,18 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         elif word == "--help-all":
             print_help(kind, prog, "", shows_all=True)
         elif name == "--config":
-            default = read(Path(value if equals else next(words, "")), kind)
+            path = Path(value if equals else next(words, ""))
+            default = read(path, kind)
+            given_flags.update(flags_in(tomllib.loads(path.read_text())))
         elif word == "--dump-config":
             dumps = True
         elif name.startswith("--") and (constant := retired_default(name[2:].replace("-", "_"))) is not None:
             raise ConfigError(f"{name} is no longer a flag", hint=f"leave it out: it is always {constant}")
         else:
             rest.append(word)
-    config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
+            given_flags.add(name.removeprefix("--").replace("-", "_"))
+    with giving(given_flags):
+        config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
     assert config is not None
     if dumps:
         print(f'# {prog} --config FILE reads this; "None" stands for no value.\n\n{dump(config)}', end="")

@@ -176,6 +176,18 @@ EFFECTS: dict[str, Effect] = {
         amount=_of("generator/quantized_bytes"),
         cause="engines hold no weights in 8 bits, as vLLM rounds no layer of this model; set it to none",
     ),
+    "published_adapters": Effect(
+        flag="--lora.publish adapters",
+        is_asked_for=lambda settings: (
+            bool(settings.get("lora.rank"))
+            and settings.get("lora.publish", "adapters") == "adapters"
+            and not settings.get("weights.mirror")
+        ),
+        counted_with="weights/written_share",
+        amount=lambda values, settings: 1 - values.get("weights/written_share", 1.0),
+        cause="every version was written whole, as a host of the weight store is lost again and again, or few weights "
+        "are not adapted; see the run's events",
+    ),
     "mirrored_changes": Effect(
         flag="--weights.mirror",
         is_asked_for=_differs("weights.mirror", ""),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
+from forge_rl.models.adapter_products import merged_weight
 from forge_rl.models.hf_folder import complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _UNSUPPORTED = {
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
 _MAX_RANK = 1 << 20
+_MAX_CONFIG_BYTES, _MAX_BYTES = 1 << 20, 16 << 30
 
 
 def is_adapter(folder: Path) -> bool:
@@ -107,6 +109,43 @@ def name_base(folder: Path, base: Path) -> None:
             (folder / name).write_text(json.dumps(values | {key: str(base)}, indent=2) + "\n")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterFiles:
+    """An adapter's files as they were when they were read, to be sent to other processes and hosts.
+
+    AdapterFiles.read(folder).write(other_folder)
+    """
+
+    config: bytes
+    weights: bytes
+
+    @staticmethod
+    def read(folder: Path) -> AdapterFiles:
+        """Read an adapter's files, whose contents are not looked at.
+
+        Raises:
+            ModelError: a file is missing, cannot be read, or is larger than adapters are.
+        """
+        contents = []
+        for name, max_bytes in ((CONFIG, _MAX_CONFIG_BYTES), (WEIGHTS, _MAX_BYTES)):
+            try:
+                size = (folder / name).stat().st_size
+                contents.append((folder / name).read_bytes() if size <= max_bytes else b"")
+            except OSError as error:
+                raise ModelError(
+                    f"{folder / name} cannot be read: {error.strerror or error}",
+                    hint=f"give a folder with {CONFIG} and {WEIGHTS}, as PEFT writes it",
+                ) from error
+            if size > max_bytes:
+                raise ModelError(f"{folder / name} has {size} bytes, more than {max_bytes}", hint=_AGAIN)
+        return AdapterFiles(config=contents[0], weights=contents[1])
+
+    def write(self, folder: Path) -> None:
+        """Write the files into an existing folder; raises OSError if it cannot be written."""
+        (folder / CONFIG).write_bytes(self.config)
+        (folder / WEIGHTS).write_bytes(self.weights)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """An adapter in PEFT's format.
@@ -122,6 +161,8 @@ class Adapter:
     scale: float
     """Factor on B A."""
     rank: int
+    revision: str = ""
+    """Revision of that model on the hub; empty for the newest."""
 
     @staticmethod
     def read(folder: Path) -> Adapter:
@@ -171,6 +212,7 @@ class Adapter:
             digests=digests,
             scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
             rank=rank,
+            revision=str(config.get("revision") or ""),
         )
 
     def check_base(self, base: Path) -> None:
@@ -190,8 +232,8 @@ class Adapter:
             )
 
     def merge(self, base: Path, target: Path) -> None:
-        """Write the base model with W + scale B A in place of each adapted weight W: computed in float32, and rounded
-        once to W's dtype.
+        """Write the base model with W + scale B A in place of each adapted weight W, in W's dtype; see
+        `AdapterProduct`.
 
         Args:
             base: Hugging Face folder of the model that was adapted.
@@ -206,7 +248,7 @@ class Adapter:
                 f"{base} holds quantised weights, to which no product can be added as they are",
                 hint="name the model's bfloat16 files with --base",
             )
-        factors = self._factors()
+        factors = self.factors()
         files = tensor_files(base)
         if unknown := sorted(factors.keys() - files.keys()):
             raise ModelError(
@@ -227,8 +269,12 @@ class Adapter:
         weight_map = {name: path.name for name, path in files.items()}
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
-    def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Read A and B by the name of the adapted weight."""
+    def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight.
+
+        Raises:
+            ModelError: the file is missing or malformed.
+        """
         halves: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
@@ -259,14 +305,6 @@ class Adapter:
                 hint="take an earlier checkpoint of that training",
             )
         return merged
-
-
-def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return W + scale B A, [outputs, inputs], computed in float32 or wider and rounded once, to W's dtype."""
-    import torch
-
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:

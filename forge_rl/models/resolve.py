@@ -36,7 +36,7 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 
 
-def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> Path:
+def resolve_model(name: str, cache: Path, progress: Progress | None = None, *, revision: str = "") -> Path:
     """Return the folder with a model's config.json, safetensors and tokenizer.
 
         folder = resolve_model("Qwen/Qwen3-0.6B", default_cache())
@@ -47,6 +47,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         name: bundled model, hub id, or folder of a model, an adapter or a checkpoint. Downloads are kept in the hub's
             own cache.
         cache, progress: as for bundled_model.
+        revision: branch, tag or commit of a model on the hub; by default its main branch.
 
     Raises:
         ModelError: no such model exists, or its files are missing, broken, or links out of its folder.
@@ -60,7 +61,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         model = model_in(folder)
         return _merged(model, cache, progress) if is_adapter(model) else _checked(model)
     if is_hub_id(name):
-        return _checked(_download(name))
+        return _checked(_download(name, revision))
     if "/" in name:
         raise ModelError(f"no such folder: {name}", hint='give an existing folder, or a hub id "org/name"')
     close = difflib.get_close_matches(name.lower(), BUNDLED, n=1, cutoff=0.4)
@@ -159,14 +160,15 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
     Raises:
         ModelError: it does not exist, or is an adapter itself.
     """
-    base = name or Adapter.read(folder).base
+    adapter = Adapter.read(folder)
+    base, revision = (name, "") if name else (adapter.base, adapter.revision)
     if not base:
         raise ModelError(f"{folder} names no base model", hint="name it: forge-rl merge ADAPTER OUT --base FOLDER")
     place = Path(base).expanduser()
     if place.is_dir() and is_adapter(model_in(place)):
         raise ModelError(f"{folder} adapts {base}, an adapter itself", hint="merge that one first: forge-rl merge")
     try:
-        return resolve_model(base, cache, progress)
+        return resolve_model(base, cache, progress, revision=revision)
     except ModelError as error:
         raise ModelError(
             f"the base model of {folder} is not usable: {error.message}",
@@ -247,11 +249,13 @@ def _check_header(path: Path) -> None:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, revision: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(MODEL_FILES), ignore_patterns=list(_OTHERS)))
+        wanted, others = list(MODEL_FILES), list(_OTHERS)
+        folder = snapshot_download(hub_id, revision=revision or None, allow_patterns=wanted, ignore_patterns=others)
+        return Path(folder)
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         match error:
             case errors.GatedRepoError():

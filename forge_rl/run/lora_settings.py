@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
+from forge_rl.flags.given import is_given
 
 if TYPE_CHECKING:
     from forge_rl.services.trainer_config import TrainerConfig
+    from forge_rl.services.weight_store_config import WeightStoreConfig
 
 
 class AdaptedRun(Protocol):
@@ -29,14 +31,21 @@ class AdaptedRun(Protocol):
     def seed(self) -> int:
         """Seed of the run."""
 
+    @property
+    def weights(self) -> WeightStoreConfig:
+        """Settings of the store of versions."""
+
 
 def with_lora(config: AdaptedRun) -> TrainerConfig:
     """Return the trainer's settings with the run's adapters and, if the user did not set it, their learning rate.
 
-    A learning rate equal to the recipe's default counts as not set.
+    In a config that is not parsed, a learning rate equal to the recipe's default counts as not set.
     """
-    trainer = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
-    if config.lora.rank and trainer.optimizer.lr == _default_lr(config):
+    lora = replace(config.lora, publish="merged") if config.weights.mirror else config.lora
+    trainer = replace(config.trainer, lora=lora, lora_seed=config.seed)
+    # With adapters in the trainer's settings, this config is a changed copy of one whose learning rate is decided.
+    is_decided = config.trainer.lora.rank > 0 or is_given("trainer.optimizer.lr")
+    if config.lora.rank and not is_decided and trainer.optimizer.lr == _default_lr(config):
         trainer = replace(trainer, optimizer=replace(trainer.optimizer, lr=LR_FACTOR * trainer.optimizer.lr))
     return trainer
 

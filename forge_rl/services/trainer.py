@@ -400,7 +400,8 @@ class Trainer:
             replies = await self._all(PUBLISH, transports, rank_hosts, publication.draft)
             self.busy_s += max(reply.seconds for reply in replies)
             try:
-                await publication.commit([reply.reports for reply in replies])
+                merged = [report for reply in replies for report in reply.merged]
+                await publication.commit([reply.reports for reply in replies], merged)
             finally:  # it may have been committed before a cancellation
                 if publication.committed:
                     self.version, self._published = version, self.updates

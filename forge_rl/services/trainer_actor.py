@@ -167,7 +167,8 @@ class TrainerActor(ServiceActor):
             has_several_hosts = len(transports) > 1
             shards = self.engine.shards_of_host(drafted, hosts) if has_several_hosts else self.engine.local_shards()
             reports = await transports[hosts[rank]].write(drafted, shards, rank=rank)
-            return PublishReply(reports=reports, seconds=time.monotonic() - start_time)
+            merged = self.engine.merged_reports(drafted)
+            return PublishReply(reports=reports, merged=merged, seconds=time.monotonic() - start_time)
 
     @concurrent_endpoint
     async def offload(self) -> int:

@@ -46,6 +46,8 @@ class PublishReply:
 
     reports: list[ShardReport]
     """The shards that it wrote."""
+    merged: list[ShardReport]
+    """Its slices of weights with adapters, these added, as engines have to hold them."""
     seconds: float
     """Duration of the writes."""
 

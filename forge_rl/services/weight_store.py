@@ -55,6 +55,8 @@ class WeightStore:
         self._bucket_bytes = bucket_bytes
         self._mirror = mirror
         self._deadline_s = 600.0
+        self._written_bytes = self._whole_bytes = 0
+        """Bytes of tensors written since the last `pop_metrics`, and bytes of the whole versions."""
         self.choice = choice
         """Sentence that names the chosen transport and the reason."""
 
@@ -164,6 +166,8 @@ class WeightStore:
             yield publication
             if not publication.committed:
                 raise WeightsError(f"version {version} was not committed")
+            self._written_bytes += drafted.written_bytes
+            self._whole_bytes += drafted.whole_bytes
             if self._mirror is not None:
                 self._mirror.note(self.lease(), transport)
         except BaseException:
@@ -228,8 +232,14 @@ class WeightStore:
         }
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the bytes written to --weights.mirror since the last call; see `WeightMirror.pop_metrics`."""
-        return self._mirror.pop_metrics() if self._mirror is not None else {}
+        """Return metrics since the last call: bytes of tensors that versions wrote, and their share of the bytes of
+        whole versions; and those written to --weights.mirror, see `WeightMirror.pop_metrics`."""
+        metrics = self._mirror.pop_metrics() if self._mirror is not None else {}
+        if self._whole_bytes:
+            metrics["weights/written_bytes"] = float(self._written_bytes)
+            metrics["weights/written_share"] = self._written_bytes / self._whole_bytes
+        self._written_bytes = self._whole_bytes = 0
+        return metrics
 
     async def stop(self) -> None:
         """Stop the store; its versions are lost."""
@@ -307,16 +317,17 @@ class Publication:
         """Manifest without fingerprints, for `Transport.write` on every rank."""
         self.committed = False
 
-    async def commit(self, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
+    async def commit(self, ranks: Sequence[Sequence[ShardReport]], merged: Sequence[ShardReport] = ()) -> Manifest:
         """Commit the manifest, which makes the version visible.
 
         Args:
             ranks: reports of each trainer rank.
+            merged: slices of weights with adapters, these added; see `TrainEngine.merged_reports`.
 
         Raises:
             WeightsError: the ranks did not write exactly the draft's contents.
         """
-        manifest = complete(self.draft, ranks)
+        manifest = complete(self.draft, ranks, merged)
         commit_task = asyncio.ensure_future(self._commit(manifest))
         try:
             await asyncio.shield(commit_task)

@@ -41,6 +41,8 @@ class TensorSpec:
     """Dtype that it is always published in; empty for the version's dtype."""
     fingerprint: int | None = None
     """Fingerprint of its values, if known: a tensor of the previous version with another one is written again."""
+    adapter_scale: float | None = None
+    """Factor on the product of the adapter that readers add to it, from the tensors of `factor_names`; None without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,10 @@ class TensorEntry:
     fingerprint: int = 0
     """Fingerprint of the published bytes; see fingerprints.py."""
     pieces: tuple[Piece, ...] = ()
+    adapter_scale: float | None = None
+    """Factor on the product of the adapter that readers add to it; None without an adapter."""
+    merged: int | None = None
+    """Fingerprint with the adapter's product added, by the trainer; None without an adapter."""
 
     @property
     def numel(self) -> int:
@@ -147,6 +153,16 @@ class Manifest:
         return sum(entry.bytes for entry in self.tensors)
 
     @property
+    def written_bytes(self) -> int:
+        """Size of the tensors that this version itself writes."""
+        return sum(entry.bytes for entry in self.tensors if is_of(entry.bucket, self.version))
+
+    @property
+    def whole_bytes(self) -> int:
+        """Size of the model's weights, without the factors of adapters."""
+        return sum(entry.bytes for entry in self.tensors if not entry.name.endswith(factor_names("")))
+
+    @property
     def keys(self) -> tuple[str, ...]:
         return tuple(bucket.key for bucket in self.buckets)
 
@@ -163,17 +179,22 @@ class Manifest:
             entries_by_bucket[entry.bucket].append(entry)
         return {key: tuple(entries) for key, entries in entries_by_bucket.items()}
 
-    def attest(self, fingerprints: Mapping[str, int], reader: str) -> None:
+    def attest(self, fingerprints: Mapping[str, int], reader: str, *, merged: bool = False) -> None:
         """Compare a reader's tensors with the published ones.
 
         Args:
             fingerprints: fingerprints of the reader's tensors, by name.
             reader: name of the reader for the error.
+            merged: the reader has added adapters to the tensors that have one.
 
         Raises:
             AttestationError: they differ; names the tensors.
         """
-        differing = [entry.name for entry in self.tensors if fingerprints.get(entry.name) != entry.fingerprint]
+        expected = {
+            entry.name: entry.merged if merged and entry.adapter_scale is not None else entry.fingerprint
+            for entry in self.tensors
+        }
+        differing = [name for name, fingerprint in expected.items() if fingerprints.get(name) != fingerprint]
         if differing:
             names = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
             raise AttestationError(
@@ -199,6 +220,12 @@ class LoadReport:
     """Bytes of weights that the engine computes with in 8 bits, over its workers."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """Return the names of the tensors that hold A, [rank, inputs], and B, [outputs, rank], of a weight's adapter."""
+    stem = weight.removesuffix(".weight")
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 def is_of(key: str, version: int) -> bool:
@@ -268,9 +295,16 @@ def draft(
                 and old_entry is not None
                 and (old_entry.shape, old_entry.dtype) == (spec.shape, name)
             ):
-                entry_by_name[spec.name] = old_entry
+                entry_by_name[spec.name] = replace(old_entry, adapter_scale=spec.adapter_scale, merged=None)
                 continue
-            entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key, offset=sizes.get(key, 0))
+            entry = TensorEntry(
+                name=spec.name,
+                shape=spec.shape,
+                dtype=name,
+                bucket=key,
+                offset=sizes.get(key, 0),
+                adapter_scale=spec.adapter_scale,
+            )
             if not key or (sizes[key] and sizes[key] + entry.bytes > bucket_bytes):
                 key = f"{version}/{epoch}.{len(sizes)}" if epoch else f"{version}/{len(sizes)}"
                 sizes[key] = 0
@@ -290,13 +324,22 @@ def _aligned(entry: TensorEntry) -> int:
     return -(-entry.bytes // _ALIGN) * _ALIGN
 
 
-def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manifest:
+def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: Iterable[ShardReport] = ()) -> Manifest:
     """Make the manifest of a version from its draft and the reports of all ranks.
 
+    Args:
+        drafted: what the ranks were to write.
+        ranks: slices that each rank wrote.
+        merged: slices of tensors with adapters, with these added.
+
     Raises:
-        WeightsError: together the ranks did not write exactly the drafted tensors.
+        WeightsError: together the ranks did not write exactly the drafted tensors, or did not add up an adapter.
     """
     from forge_rl.weights.fingerprints import combine
+
+    merged_by_name: dict[str, list[ShardReport]] = {}
+    for report in merged:
+        merged_by_name.setdefault(report.name, []).append(report)
 
     by_name: dict[str, list[ShardReport]] = {}
     for report in (report for rank in ranks for report in rank):
@@ -318,6 +361,13 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manif
                 pieces=tuple(report.piece for report in reports if report.piece is not None),
             )
         )
+    for number, entry in enumerate(entries):
+        if entry.adapter_scale is None:
+            continue
+        reports = merged_by_name.get(entry.name, [])
+        if problem := tiling_error(entry.shape, [report.tensor_slice for report in reports]):
+            raise WeightsError(f"the ranks did not add the adapter of {entry.name!r} to all of it: {problem}")
+        entries[number] = replace(entry, merged=combine(report.fingerprint for report in reports))
     if by_name:
         raise WeightsError(f"version {drafted.version} was not to hold {sorted(by_name)[:3]}, which a rank wrote")
     return replace(drafted, tensors=tuple(entries))

@@ -6,7 +6,7 @@ environment variable KEY_VARIABLE.
 
 from dataclasses import dataclass
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of the protocol between the two ends."""
 PREFIX = "/forge_rl/v1/"
 """Path of all routes."""

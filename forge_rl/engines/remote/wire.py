@@ -212,7 +212,10 @@ def scores_from_json(payload: Mapping[str, Any], count: int, top_k: int) -> Scor
 
 def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
     """Return a version and its tensors as JSON, without where they are."""
-    tensors = [[entry.name, list(entry.shape), entry.dtype, entry.fingerprint] for entry in manifest.tensors]
+    tensors = [
+        [entry.name, list(entry.shape), entry.dtype, entry.fingerprint, entry.adapter_scale, entry.merged]
+        for entry in manifest.tensors
+    ]
     return {"version": manifest.version, "tensors": tensors}
 
 
@@ -224,14 +227,26 @@ def manifest_from_json(payload: Mapping[str, Any]) -> Manifest:
     """
     entries = []
     try:
-        for name, shape, dtype, fingerprint in payload["tensors"]:
+        for name, shape, dtype, fingerprint, *adapter in payload["tensors"]:
             if not isinstance(name, str) or dtype not in _DTYPES or type(fingerprint) is not int:
                 raise WireError(f"a tensor {shown(name)!r} is malformed")
+            scale, merged = adapter or (None, None)
+            if (scale, merged) != (None, None) and (type(scale) not in (int, float) or type(merged) is not int):
+                raise WireError(f"the adapter of a tensor {shown(name)!r} is malformed")
             sizes = tuple(integers(shape, "sizes"))
             if min(sizes, default=0) < 0:
                 raise WireError(f"a tensor {shown(name)!r} has a negative size")
             entries.append(
-                TensorEntry(name=name, shape=sizes, dtype=dtype, bucket="", offset=0, fingerprint=fingerprint)
+                TensorEntry(
+                    name=name,
+                    shape=sizes,
+                    dtype=dtype,
+                    bucket="",
+                    offset=0,
+                    fingerprint=fingerprint,
+                    adapter_scale=scale,
+                    merged=merged,
+                )
             )
         return Manifest(version=_integer(payload["version"]), tensors=tuple(entries), buckets=())
     except (KeyError, TypeError, ValueError) as error:

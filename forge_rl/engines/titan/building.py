@@ -16,10 +16,10 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.loading import load_weights
-from forge_rl.engines.titan.lora import init_adapters
+from forge_rl.engines.titan.lora import init_adapters, published_specs
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism
-from forge_rl.engines.titan.shards import freeze, specs
+from forge_rl.engines.titan.shards import freeze
 from forge_rl.engines.titan.small_adamw import SmallAdamW
 from forge_rl.weights.manifest import TensorSpec
 
@@ -64,7 +64,7 @@ def load_model(
         model.steers = settings.expert_balance == "bias"
         if model.adapters is None:
             freeze(model, settings.frozen)
-    published, parameters = specs(model), sum(parameter.numel() for parameter in model.parameters())
+    published, parameters = published_specs(model), sum(parameter.numel() for parameter in model.parameters())
     if is_sharded:
         parallelism.apply(model, dtype=dtype)
     else:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import spmd_types as spmd  # type: ignore[import-untyped]
@@ -27,10 +28,21 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.lora_config import LoRAConfig, adapted_modules
-from forge_rl.engines.titan.shards import ADAPTERS, local_shards, publishes, slice_of, values_of
-from forge_rl.models.adapters import merged_weight
+from forge_rl.engines.titan.shards import (
+    ADAPTERS,
+    local_shards,
+    named_weights,
+    publishes,
+    slice_of,
+    specs,
+    values_of,
+)
+from forge_rl.models.adapter_products import AdapterProduct
 from forge_rl.packing.rows import Row
 from forge_rl.system.seeds import derive_seed
+from forge_rl.weights.fingerprints import Move, move
+from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, factor_names
+from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 _A, _B = ADAPTERS
@@ -44,6 +56,8 @@ class AdapterSwitch:
     seed: int
     on: bool = True
     """False while the model acts as the one that training started from."""
+    travel: bool = False
+    """True if versions hold adapters and the base's weights, not merged weights."""
     row: tuple[int, ...] = ()
     """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
 
@@ -56,7 +70,7 @@ def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed:
     """
     modules = adapted_modules(architecture, lora)
     model.requires_grad_(False)
-    model.adapters = AdapterSwitch(lora, seed)
+    model.adapters = AdapterSwitch(lora, seed, travel=lora.publish == "adapters")
     for layer in model.layers.values():
         for name in modules:
             _adapt(layer.get_submodule(name), model.adapters)
@@ -198,23 +212,77 @@ def draw_dropout(model: Any, row: Row, planned: int) -> None:
         model.adapters.row = (planned, *row.token_ids.tolist())
 
 
-def merged_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
-    """Yield the shards that this rank publishes, with the adapters merged into them; see `shards.local_shards`.
+def published_specs(model: Any) -> tuple[TensorSpec, ...]:
+    """Return the specs of all published tensors; the factors of adapters come before the weights they are added to."""
+    weights = specs(model)
+    if model.adapters is None or not model.adapters.travel:
+        return weights
+    factors, adapted = list[TensorSpec](), set[str]()
+    for name, module in adapted_modules_of(model):
+        adapted.add(weight := model.names.to_hf(name))
+        for factor, kind in zip(factor_names(weight), ADAPTERS, strict=True):
+            factors.append(TensorSpec(name=factor, shape=tuple(getattr(module, kind).shape), dtype="float32"))
+    scale = model.adapters.lora.scale
+    return (*factors, *(replace(spec, adapter_scale=scale) if spec.name in adapted else spec for spec in weights))
 
-    Every rank calls this.
-    """
-    mergers = _mergers(model, ranks)
-    return local_shards(model, ranks, lambda name, weight: mergers[name].of(weight) if name in mergers else weight)
 
-
-def _mergers(model: Any, ranks: range) -> dict[str, _MergedWeight]:
-    """Gather the adapters of all ranks; return an object that merges each, by torchtitan's name of the weight.
-
-    Every rank calls this.
+def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
+    """Yield the shards that this rank publishes: weights and, if adapters travel, whole factors on the first rank;
+    otherwise weights with the adapters added. Every rank calls this.
 
     Args:
         ranks: ranks that hold the model.
     """
+    products = _products(model, ranks)
+    if model.adapters is None or not model.adapters.travel:
+        return local_shards(model, ranks, lambda name, weight: _added(products.get(name), weight))
+    factors = (
+        []
+        if dist.get_rank() != ranks.start
+        else [
+            LocalShard(name=factor, tensor_slice=TensorSlice.whole(values.shape), values=values)
+            for name, product in products.items()
+            for factor, values in zip(factor_names(model.names.to_hf(name)), product.factors, strict=True)
+        ]
+    )
+    return itertools.chain(factors, local_shards(model, ranks))
+
+
+def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardReport]:
+    """Fingerprint this rank's slices of adapted weights with the adapters added, as readers of a version have to hold
+    them; none if adapters do not travel. Every rank calls this."""
+    if model.adapters is None or not model.adapters.travel:
+        return []
+    products, entries = _products(model, ranks), {entry.name: entry for entry in drafted.tensors}
+    reports = []
+    for name, parameter in named_weights(model):
+        tensor_slice = slice_of(parameter)
+        if name not in products or not tensor_slice.numel or not publishes(parameter, ranks):
+            continue
+        entry = entries[model.names.to_hf(name)]
+        merged = _added(products[name], parameter, dtype=entry.torch_dtype)
+        (value,) = move([Move(None, merged, entry.shape, tensor_slice)])
+        reports.append(ShardReport(name=entry.name, tensor_slice=tensor_slice, fingerprint=value))
+    return reports
+
+
+def _added(product: _Product | None, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return this rank's slice of a weight in a dtype, by default its own, with an adapter's product added."""
+    if product is None:
+        return weight
+    values = values_of(weight)
+    return product.sum.added_to(values.to(dtype or values.dtype), *slice_of(weight).start)
+
+
+@dataclass(frozen=True)
+class _Product:
+    factors: tuple[torch.Tensor, torch.Tensor]
+    """A and B, whole."""
+    sum: AdapterProduct
+
+
+def _products(model: Any, ranks: range) -> dict[str, _Product]:
+    """Gather the adapters of all ranks, by torchtitan's name of the weight. Every rank calls this."""
     if model.adapters is None:
         return {}
     factors = [(name, module, kind) for name, module in adapted_modules_of(model) for kind in ADAPTERS]
@@ -229,18 +297,8 @@ def _mergers(model: Any, ranks: range) -> dict[str, _MergedWeight]:
             slice_of(parameter).of(place).copy_(values_of(parameter))
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
+    if model.adapters.travel:  # as they are published
+        whole_factors = [factor.float() for factor in whole_factors]
     by_weight = zip(whole_factors[::2], whole_factors[1::2], factors[::2], strict=True)
-    return {name: _MergedWeight(a, b, model.adapters.lora.scale) for a, b, (name, _, _) in by_weight}
-
-
-@dataclass(frozen=True)
-class _MergedWeight:
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-
-    def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of W + scale B A, in W's dtype."""
-        (row, column), (rows, columns) = slice_of(weight).start, slice_of(weight).size
-        a, b, values = self.a.narrow(1, column, columns), self.b.narrow(0, row, rows), values_of(weight)
-        return merged_weight(values, a, b, self.scale)
+    scale = model.adapters.lora.scale
+    return {name: _Product((a, b), AdapterProduct(a, b, scale)) for a, b, (name, _, _) in by_weight}

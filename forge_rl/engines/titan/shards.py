@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,15 @@ def names_of(model: nn.Module) -> Names | SameNames:
     return cast("Names | SameNames", model.names)
 
 
-def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
+def specs(model: Any) -> tuple[TensorSpec, ...]:
     adapted = {f"{name.rpartition('.')[0]}.weight" for name, _ in model.named_parameters() if name.endswith(ADAPTERS)}
     return tuple(
         TensorSpec(
             name=part.name,
             shape=part.shape,
-            changed=parameter.requires_grad or name in adapted or (name.endswith(_BIAS) and bool(model.steers)),
+            changed=parameter.requires_grad
+            or (name in adapted and not model.adapters.travel)
+            or (name.endswith(_BIAS) and bool(model.steers)),
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)

@@ -26,7 +26,13 @@ from forge_rl.engines.titan.exchange import shards_of_own_host
 from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
-from forge_rl.engines.titan.lora import draw_dropout, init_adapters, merged_shards, without_adapters
+from forge_rl.engines.titan.lora import (
+    draw_dropout,
+    init_adapters,
+    merged_reports,
+    published_shards,
+    without_adapters,
+)
 from forge_rl.engines.titan.masks import compile_attention, compile_once
 from forge_rl.engines.titan.measures import Measures, measure_tokens, measured_loss
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
@@ -40,7 +46,7 @@ from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.metrics import Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.runtime.far_files import Folder
-from forge_rl.weights.manifest import Manifest, TensorSpec
+from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 
 
@@ -128,10 +134,11 @@ class TitanEngine:
             # A sum over the rows of all shares: the mean is over updates.
             share = 1 / (len(rows) * self._parallelism.shares)
             for index, statistics in enumerate(self._first_pass(update)):
+                recorded = self._recorded(update, index)
                 self._set_last(index == len(rows) - 1)
                 device_row, inputs = self._forward(update, index, statistics)
                 loss = measured_loss(update.loss, inputs, results.measures, results.errors) / update.divisor
-                self._measure(update, device_row, inputs, results)
+                self._measure(update, device_row, inputs, results, recorded or inputs)
                 loss.backward()
                 self._pipeline.give_back()
                 results.measures.add("loss", Mean, loss.detach(), share)
@@ -287,12 +294,28 @@ class TitanEngine:
             if not self._stage.is_last:  # further rows are under way, whose weights FSDP can fetch ahead
                 self.model.set_is_last_backward(last)
 
-    def _measure(self, update: Update, device_row: DeviceRow, inputs: LossInputs, results: RowResults) -> None:
-        """Measure a row after its forward pass."""
+    @torch.no_grad()
+    def _recorded(self, update: Update, index: int) -> LossInputs | None:
+        """Score a row for the record if its training pass has dropout, and the record must have none."""
+        if not update.keeps_scores or self.model.adapters is None or not self.model.adapters.lora.dropout:
+            return None
+        device_row = self.scorer.on_device(update.minibatch.rows[index])
+        scores = self.scorer.score(self.model, device_row, update.scoring)
+        reshard(self.model)
+        return update.inputs(index, device_row.row, scores, {})
+
+    def _measure(
+        self, update: Update, device_row: DeviceRow, inputs: LossInputs, results: RowResults, recorded: LossInputs
+    ) -> None:
+        """Measure a row after its forward pass.
+
+        Args:
+            recorded: scores to keep of it.
+        """
         self._count_experts(results)
         if update.keeps_scores:
-            assert inputs.entropy is not None, "each row is scored with it"
-            results.scores.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
+            assert recorded.entropy is not None, "each row is scored with it"
+            results.scores.append(torch.stack([recorded.logprobs, recorded.entropy], dim=1).detach())
         measure_tokens(inputs, device_row.tokens, results.measures, update.version)
         if (split := device_row.split) is not None:
             results.measures.add("attention/rank_max_over_mean", Mean, split.heaviest, split.mean)
@@ -410,7 +433,10 @@ class TitanEngine:
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
         release_memory()  # engines are about to need the memory of the step's peak
-        return merged_shards(self.model, self._stage.ranks)
+        return published_shards(self.model, self._stage.ranks)
+
+    def merged_reports(self, drafted: Manifest) -> list[ShardReport]:
+        return merged_reports(self.model, self._stage.ranks, drafted)
 
     def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
         return shards_of_own_host(drafted, self.local_shards(), hosts, self.device)

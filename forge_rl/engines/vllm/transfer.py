@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.request import LoRARequest
 
 from forge_rl.engines.parts import BucketOnHosts
 from forge_rl.engines.speculation import read_speculation
@@ -23,16 +24,21 @@ from forge_rl.engines.vllm.drafting import Drafter
 from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
 from forge_rl.engines.vllm.sampling import sample_by_position
 from forge_rl.engines.vllm.slicing import SliceWatch
-from forge_rl.errors import ForgeError, WeightsError
+from forge_rl.errors import ConfigError, ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
+from forge_rl.models.adapter_products import merged_weight
 from forge_rl.models.hf_folder import HEAD
 from forge_rl.runtime.processes import when_process_ends
-from forge_rl.weights.fingerprints import warm_up
-from forge_rl.weights.manifest import ShardReport
+from forge_rl.weights.fingerprints import Move, move, warm_up
+from forge_rl.weights.manifest import ShardReport, TensorEntry, factor_names
+from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import TensorBucket
 
 if TYPE_CHECKING:
     from forge_rl.engines.vllm.cpu_routing import RoutingCapture
+
+_FACTORS = factor_names("")
+"""Ends of the names of adapters' factors."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,35 @@ class WorkerExtension:
         return routed_experts if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
 
     @_answered
+    def forge_rl_add_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load an adapter in PEFT's format, under a number of its own."""
+        worker: Any = self
+        try:
+            worker.add_lora(LoRARequest(name, number, folder))
+        except ValueError as error:
+            raise ConfigError(
+                f"vLLM does not serve the adapter {name!r:.80}: {error}", hint="merge it by: forge_rl merge"
+            ) from error
+        if inert_modules := internals.inert_modules(worker.model_runner, number):
+            worker.remove_lora(number)
+            raise ConfigError(
+                f"vLLM loads the adapter {name!r:.80} and ignores it in {len(inert_modules)} modules, such as "
+                f"{inert_modules[0]!r:.120}",
+                hint="merge it by: forge_rl merge",
+            )
+
+    @_answered
+    def forge_rl_remove_adapter(self, number: int) -> None:
+        worker: Any = self
+        worker.remove_lora(number)
+
+    @_answered
+    def forge_rl_forget_adapters(self) -> None:
+        """Forget all adapters, whose memory was freed; the next request of each reads its files again."""
+        worker: Any = self
+        worker.model_runner.reset_lora_state()
+
+    @_answered
     def forge_rl_release_kv_cache(self) -> None:
         worker: Any = self
         cpu.release_kv_cache(worker)
@@ -195,6 +230,9 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def start_weight_update(self) -> None:
         self._version = -1
         self._loaded: set[str] = set()
+        self._factors: dict[str, torch.Tensor] = {}
+        """Factors of the version's adapters, by name."""
+        self._factor_reports: list[ShardReport] = []
         before = {
             name: parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -203,13 +241,15 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         internals.begin_reload(self.model)
         self._watch = SliceWatch(self.model, before)
         self._tied = HEAD not in before
-        self._expected = {name for name, _ in self.model.named_parameters()} - ({HEAD} if self._tied else set())
+        names = {name.replace(internals.WRAPPED, ".") for name, _ in self.model.named_parameters()}
+        self._expected = names - ({HEAD} if self._tied else set())
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         bucket: TensorBucket = pickle.loads(update_info.bucket)
         if isinstance(bucket, BucketOnHosts):
             bucket = replace(bucket, part=self._part)
-        with bucket.open() as tensors:
+        with bucket.open() as stored_tensors:
+            entries, tensors = self._merged(bucket.entries, stored_tensors)
             last = ""
 
             def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,7 +259,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                     yield name, tensor
 
             try:
-                with self._watch.reading({entry: tensors[entry.name] for entry in bucket.entries}):
+                with self._watch.reading({entry: tensors[entry.name] for entry in entries}):
                     with internals.collecting(self.model), self._watch:
                         self._loaded |= self.model.load_weights(weights())
                     internals.copy_held(self.model, tensors, self._watch.keep)
@@ -231,6 +271,35 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                 ) from error
         self._version = update_info.version
 
+    def _merged(
+        self, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
+        """Keep the factors of adapters, and return the other tensors, with their adapters added to those that have one.
+
+        Raises:
+            WeightsError: the factors of an adapter have not come, or do not fit.
+        """
+        weights = [entry for entry in entries if not entry.name.endswith(_FACTORS)]
+        for entry in entries:
+            if entry.name.endswith(_FACTORS):
+                tensor_slice = TensorSlice.whole(entry.shape)
+                self._factors[entry.name] = values = torch.empty_like(tensors[entry.name])
+                (fingerprint,) = move([Move(values, tensors[entry.name], entry.shape, tensor_slice)])
+                report = ShardReport(name=entry.name, tensor_slice=tensor_slice, fingerprint=fingerprint)
+                self._factor_reports.append(report)
+        merged = {entry.name: tensors[entry.name] for entry in weights}
+        for entry in weights:
+            if entry.adapter_scale is None:
+                continue
+            a, b = (self._factors.get(name) for name in factor_names(entry.name))
+            if a is None or b is None or (len(b), a.shape[1]) != entry.shape or len(a) != b.shape[1]:
+                raise WeightsError(
+                    f"the adapter of {entry.name!r} came after it, or does not fit its shape {entry.shape}",
+                    hint="publish adapters before the weights that they are added to",
+                )
+            merged[entry.name] = merged_weight(tensors[entry.name], a, b, entry.adapter_scale)
+        return weights, merged
+
     def finish_weight_update(self) -> None:
         self._check_complete()
         with self._watch:
@@ -240,10 +309,10 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         """Report the last load, once its weights are in place."""
         clock = PhaseClock()
         with clock.phase("fingerprint"):
-            shards = self._watch.shards()
+            shards = self._watch.shards() + self._factor_reports
         return WorkerReport(
             version=self._version,
-            bytes=self._watch.bytes,
+            bytes=self._watch.bytes + sum(values.nbytes for values in self._factors.values()),
             shards=shards,
             repacked=self._watch.repacked,
             fingerprint_s=clock.finish_step()["seconds/fingerprint"],
