@@ -206,7 +206,7 @@ class Adapter:
                 f"{base} holds quantised weights, to which no product can be added as they are",
                 hint="name the model's bfloat16 files with --base",
             )
-        factors = self._factors()
+        factors = self.factors()
         files = tensor_files(base)
         if unknown := sorted(factors.keys() - files.keys()):
             raise ModelError(
@@ -227,7 +227,7 @@ class Adapter:
         weight_map = {name: path.name for name, path in files.items()}
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
-    def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Read A and B by the name of the adapted weight."""
         halves: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
