@@ -100,9 +100,10 @@ def read_state(folder: Path, *, with_optimizer: bool) -> AdapterState:
         if not (folder / COUNTS).is_file():
             raise CheckpointError(f"{folder} holds no optimizer's state", hint="load its weights alone")
         counts = read_object(folder / COUNTS, hint=_HINT)
-        updates = counts.get("updates")
-        if not isinstance(updates, int) or isinstance(updates, bool) or not 0 <= updates < 1 << 31:
-            raise CheckpointError(f"{folder / COUNTS} has {updates!r:.40} updates", hint=_HINT)
+        count = counts.get("updates")
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 1 << 31:
+            raise CheckpointError(f"{folder / COUNTS} has {count!r:.40} updates", hint=_HINT)
+        updates = count
         with open_weights(folder / TRAINING) as file:
             for key in file.keys():  # noqa: SIM118  safetensors' file is no mapping
                 kind, _, name = key.partition("/")
