@@ -41,6 +41,10 @@ from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, read_keys
 from forge_rl.tokens.tokenizer import Tokenizer
 
 
+_LOADED = 4
+"""Adapters that engines hold at a time, if --generator.max-loras is not set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(TinkerConfig):
     """Serve the Tinker API over one base model."""
@@ -96,7 +100,12 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
         trainer = await services.started(
             Trainer.start(trainer_config, start, model=TrainedModel(folder=folder), run=run)
         )
-        settings = with_longest_context(config.generator, folder, min_tokens=config.generator.max_tokens)
+        settings = replace(
+            config.generator,
+            max_loras=config.generator.max_loras or _LOADED,
+            max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
+        )
+        settings = with_longest_context(settings, folder, min_tokens=settings.max_tokens)
         engines = await services.engines(settings, folder, config.seed, config.cache)
         vocab_size = Tokenizer(folder).vocab_size
         base = BaseModel(
@@ -113,6 +122,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
             keys,
             (trainer, engines),
             out=config.out,
+            most_loaded=4 * settings.max_loras,
             most_scored=most_scored_tokens(vocab_size),
             seed=config.seed,
         )

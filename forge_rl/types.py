@@ -501,6 +501,8 @@ class Sampling(CompactRecord):
     """Number of most likely alternatives to report per token."""
     stop_ids: tuple[int, ...] = ()
     """Ids of tokens that end the completion, besides the ones in the engine's settings."""
+    adapter: str = ""
+    """Name of the loaded adapter to sample with; empty for the engine's own weights."""
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Engine-specific settings by the engine's names: `{"top_p": 0.9, "structured_outputs": {"json": schema}}`. A
     completion with any of these is not resumed on another engine once it has begun."""
@@ -512,6 +514,8 @@ class Sampling(CompactRecord):
             if isinstance(value, bool) or not (hasattr(value, "__index__") or (name == "seed" and value is None)):
                 raise ConfigError(f"{name} of a completion is {value!r:.60}", hint=f"set {name} to a whole number")
             object.__setattr__(self, name, None if value is None else operator.index(value))
+        if not isinstance(self.adapter, str):
+            raise ConfigError(f"adapter of a completion is {self.adapter!r:.60}", hint="name a loaded adapter")
         heat = self.temperature
         if isinstance(heat, bool) or not hasattr(heat, "__float__") or not 0 <= float(heat) < math.inf:
             raise ConfigError(f"temperature of a completion is {heat!r:.60}", hint="set it to 0 or more")

@@ -26,6 +26,7 @@ from forge_rl.weights import segment
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import LoadReport, Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.slices import TensorSlice
+from tests.engine_adapters import ADAPTER_CHECKS
 from tests.engine_draws import whole_rollouts_draw_each_random_number_once
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
@@ -161,6 +162,7 @@ class Decoder:
     """Model that the engine was started with."""
     speculates: bool = False
     """Whether it drafts tokens."""
+    serves_adapters: bool = False
     version: int = 0
     model: torch.nn.Module = field(init=False)
 
@@ -554,5 +556,6 @@ DECODE: dict[str, Callable[[Decoder], Awaitable[None]]] = {
         resume_does_not_serve_half_of_a_version,
         sleeping_requests_go_on_under_what_was_loaded_meanwhile,
         whole_rollouts_draw_each_random_number_once,
+        *ADAPTER_CHECKS,
     )
 }

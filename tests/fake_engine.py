@@ -22,6 +22,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import RemoteServer
 from forge_rl.errors import ConfigError, WeightsError
+from forge_rl.models.adapters import AdapterFiles
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens
 from forge_rl.types import Sampling
@@ -157,6 +158,15 @@ class FakeEngine(ServiceActor):
         self._version = 0
 
     @concurrent_endpoint
+    async def load_adapter(self, name: str, files: AdapterFiles) -> None:
+        await self._obey("load_adapter")
+        self._note("load_adapter", name=name, bytes=len(files.weights))
+
+    @concurrent_endpoint
+    async def drop_adapter(self, name: str) -> None:
+        self._note("drop_adapter", name=name)
+
+    @concurrent_endpoint
     async def hold(self, paused: bool, asleep: bool) -> bool:
         self._dropped = self._dropped or (asleep and "forgets" in self._orders())
         self._held = {why for why, held in {"paused": paused, "asleep": asleep}.items() if held}
@@ -171,7 +181,7 @@ class FakeEngine(ServiceActor):
         return self._version, sorted(self._held)
 
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, gather_s: float) -> AsyncGenerator[Any, None]:
-        self._note("stream", shown=len(prompt_ids), seed=sampling.seed, stop=sampling.stop)
+        self._note("stream", shown=len(prompt_ids), seed=sampling.seed, stop=sampling.stop, adapter=sampling.adapter)
         ids, orders = [int(token) for token in prompt_ids], self._orders()
         try:
             for count in range(sampling.max_tokens):
@@ -201,7 +211,9 @@ class FakeEngine(ServiceActor):
         finally:
             self._note("closed", tokens=len(ids) - len(prompt_ids))
 
-    async def score(self, prompt_ids: Any, token_ids: Any, temperature: float, top_k: int) -> ScoredTokens:
+    async def score(
+        self, prompt_ids: Any, token_ids: Any, temperature: float, top_k: int, adapter: str = ""
+    ) -> ScoredTokens:
         """Score by the number of tokens before each; orders: `score`: "raise", "die" or "garbage"."""
         order = self._orders().get("score")
         if order == "raise":
@@ -229,7 +241,7 @@ class FakeEngine(ServiceActor):
         if order == "raise":
             raise RuntimeError("the engine has a bug")
         if order == "refuse":
-            raise WeightsError("a bucket did not come")
+            raise ConfigError("not this adapter") if call == "load_adapter" else WeightsError("a bucket did not come")
         while self._orders().get(call) == "hold":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

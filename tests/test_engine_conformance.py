@@ -59,6 +59,7 @@ class VLLMHost(ServiceActor):
             unfinished=engine._llm.output_processor.get_num_unfinished_requests,  # type: ignore[attr-defined]
             base=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
             speculates=self._settings.speculation != "off",
+            serves_adapters=self._settings.max_loras > 0,
         )
 
     @concurrent_endpoint
@@ -134,6 +135,7 @@ async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any
             id="speculation",
             marks=pytest.mark.long,
         ),
+        pytest.param((VLLMHost, {"max_loras": 2, "max_lora_rank": 8}), id="adapters", marks=pytest.mark.long),
         pytest.param((RemoteHost, {}), id="remote", marks=pytest.mark.long),
         pytest.param(
             (VLLMHost, {"speculation": "draft:{},max_tokens=4,max_running=64,min_accepted=0,adaptive=false"}),

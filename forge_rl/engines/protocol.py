@@ -79,6 +79,12 @@ class DecodeSettings:
     """Format that engines round the weights of each version to when they load it: faster, and another policy than the
     trainer's. fp8: E4M3, with a scale for each output of a linear layer or expert matrix and each token's input. int8:
     of experts only, with a scale for each output. Embeddings and the head are not rounded. For CUDA."""
+    max_loras: Operational[int] = 0
+    """Maximum adapters that the requests of one step sample with; requests of further ones wait. Any number can be
+    loaded. 0 serves no adapters."""
+    max_lora_rank: Operational[int] = 16
+    """Largest rank of adapters that engines serve. They reserve memory for it, rounded up to 1, 8, 16, 32, 64, 128,
+    256, 320 or 512."""
     stall_s: Operational[float] = 180.0
     """Timeout for one step of an engine, including long prompts; an engine that exceeds it is replaced."""
 
@@ -116,11 +122,17 @@ class DecodeEngine(Protocol):
 
         Raises:
             WeightsError: the last load failed.
-            ConfigError: the engine rejects the request.
+            ConfigError: the engine rejects the request, or has no adapter of the name in `sampling`.
         """
 
     async def score(
-        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+        self,
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        adapter: str = "",
     ) -> ScoredTokens:
         """Score given tokens after a prompt of at least one token, instead of sampling some.
 
@@ -130,10 +142,12 @@ class DecodeEngine(Protocol):
         Args:
             temperature: above 0.
             top_k: k, number of most likely tokens to return for each token; at most MOST_TOP.
+            adapter: name of the loaded adapter to score with; empty for the engine's own weights.
 
         Raises:
             WeightsError: the last load failed.
-            ConfigError: the engine rejects the request; prompt and tokens must be shorter than max_model_len.
+            ConfigError: the engine rejects the request, or has no such adapter; prompt and tokens must be shorter than
+                max_model_len.
         """
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
@@ -163,6 +177,20 @@ class DecodeEngine(Protocol):
             WeightsError: a bucket is gone, or the version does not fit the model.
             AttestationError: the bytes read differ from the published ones.
         """
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter in PEFT's format, which acts on the engine's weights, whichever version they are.
+
+        Requests name it in `Sampling.adapter`. If the name is loaded already, later requests sample with the new values
+        and those in flight go on with the old ones. The files are read before this returns.
+
+        Raises:
+            ConfigError: the engine serves no adapters, or not this one: its rank, modules, shapes or values.
+            ModelError: a file is missing or malformed, or the adapter is more than plain LoRA.
+        """
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter, if it is loaded. Requests that sample with it go on."""
 
     def close(self) -> None:
         """End the engine's processes."""

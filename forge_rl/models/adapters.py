@@ -42,6 +42,7 @@ _UNSUPPORTED = {
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
 _MAX_RANK = 1 << 20
+_MAX_CONFIG_BYTES, _MAX_BYTES = 1 << 20, 16 << 30
 
 
 def is_adapter(folder: Path) -> bool:
@@ -105,6 +106,43 @@ def name_base(folder: Path, base: Path) -> None:
         values = read_object(folder / name, hint=_AGAIN)
         if values.get(key) != str(base):
             (folder / name).write_text(json.dumps(values | {key: str(base)}, indent=2) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterFiles:
+    """An adapter's files as they were when they were read, to be sent to other processes and hosts.
+
+    AdapterFiles.read(folder).write(other_folder)
+    """
+
+    config: bytes
+    weights: bytes
+
+    @staticmethod
+    def read(folder: Path) -> AdapterFiles:
+        """Read an adapter's files, whose contents are not looked at.
+
+        Raises:
+            ModelError: a file is missing, cannot be read, or is larger than adapters are.
+        """
+        contents = []
+        for name, max_bytes in ((CONFIG, _MAX_CONFIG_BYTES), (WEIGHTS, _MAX_BYTES)):
+            try:
+                size = (folder / name).stat().st_size
+                contents.append((folder / name).read_bytes() if size <= max_bytes else b"")
+            except OSError as error:
+                raise ModelError(
+                    f"{folder / name} cannot be read: {error.strerror or error}",
+                    hint=f"give a folder with {CONFIG} and {WEIGHTS}, as PEFT writes it",
+                ) from error
+            if size > max_bytes:
+                raise ModelError(f"{folder / name} has {size} bytes, more than {max_bytes}", hint=_AGAIN)
+        return AdapterFiles(config=contents[0], weights=contents[1])
+
+    def write(self, folder: Path) -> None:
+        """Write the files into an existing folder; raises OSError if it cannot be written."""
+        (folder / CONFIG).write_bytes(self.config)
+        (folder / WEIGHTS).write_bytes(self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +266,11 @@ class Adapter:
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
     def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Read A and B by the name of the adapted weight."""
+        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight.
+
+        Raises:
+            ModelError: the file is missing or malformed.
+        """
         halves: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
+from forge_rl.models.adapters import AdapterFiles
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.service import Service
 from forge_rl.services.engine_spares import EngineSpares
@@ -52,6 +53,8 @@ class DesiredState:
     """Store that holds the version; None for the weights in the model's folder."""
     paused: bool = False
     asleep: bool = False
+    adapters: Mapping[str, AdapterFiles] = field(default_factory=dict)
+    """Adapters to serve, by name."""
 
 
 async def load_version(replica: Replica, manifest: Manifest, store: WeightStore) -> LoadReport:
@@ -71,6 +74,17 @@ async def load_version(replica: Replica, manifest: Manifest, store: WeightStore)
 async def serve_model(replica: Replica) -> None:
     """Have an engine serve the weights in the model's folder."""
     await replica.call("serve_model", deadline_s=CONTROL_DEADLINE_S)
+
+
+async def load_adapter(replica: Replica, name: str, files: AdapterFiles) -> None:
+    """Have an engine load an adapter."""
+    deadline_s = CONTROL_DEADLINE_S + len(files.weights) / _LOADED_BYTES_PER_S
+    await replica.call("load_adapter", name, files, deadline_s=deadline_s)
+
+
+async def drop_adapter(replica: Replica, name: str) -> None:
+    """Have an engine forget an adapter."""
+    await replica.call("drop_adapter", name, deadline_s=CONTROL_DEADLINE_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +151,7 @@ class EnginePool:
         self._away: WeakKeyDictionary[Replica, DesiredState] = WeakKeyDictionary()
         """State in which engines went away."""
         self._holding = asyncio.Lock()
+        self._loading_adapters = asyncio.Lock()
         self._chunk_at: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
         """Time of each engine's last chunk, on its clock."""
 
@@ -182,6 +197,7 @@ class EnginePool:
             has_changed = (desired.version, desired.epoch, desired.store) != (state.version, state.epoch, state.store)
             if desired.version is not None and (has_changed or not has_weights):
                 await self._load(replica, desired.version, desired.store)
+            await self._load_adapters(replica, state.adapters, desired.adapters)
             state = desired
         replica.link.deadlines.hold_streams(state.paused or state.asleep)
         self._ready[replica.index] = replica  # no await since the comparison: `each` will not miss it
@@ -212,6 +228,45 @@ class EnginePool:
         self.current, self.version = len(self.versions) - 1, version
         if self._keeping is None:  # not before: the run's own start comes first
             self._keeping = self._service.in_background(self.spares.keep(), None, "spares are no longer started")
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterFiles]:
+        """Adapters that all engines serve, or are about to, by name."""
+        return self._desired.adapters
+
+    async def load_adapter(self, name: str, files: AdapterFiles) -> None:
+        """Load an adapter into all living engines; later ones load it before they serve.
+
+        Raises:
+            ConfigError, ModelError: the engines do not take it; those before it stay.
+            ServiceError: no engine is left.
+        """
+        async with self._loading_adapters:
+            before = self._desired.adapters
+            self._desired = replace(self._desired, adapters={**before, name: files})
+            try:
+                await self.each("load_adapter", lambda replica: load_adapter(replica, name, files))
+                await self._service.available()
+            except BaseException:
+                self._desired = replace(self._desired, adapters=before)
+                raise
+
+    async def drop_adapter(self, name: str) -> None:
+        """Have all engines forget an adapter; requests in flight go on."""
+        async with self._loading_adapters:
+            adapters = {key: files for key, files in self._desired.adapters.items() if key != name}
+            self._desired = replace(self._desired, adapters=adapters)
+            await self.each("drop_adapter", lambda replica: drop_adapter(replica, name))
+
+    async def _load_adapters(
+        self, replica: Replica, state: Mapping[str, AdapterFiles], desired: Mapping[str, AdapterFiles]
+    ) -> None:
+        """Bring an engine's adapters from those that it has to the desired ones."""
+        for name in state.keys() - desired.keys():
+            await drop_adapter(replica, name)
+        for name, files in desired.items():
+            if state.get(name) is not files:
+                await load_adapter(replica, name, files)
 
     async def hold(self, **changes: Any) -> None:
         """Change `paused` or `asleep` in the desired state, and bring all living engines to it.

@@ -21,6 +21,7 @@ from forge_rl.errors import (
     ServiceError,
     WeightsError,
 )
+from forge_rl.models.adapters import AdapterFiles
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
@@ -48,6 +49,8 @@ from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
 
+_MAX_NAME = 128
+"""Maximum characters of an adapter's name."""
 _ANSWER_S = 3600.0
 """Longest wait for the next chunk of a completion, or for scores, not counting pauses. A last resort:
 --generator.stall-s finds engines that hang, and a request may wait long in the queue of a busy one."""
@@ -338,7 +341,13 @@ class Generator:
         return completion.turn()
 
     async def score(
-        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+        self,
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        adapter: str = "",
     ) -> ScoredTokens:
         """Score given tokens after a prompt, under the weights of the current version; see `DecodeEngine.score`.
 
@@ -353,6 +362,7 @@ class Generator:
             ServiceError: no engine is left.
         """
         self._check_version()
+        self._check_adapter(adapter)
         if len(prompt_ids) + len(token_ids) >= self.config.max_model_len:
             raise ContextError(
                 f"{len(prompt_ids)} + {len(token_ids)} tokens to score do not fit into {self.config.max_model_len}",
@@ -361,7 +371,8 @@ class Generator:
 
         async def attempt(replica: Replica) -> ScoredTokens:
             with self._blaming(replica):
-                scores = await replica.ask("score", prompt_ids, token_ids, temperature, top_k, deadline_s=_ANSWER_S)
+                args = prompt_ids, token_ids, temperature, top_k, adapter
+                scores = await replica.ask("score", *args, deadline_s=_ANSWER_S)
             self._pool.note_progress(replica)
             if problem := validate_scores(scores, len(token_ids), top_k, self._tokenizer.vocab_size):
                 raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
@@ -431,6 +442,37 @@ class Generator:
             )
         async with self._loading, self._pool.serving_next(0, None):
             await self._pool.each("serve_model", serve_model)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter in PEFT's format into every engine, from where requests sample with it by
+        `Sampling(adapter=name)`; see `DecodeEngine.load_adapter`.
+
+        The files are read once, here, so that engines that start later serve the same values.
+
+        Raises:
+            ConfigError: the engines serve no adapters, or not this one.
+            ModelError: a file is missing or malformed.
+            ServiceError: no engine is left.
+        """
+        if not self.config.max_loras:
+            raise ConfigError(
+                f"the engines serve no adapters, and {name!r:.80} is one",
+                hint="set --generator.max-loras to the number of adapters in a step",
+            )
+        if not name or len(name) > _MAX_NAME or not name.isprintable():
+            raise ConfigError(
+                f"an adapter is called {name!r:.80}", hint=f"give a printable name of at most {_MAX_NAME} characters"
+            )
+        await self._pool.load_adapter(name, await asyncio.to_thread(AdapterFiles.read, folder))
+
+    async def drop_adapter(self, name: str) -> None:
+        """Have every engine forget an adapter, if it is loaded. Requests that sample with it go on."""
+        await self._pool.drop_adapter(name)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return tuple(self._pool.adapters)
 
     async def pause(self) -> None:
         """Pause all engines at a token boundary. Requests keep their KV cache, new ones wait, and loads work."""
@@ -518,6 +560,7 @@ class Generator:
     def _check(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         """Raise an error of `decode` if the request cannot be served."""
         self._check_version()
+        self._check_adapter(sampling.adapter)
         if len(prompt_ids) + sampling.max_tokens > self.config.max_model_len:
             raise ConfigError(
                 f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed "
@@ -528,6 +571,13 @@ class Generator:
     def _check_version(self) -> None:
         if self.version is None:
             raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
+
+    def _check_adapter(self, name: str) -> None:
+        if name and name not in self._pool.adapters:
+            names = ", ".join(self._pool.adapters) or "none"
+            raise ConfigError(
+                f"the engines have no adapter {name!r:.80}", hint=f"load it first; loaded are: {names:.400}"
+            )
 
     def __repr__(self) -> str:
         loads = ", ".join(f"{replica.index}: {replica.in_flight}" for replica in self._service.replicas)

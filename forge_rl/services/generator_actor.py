@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from forge_rl.engines.parts import BucketOnHosts, EnginePart
 from forge_rl.engines.platform import open_store
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.engines.remote import RemoteServer
+from forge_rl.models.adapters import AdapterFiles
 from forge_rl.runtime.addresses import HostNetwork, interface_towards, own_address
 from forge_rl.runtime.priority import low_priority
 from forge_rl.runtime.service import ServiceActor
@@ -109,8 +111,10 @@ class GeneratorActor(ServiceActor):
     def stream(self, prompt_ids: TokenIds, sampling: Sampling, gather_s: float) -> AsyncGenerator[Chunk, None]:
         return self.engine.stream(prompt_ids, sampling, gather_s=gather_s)
 
-    async def score(self, prompt_ids: TokenIds, token_ids: TokenIds, temperature: float, top_k: int) -> ScoredTokens:
-        return await self.engine.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k)
+    async def score(
+        self, prompt_ids: TokenIds, token_ids: TokenIds, temperature: float, top_k: int, adapter: str
+    ) -> ScoredTokens:
+        return await self.engine.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k, adapter=adapter)
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:
@@ -136,6 +140,16 @@ class GeneratorActor(ServiceActor):
     @concurrent_endpoint
     async def serve_model(self) -> None:
         await self.engine.serve_model()
+
+    @concurrent_endpoint
+    async def load_adapter(self, name: str, files: AdapterFiles) -> None:
+        with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
+            await asyncio.to_thread(files.write, Path(folder))
+            await self.engine.load_adapter(name, Path(folder))
+
+    @concurrent_endpoint
+    async def drop_adapter(self, name: str) -> None:
+        await self.engine.drop_adapter(name)
 
     @concurrent_endpoint
     async def hold(self, paused: bool, asleep: bool) -> bool:

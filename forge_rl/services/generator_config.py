@@ -11,6 +11,7 @@ from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import check_speculation
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.flags.categories import Operational, Tunable
+from forge_rl.models.adapter_limits import served_rank
 from forge_rl.runtime.seats import check_bounds
 from forge_rl.runtime.supervision import Restart
 from forge_rl.system.redaction import without_credentials
@@ -70,9 +71,19 @@ class GeneratorConfig(DecodeSettings):
         check_flags(
             self,
             "--generator.",
-            minimum=dict.fromkeys(("gpu_memory_utilization", "guests", "spares", "least_replicas", "most_replicas"), 0)
+            minimum=dict.fromkeys(
+                ("gpu_memory_utilization", "guests", "spares", "least_replicas", "most_replicas", "max_loras"), 0
+            )
             | dict.fromkeys(
-                ("max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size", "hosts_per_replica"), 1
+                (
+                    "max_tokens",
+                    "max_num_seqs",
+                    "tensor_parallel_size",
+                    "data_parallel_size",
+                    "hosts_per_replica",
+                    "max_lora_rank",
+                ),
+                1,
             )
             | {"replicas": 0 if self.urls else 1},
             above={
@@ -95,6 +106,13 @@ class GeneratorConfig(DecodeSettings):
             raise ConfigError("--generator.spares stand by for replicas, and there are none", hint="leave it out")
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ConfigError("--generator.urls names a server twice", hint="name each server once")
+        if self.max_loras:
+            served_rank(self.max_lora_rank)
+        if self.urls and self.max_loras:
+            raise ConfigError(
+                "engines of --generator.urls serve no adapters",
+                hint="leave out --generator.max-loras, or use engines of the run",
+            )
         if self.urls and self.routed_experts:
             raise ConfigError(
                 "engines of --generator.urls do not return the experts that router replay needs",
@@ -111,6 +129,7 @@ class GeneratorConfig(DecodeSettings):
         unsupported = {
             "--generator.data-parallel-size": self.data_parallel_size > 1,
             "--generator.guests": self.guests > 0,
+            "--generator.max-loras": self.max_loras > 0,
             "--generator.spares": self.spares > 0,
             "--generator.kv-transfer-config": bool(self.kv_transfer_config),
         }

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +32,7 @@ class Engines(Protocol):
     def max_model_len(self) -> int: ...
     async def load_adapter(self, name: str, folder: Path) -> None: ...
     async def drop_adapter(self, name: str) -> None: ...
-    async def generate(self, prompt_ids: TokenIds, sampling: Sampling, *, adapter: str = "") -> Turn: ...
+    async def generate(self, prompt_ids: TokenIds, sampling: Sampling) -> Turn: ...
     async def score(
         self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0, adapter: str = ""
     ) -> ScoredTokens: ...
@@ -41,7 +42,7 @@ class LoadedAdapters:
     """Adapters that engines hold: loaded when one is asked for, in place of the one idle longest.
 
         async with loaded.using(folder) as name:
-            turn = await engines.generate(prompt_ids, sampling, adapter=name)
+            turn = await engines.generate(prompt_ids, Sampling(max_tokens=64, adapter=name))
 
     Args:
         most: maximum number that engines hold at a time; further requests wait.
@@ -134,7 +135,9 @@ class SampleService:
             try:
                 turns = await asyncio.gather(
                     *(
-                        self._engines.generate(prompt, self._sampling(request, sampler, index, room), adapter=adapter)
+                        self._engines.generate(
+                            prompt, replace(self._sampling(request, sampler, index, room), adapter=adapter)
+                        )
                         for index in range(request.num_samples)
                     )
                 )

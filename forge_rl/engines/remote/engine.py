@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -138,8 +139,16 @@ class RemoteEngine:
                         return
 
     async def score(
-        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+        self,
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        adapter: str = "",
     ) -> ScoredTokens:
+        if adapter:
+            raise _adapters_refused(adapter)
         body = {
             "prompt_ids": np.asarray(prompt_ids).tolist(),
             "token_ids": np.asarray(token_ids).tolist(),
@@ -171,6 +180,12 @@ class RemoteEngine:
             raise
         manifest.attest(report.fingerprints, reader)
         return report
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        raise _adapters_refused(name)
+
+    async def drop_adapter(self, name: str) -> None:
+        """No adapter is ever loaded."""
 
     def close(self) -> None:
         """Give the server back; its process stays."""
@@ -235,6 +250,13 @@ class RemoteEngine:
                         yield answer
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise _ConnectionLostError(wire.shown(error) or type(error).__name__) from error
+
+
+def _adapters_refused(name: str) -> ConfigError:
+    return ConfigError(
+        f"engines of --generator.urls serve no adapters, and {name!r:.80} is one",
+        hint="use engines of the run, or merge the adapter by: forge_rl merge",
+    )
 
 
 class _ConnectionLostError(Exception):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -45,6 +46,9 @@ def patch(model: nn.Module) -> None:
     method: Any = UnquantizedFusedMoEMethod
     if not hasattr(method._setup_kernel, "__wrapped__"):
         method._setup_kernel = _with_repacking(method._setup_kernel)
+    wrapper: Any = PunicaWrapperCPU
+    internals.check_names(wrapper, ("add_lora_linear", "prefill_metadata"))
+    wrapper.add_lora_linear = _add_lora
     communicator: Any = CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
 
@@ -102,6 +106,40 @@ def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, [N, d] from [N, 2 d], with a single temporary."""
     gate, up = x.chunk(2, dim=-1)
     return nn.functional.silu(gate).mul_(up)
+
+
+def _add_lora(
+    wrapper: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: tuple[torch.Tensor, ...],
+    b: tuple[torch.Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **_: Any,
+) -> None:
+    """Add each row's adapter product to `y`, with two products for each run of rows with one adapter.
+
+    vLLM's own copies A and B for each row, and lets rows without an adapter use the last slot's.
+
+    Args:
+        wrapper: knows the slot of each run of rows; -1 is no adapter.
+        y: [rows, outputs of all slices], changed in place.
+        x: [rows, inputs].
+        a: for each slice [slots, 1, rank, inputs].
+        b: for each slice [slots, 1, outputs, rank].
+        scale: factor, besides the adapters' own, which B includes.
+        output_slices: outputs of each slice.
+    """
+    starts, lengths, slots, *_rest = wrapper.prefill_metadata
+    for start, length, slot in zip(starts.tolist(), lengths.tolist(), slots.tolist(), strict=True):
+        if slot < 0:
+            continue
+        rows, first = x[start : start + length], 0
+        for a_slice, b_slice, size in zip(a, b, output_slices, strict=True):
+            product = nn.functional.linear(nn.functional.linear(rows, a_slice[slot, 0]), b_slice[slot, 0])
+            y[start : start + length, first : first + size] += scale * product
+            first += size
 
 
 def _on_rows(original: Any) -> Any:

@@ -32,6 +32,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import BACKEND
+from forge_rl.engines.vllm.adapters import EngineAdapters, lora_arguments
 from forge_rl.engines.vllm.cache_stats import CacheStats
 from forge_rl.engines.vllm.causes import own_log, start_cause
 from forge_rl.engines.vllm.cpu import unlink_shared_memory
@@ -79,6 +80,12 @@ class VLLMEngine:
         self._llm = llm
         self._cache = cache
         self._returns_routing = settings.routed_experts
+        self._adapters = EngineAdapters(
+            Path(llm.vllm_config.model_config.model),
+            max_loras=settings.max_loras,
+            max_rank=settings.max_lora_rank,
+            call=self._all_workers,
+        )
         self._closing = False
         self._requests = 0
         """Requests in flight."""
@@ -159,8 +166,11 @@ class VLLMEngine:
         first = chunk_start = 0.0
         self._requests += 1
         try:
-            generated = self._llm.generate(prompt, _checked_parameters(sampling, interval), request_id=request)
-            async with contextlib.aclosing(generated) as outputs:
+            parameters = _checked_parameters(sampling, interval)
+            async with contextlib.AsyncExitStack() as stack:
+                lora = stack.enter_context(self._adapters.using(sampling.adapter))
+                generated = self._llm.generate(prompt, parameters, request_id=request, lora_request=lora)
+                outputs = await stack.enter_async_context(contextlib.aclosing(generated))
                 async for output in outputs:
                     (completion,) = output.outputs
                     if output.prompt_logprobs:
@@ -205,7 +215,13 @@ class VLLMEngine:
             self._requests -= 1
 
     async def score(
-        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+        self,
+        prompt_ids: TokenIds,
+        token_ids: TokenIds,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        adapter: str = "",
     ) -> ScoredTokens:
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
@@ -221,8 +237,11 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
         self._requests += 1
         try:
-            generated = self._llm.generate(prompt, params, request_id=self._cache.request_id())
-            async with contextlib.aclosing(generated) as outputs:
+            async with contextlib.AsyncExitStack() as stack:
+                lora = stack.enter_context(self._adapters.using(adapter))
+                request = self._cache.request_id()
+                generated = self._llm.generate(prompt, params, request_id=request, lora_request=lora)
+                outputs = await stack.enter_async_context(contextlib.aclosing(generated))
                 prompt_logprobs = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs]
         except VLLMValidationError as error:
             raise ConfigError(
@@ -288,6 +307,12 @@ class VLLMEngine:
         seconds |= {"finish": seconds["finish"] - fingerprint_s, "fingerprint": fingerprint_s}
         return replace(report, seconds=seconds)
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        await self._adapters.load(name, folder, awake="weights" not in self._released)
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._adapters.drop(name)
+
     async def _all_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of WorkerExtension on each worker; returns the answers in order, or raises the first error."""
         with self._at_work():
@@ -338,6 +363,8 @@ class VLLMEngine:
         if woken_tags and device_type() != "cpu":  # on CPU, pages are allocated again when written
             with self._at_work():
                 await self._llm.collective_rpc("wake_up", kwargs={"tags": woken_tags})
+            if "weights" in woken_tags and self._adapters.are_served:
+                await self._all_workers("forget_adapters")
         self._released = [tag for tag in self._released if tag not in woken_tags]
 
     @contextlib.contextmanager
@@ -367,6 +394,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         self.let_go()
+        self._adapters.close()
         if self._guard is not None:
             self._guard.kill()
         self._llm.shutdown(timeout=_CLOSE_S)
@@ -423,6 +451,7 @@ def engine_arguments(
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         additional_config=Owner(os.getpid()),
+        **lora_arguments(folder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank),
         **_where(part),
     )
 

@@ -37,6 +37,8 @@ _COPIED = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
 """Parameters of gpt-oss that vLLM's loader copies into."""
 PACKED = (".w13_weight", ".w2_weight")
 """Suffixes of expert weights, which a kernel may reorder without changing their shape."""
+WRAPPED = ".base_layer."
+"""Part of the names of weights of modules that may have adapters; loaders report them without it."""
 _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights", "restore_metadata")
 
 
@@ -248,6 +250,13 @@ def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
 
 
+def inert_modules(runner: Any, number: int) -> list[str]:
+    """Return the modules for which an adapter has factors that vLLM applies nowhere; it says nothing of them itself."""
+    check_names(runner, ("lora_manager._adapter_manager.modules", "lora_manager._adapter_manager.get_adapter"))
+    manager = runner.lora_manager._adapter_manager
+    return sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+
+
 def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
     """Yield the names of linear layers that lack some of their weights, and of other layers that lack all of them.
 
@@ -260,7 +269,7 @@ def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
         if not missing or is_deferred_attention_layer(layer) or (tied and name == "lm_head"):
             continue
         if isinstance(layer, LinearBase) if info.load_numel else any(True for _ in layer.parameters(recurse=False)):
-            yield name
+            yield f"{name}.".replace(WRAPPED, ".").removesuffix(".")
 
 
 @contextlib.contextmanager

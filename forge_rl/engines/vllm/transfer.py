@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.request import LoRARequest
 
 from forge_rl.engines.parts import BucketOnHosts
 from forge_rl.engines.speculation import read_speculation
@@ -23,7 +24,7 @@ from forge_rl.engines.vllm.drafting import Drafter
 from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
 from forge_rl.engines.vllm.sampling import sample_by_position
 from forge_rl.engines.vllm.slicing import SliceWatch
-from forge_rl.errors import ForgeError, WeightsError
+from forge_rl.errors import ConfigError, ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.models.hf_folder import HEAD
 from forge_rl.runtime.processes import when_process_ends
@@ -148,6 +149,35 @@ class WorkerExtension:
         return routed_experts if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
 
     @_answered
+    def forge_rl_add_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load an adapter in PEFT's format, under a number of its own."""
+        worker: Any = self
+        try:
+            worker.add_lora(LoRARequest(name, number, folder))
+        except ValueError as error:
+            raise ConfigError(
+                f"vLLM does not serve the adapter {name!r:.80}: {error}", hint="merge it by: forge_rl merge"
+            ) from error
+        if inert_modules := internals.inert_modules(worker.model_runner, number):
+            worker.remove_lora(number)
+            raise ConfigError(
+                f"vLLM loads the adapter {name!r:.80} and ignores it in {len(inert_modules)} modules, such as "
+                f"{inert_modules[0]!r:.120}",
+                hint="merge it by: forge_rl merge",
+            )
+
+    @_answered
+    def forge_rl_remove_adapter(self, number: int) -> None:
+        worker: Any = self
+        worker.remove_lora(number)
+
+    @_answered
+    def forge_rl_forget_adapters(self) -> None:
+        """Forget all adapters, whose memory was freed; the next request of each reads its files again."""
+        worker: Any = self
+        worker.model_runner.reset_lora_state()
+
+    @_answered
     def forge_rl_release_kv_cache(self) -> None:
         worker: Any = self
         cpu.release_kv_cache(worker)
@@ -203,7 +233,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         internals.begin_reload(self.model)
         self._watch = SliceWatch(self.model, before)
         self._tied = HEAD not in before
-        self._expected = {name for name, _ in self.model.named_parameters()} - ({HEAD} if self._tied else set())
+        names = {name.replace(internals.WRAPPED, ".") for name, _ in self.model.named_parameters()}
+        self._expected = names - ({HEAD} if self._tied else set())
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         bucket: TensorBucket = pickle.loads(update_info.bucket)
