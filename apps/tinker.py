@@ -40,7 +40,6 @@ from forge_rl.system.terminal import visible
 from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, read_keys
 from forge_rl.tokens.tokenizer import Tokenizer
 
-
 _LOADED = 4
 """Adapters that engines hold at a time, if --generator.max-loras is not set."""
 
