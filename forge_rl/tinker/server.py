@@ -286,7 +286,7 @@ class TinkerServer:
         if values.model_id is not None:
             training = self._trainings.get(values.model_id, tenant)
             entry = Entry(seq=_seq(values.seq_id), kind="load_weights", body=body)
-            return self._promised(self._trainings.submit(training, entry, tokens=0), values.model_id)
+            return self._promised(self._trainings.submit(training, entry), values.model_id)
         if values.session_id is None:
             raise ApiError(400, "neither model_id nor session_id", param="model_id")
         self._check_base(values.base_model or self._base.name)
@@ -315,7 +315,7 @@ class TinkerServer:
                     code="too_many_adapters",
                 )
             training = self._trainings.add(record, session_id)
-        return self._promised(self._trainings.submit(training, entry, tokens=0), record.model_id)
+        return self._promised(self._trainings.submit(training, entry), record.model_id)
 
     async def _get_info(self, tenant: str, body: bytes, request: Request) -> Response:
         model_id = requests.read(requests.ModelId, body).model_id
@@ -344,7 +344,8 @@ class TinkerServer:
         address = await asyncio.to_thread(wire.read_address, body)
         training = self._trainings.get(address.model_id, tenant)
         entry = Entry(seq=address.seq_id, kind="pass", body=body)
-        return self._promised(self._trainings.submit(training, entry, tokens=address.tokens), training.model_id)
+        counts = {"scored" if address.forward_only else "trained": address.tokens}
+        return self._promised(self._trainings.submit(training, entry, **counts), training.model_id)
 
     async def _submit(
         self,
@@ -357,7 +358,7 @@ class TinkerServer:
         values = requests.read(form, body)
         training: Training = self._trainings.get(values.model_id, tenant)
         entry = Entry(seq=values.seq_id, kind=kind, body=body)
-        return self._promised(self._trainings.submit(training, entry, tokens=0), training.model_id)
+        return self._promised(self._trainings.submit(training, entry), training.model_id)
 
     # Samples.
 

@@ -131,7 +131,7 @@ class Trainings:
 
         trainings = Trainings(trainer, base, store, tenants, promises, snapshot_updates=10)
         await trainings.restore()
-        request_id = trainings.submit(training, Entry(seq=1, kind="optim_step", body=body), tokens=0)
+        request_id = trainings.submit(training, Entry(seq=1, kind="optim_step", body=body))
 
     What a request changes depends on the requests of its own adapter alone. A request is on disk before its client gets
     an id for it; if the trainer or this process dies, each adapter's last state is loaded, and what came since is
@@ -206,8 +206,12 @@ class Trainings:
                 if entry.seq >= training.expected:
                     self._wait(training, entry)
 
-    def submit(self, training: Training, entry: Entry, *, tokens: int) -> str:
+    def submit(self, training: Training, entry: Entry, *, trained: int = 0, scored: int = 0) -> str:
         """Accept a request; one with a seq that was accepted already is the same request, sent again.
+
+        Args:
+            trained, scored: tokens of a pass with or without a gradient, which count for the tenant's account now: what
+                is computed again after a failure does not count again.
 
         Returns:
             Its id.
@@ -223,9 +227,11 @@ class Trainings:
         if training.journal.size > _MOST_JOURNAL_BYTES:
             raise ApiError(400, "too many passes without optim_step", code="too_many_passes")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._tenants.in_flight(training.record.tenant, tokens=tokens))
+            stack.enter_context(self._tenants.in_flight(training.record.tenant, tokens=trained + scored))
             training.journal.append(entry)
             training.admitted[entry.seq] = stack.pop_all()
+        if trained or scored:
+            self._tenants.count(training.record.tenant, trained_tokens=trained, scored_tokens=scored)
         self._wait(training, entry)
         return request_id
 
@@ -360,9 +366,6 @@ class Trainings:
         backward = not request.forward_only
         done = await self._trainer.adapters.run(training.model_id, packed.minibatch, loss, backward=backward)
         training.has_gradient |= backward
-        self._tenants.count(
-            training.record.tenant, **{"trained_tokens" if backward else "scored_tokens": request.tokens}
-        )
         body = wire.encode_pass(packed.of_data(done.logprobs), {"loss:sum": done.metrics["loss"]})
         return Result(body=body, is_protobuf=True)
 

@@ -89,6 +89,7 @@ class PassAddress:
     model_id: str
     seq_id: int
     tokens: int
+    forward_only: bool
 
 
 def read_address(body: bytes) -> PassAddress:
@@ -101,7 +102,9 @@ def read_address(body: bytes) -> PassAddress:
     if message.seq_id < 0:
         raise ApiError(400, f"seq_id is {message.seq_id}", param="seq_id")
     sizes = (len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
-    return PassAddress(model_id=message.model_id, seq_id=message.seq_id, tokens=sum(sizes))
+    return PassAddress(
+        model_id=message.model_id, seq_id=message.seq_id, tokens=sum(sizes), forward_only=message.forward_only
+    )
 
 
 def read_pass(body: bytes, *, most_data: int) -> PassRequest:

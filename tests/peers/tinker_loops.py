@@ -1,6 +1,6 @@
 """Runs tinker-cookbook's own training loops against a server: python tinker_loops.py KIND MODEL URL FOLDER [STEPS].
 
-Run by the Python of an environment with tinker and tinker-cookbook; the key is in TINKER_API_KEY. Data and the world are
+Run by the Python of an environment with tinker and tinker-cookbook; the key is in TINKER_API_KEY. Data and worlds are
 this file's, as the cookbook's are on the internet; the loops are the cookbook's, unmodified.
 """
 
