@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from forge_rl.errors import ForgeError
+from forge_rl.errors import CheckpointError, ForgeError, LossError
 from forge_rl.gateway.errors import ApiError, to_api_error
 
 POLL_S = 30.0
@@ -41,7 +41,7 @@ class Promise:
     def fail(self, error: Exception) -> None:
         """Set the error that its client sees: a user's own, or the server's without its traces."""
         api_error = to_api_error(error)
-        self.is_user_error = api_error.status < 500
+        self.is_user_error = api_error.status < 500 or isinstance(error, LossError | CheckpointError)
         hint = f" ({error.hint})" if isinstance(error, ForgeError) and error.hint and self.is_user_error else ""
         self.error = api_error.message + hint
         self.done.set()
