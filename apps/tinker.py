@@ -37,7 +37,7 @@ from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainedModel, TrainingRun
 from forge_rl.system.terminal import visible
-from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, read_keys
+from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, TinkerServices, read_keys
 from forge_rl.tokens.tokenizer import Tokenizer
 
 _LOADED = 4
@@ -115,16 +115,13 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
             max_model_len=engines.max_model_len,
             lora=config.lora,
         )
-        server = TinkerServer(
-            config,
-            base,
-            keys,
-            (trainer, engines),
-            out=config.out,
-            most_loaded=4 * settings.max_loras,
-            most_scored=most_scored_tokens(vocab_size),
-            seed=config.seed,
+        behind = TinkerServices(
+            trainer=trainer,
+            engines=engines,
+            max_loaded=4 * settings.max_loras,
+            max_scored=most_scored_tokens(vocab_size),
         )
+        server = TinkerServer(config, base, keys, behind, out=config.out, seed=config.seed)
         async with server:
             yield server, services.faults
 

@@ -19,7 +19,7 @@ from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.packing.rows import Layout, attends
-from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, read_keys, wire
+from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, TinkerServices, read_keys, wire
 from forge_rl.tinker.journal import Entry, Journal
 from forge_rl.tinker.losses import WEIGHTS, TinkerLoss
 from forge_rl.tinker.rows import PackedData
@@ -118,7 +118,8 @@ def pass_body(model_id: str, seq: int, tokens: tuple[int, ...] = (1, 2, 3), loss
 @contextlib.asynccontextmanager
 async def serving(out: Path, trainer: FakeTrainer | None = None, **config: Any) -> AsyncIterator[TinkerServer]:
     settings = TinkerConfig(port=0, **config)
-    async with TinkerServer(settings, BASE, KEYS, (trainer or FakeTrainer(), FakeEngines()), out=out) as server:
+    services = TinkerServices(trainer=trainer or FakeTrainer(), engines=FakeEngines())
+    async with TinkerServer(settings, BASE, KEYS, services, out=out) as server:
         yield server
 
 

@@ -94,17 +94,17 @@ class SaveSettings:
 class CheckpointStore:
     """Trainings and their checkpoints in a folder.
 
-        store = CheckpointStore(out, most=1000)
+        store = CheckpointStore(out, max_checkpoints=1000)
         path = await store.save(record, SaveSettings(kind="weights", name="final", seq=9, updates=4), write)
 
     Args:
-        most: maximum number of checkpoints of a tenant.
+        max_checkpoints: maximum number of checkpoints of a tenant.
     """
 
-    def __init__(self, folder: Path, *, most: int) -> None:
+    def __init__(self, folder: Path, *, max_checkpoints: int) -> None:
         self._folder = folder / "models"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._most = most
+        self._max_checkpoints = max_checkpoints
 
     def folder(self, model_id: str) -> Path:
         """Return a training's folder."""
@@ -208,8 +208,8 @@ class CheckpointStore:
                 return checkpoint
             if not settings.overwrite:
                 raise ApiError(400, f"there is a checkpoint {checkpoint.path} already", param="path")
-        elif sum(1 for _ in self.all_of(record.tenant)) >= self._most:
-            raise ApiError(400, f"this key has {self._most} checkpoints, the most it may have: delete some")
+        elif sum(1 for _ in self.all_of(record.tenant)) >= self._max_checkpoints:
+            raise ApiError(400, f"this key has {self._max_checkpoints} checkpoints, the most it may have: delete some")
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -49,16 +49,16 @@ class Journal:
         """Write a request at the end.
 
         Raises:
-            OSError: it cannot be written; the file is as it was.
+            OSError: it cannot be num_bytes; the file is as it was.
         """
         data = _encode(entry)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             size = os.fstat(descriptor).st_size
             try:
-                written = 0
-                while written < len(data):
-                    written += os.write(descriptor, data[written:])
+                num_bytes = 0
+                while num_bytes < len(data):
+                    num_bytes += os.write(descriptor, data[num_bytes:])
             except OSError:
                 os.ftruncate(descriptor, size)
                 raise

@@ -45,12 +45,12 @@ class LoadedAdapters:
             turn = await engines.generate(prompt_ids, Sampling(max_tokens=64, adapter=name))
 
     Args:
-        most: maximum number that engines hold at a time; further requests wait.
+        max_loaded: maximum number that engines hold at a time; further requests wait.
     """
 
-    def __init__(self, engines: Engines, *, most: int) -> None:
+    def __init__(self, engines: Engines, *, max_loaded: int) -> None:
         self._engines = engines
-        self._most = most
+        self._max_loaded = max_loaded
         self._users: OrderedDict[str, int] = OrderedDict()
         """Number of requests that use each loaded adapter, the one used last at the end."""
         self._changed = asyncio.Condition()
@@ -65,7 +65,7 @@ class LoadedAdapters:
         text = f"{folder} {(folder / 'checkpoint.json').stat().st_mtime_ns}"
         name = hashlib.sha256(text.encode()).hexdigest()[:24]
         async with self._changed:
-            while name not in self._users and len(self._users) >= self._most:
+            while name not in self._users and len(self._users) >= self._max_loaded:
                 idle = next((loaded for loaded, users in self._users.items() if not users), None)
                 if idle is None:
                     await self._changed.wait()
@@ -89,17 +89,17 @@ class SampleService:
     """Answers requests for samples.
 
     Args:
-        most_scored: maximum tokens of a prompt whose logprobs are asked for.
+        max_scored: maximum tokens of a prompt whose logprobs are asked for.
     """
 
     def __init__(
-        self, engines: Engines, loaded: LoadedAdapters, store: CheckpointStore, *, seed: int, most_scored: int
+        self, engines: Engines, loaded: LoadedAdapters, store: CheckpointStore, *, seed: int, max_scored: int
     ) -> None:
         self._engines = engines
         self._loaded = loaded
         self._store = store
         self._seed = seed
-        self._most_scored = most_scored
+        self._max_scored = max_scored
 
     def tokens_of(self, request: SampleRequest) -> int:
         """Return the most tokens that a request may take: its prompt, and its samples."""
@@ -122,8 +122,8 @@ class SampleService:
         if not len(prompt) or room < 1:
             raise ApiError(400, f"a prompt of {len(prompt)} tokens; the context has {self._engines.max_model_len}")
         scores_prompt = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
-        if scores_prompt and len(prompt) > self._most_scored:
-            raise ApiError(400, f"logprobs of a prompt of {len(prompt)} tokens; at most {self._most_scored} fit here")
+        if scores_prompt and len(prompt) > self._max_scored:
+            raise ApiError(400, f"logprobs of a prompt of {len(prompt)} tokens; at most {self._max_scored} fit here")
         if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs_last_n < len(prompt):
             raise ApiError(400, "prompt_logprobs_last_n is not below the prompt's length")
         folder = None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,27 @@ NOT_HERE: Mapping[str, str] = {
 """Routes of the API that the server refuses by name, and why."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TinkerServices:
+    """What trains and samples behind the server."""
+
+    trainer: AdapterTrainer
+    engines: Engines
+    max_loaded: int = 16
+    """Maximum adapters that the engines hold at a time."""
+    max_scored: int = 4096
+    """Maximum tokens of a prompt whose logprobs are asked for."""
+
+
 class TinkerServer:
     """Serves the Tinker API to several tenants, over one base, one trainer and one set of engines.
 
-        async with TinkerServer(config, base, keys, trainer, engines, out=Path("runs/tinker")) as server:
+        async with TinkerServer(config, base, keys, services, out=Path("runs/tinker")) as server:
             print(server.url)
 
     Args:
         keys: key of each tenant by name.
         out: folder for trainings, checkpoints, sessions and accounts, all of which survive a restart.
-        most_loaded: maximum adapters that the engines hold at a time.
-        most_scored: maximum tokens of a prompt whose logprobs are asked for.
         seed: determines samples of requests without a seed.
     """
 
@@ -63,23 +74,20 @@ class TinkerServer:
         config: TinkerConfig,
         base: BaseModel,
         keys: Mapping[str, str],
-        services: tuple[AdapterTrainer, Engines],
+        services: TinkerServices,
         *,
         out: Path,
-        most_loaded: int = 4,
-        most_scored: int = 4096,
         seed: int = 0,
     ) -> None:
-        trainer, engines = services
         out.mkdir(parents=True, exist_ok=True)
         self._config = config
         self._base = base
         self._tenants = Tenants(keys, out / "usage.json", most_in_flight=config.max_tokens_in_flight)
         self._promises = Promises()
-        self._store = CheckpointStore(out, most=config.max_checkpoints)
-        self._sessions = Sessions(out / "sessions.json", most=config.max_sessions, on_end=self._end_session)
+        self._store = CheckpointStore(out, max_checkpoints=config.max_checkpoints)
+        self._sessions = Sessions(out / "sessions.json", max_sessions=config.max_sessions, on_end=self._end_session)
         self._trainings = Trainings(
-            trainer,
+            services.trainer,
             base,
             self._store,
             self._tenants,
@@ -87,8 +95,8 @@ class TinkerServer:
             self._sessions,
             snapshot_updates=config.snapshot_updates,
         )
-        loaded = LoadedAdapters(engines, most=most_loaded)
-        self._samples = SampleService(engines, loaded, self._store, seed=seed, most_scored=most_scored)
+        loaded = LoadedAdapters(services.engines, max_loaded=services.max_loaded)
+        self._samples = SampleService(services.engines, loaded, self._store, seed=seed, max_scored=services.max_scored)
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._http: http.HttpServer | None = None
         self._work: asyncio.Task[None] | None = None

@@ -39,13 +39,13 @@ class Sessions:
     """Sessions in a file, those used last at the end.
 
     Args:
-        most: maximum sessions of a tenant; past it, the one idle longest ends.
+        max_sessions: maximum sessions of a tenant; past it, the one idle longest ends.
         on_end: called with the id of a session that ends so.
     """
 
-    def __init__(self, file: Path, *, most: int, on_end: Callable[[str], None]) -> None:
+    def __init__(self, file: Path, *, max_sessions: int, on_end: Callable[[str], None]) -> None:
         self._file = file
-        self._most = most
+        self._max_sessions = max_sessions
         self._on_end = on_end
         self._sessions = _read(file)
 
@@ -58,7 +58,7 @@ class Sessions:
         )
         self._sessions[session.session_id] = session
         current = self.of(tenant)
-        for idle in current[: len(current) - self._most]:
+        for idle in current[: len(current) - self._max_sessions]:
             self.end(idle.session_id, tenant)
             self._on_end(idle.session_id)
         self._write()

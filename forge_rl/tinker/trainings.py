@@ -308,9 +308,9 @@ class Trainings:
         training.expected = entry.seq + 1
         if (stack := training.admitted.pop(entry.seq, None)) is not None:
             stack.close()
-        due = training.updates - training.snapshot_updates >= self._snapshot_updates
-        due |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
-        if due and self._trainer.alive and promise.result is not None and not training.has_gradient:
+        needs_snapshot = training.updates - training.snapshot_updates >= self._snapshot_updates
+        needs_snapshot |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
+        if needs_snapshot and self._trainer.alive and promise.result is not None and not training.has_gradient:
             with contextlib.suppress(OSError, ServiceError):  # the journal has all that this would have written
                 await self._take_snapshot(training, entry.seq)
 
@@ -364,9 +364,9 @@ class Trainings:
         check_data(request, vocab_size=self.base.vocab_size, most_tokens=most_tokens)
         packed = await asyncio.to_thread(PackedData.pack, request.data, layout)
         backward = not request.forward_only
-        done = await self._trainer.adapters.run(training.model_id, packed.minibatch, loss, backward=backward)
+        result = await self._trainer.adapters.run(training.model_id, packed.minibatch, loss, backward=backward)
         training.has_gradient |= backward
-        body = wire.encode_pass(packed.of_data(done.logprobs), {"loss:sum": done.metrics["loss"]})
+        body = wire.encode_pass(packed.of_data(result.logprobs), {"loss:sum": result.metrics["loss"]})
         return Result(body=body, is_protobuf=True)
 
     async def _save(self, training: Training, entry: Entry) -> Result:

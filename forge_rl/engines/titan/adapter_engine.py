@@ -109,11 +109,11 @@ class AdapterEngine:
             )
         training = self._new(settings, self._engine.new_optimizer())
         for parameter, (weight_name, module, kind) in zip(self._parameters(), self._factors(), strict=True):
-            whole = torch.zeros(parameter.shape)
+            full = torch.zeros(parameter.shape)
             if kind == ADAPTERS[0] and _is_target(weight_name, targets):
-                whole[: lora.rank] = first_factor(module, lora.rank, settings.seed)
+                full[: lora.rank] = first_factor(module, lora.rank, settings.seed)
             values = torch.empty_like(values_of(parameter))
-            training.values.append(values.copy_(slice_of(parameter).of(whole)))
+            training.values.append(values.copy_(slice_of(parameter).of(full)))
         training.grads = [None] * len(training.values)
         self._trainings[name] = training
 
@@ -196,14 +196,14 @@ class AdapterEngine:
         if self._engine.updates:
             for moment in _MOMENTS:
                 groups[moment] = [values_of(optimizer.state[parameter][moment]) for parameter in self._parameters()]
-        whole = {kind: self._whole(parts) for kind, parts in groups.items()}
+        full = {kind: self._whole(parts) for kind, parts in groups.items()}
         if dist.get_rank() == 0:
             rank, targets = (
                 training.settings.lora.rank,
                 adapted_modules(self._engine.architecture, training.settings.lora),
             )
-            tensors: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in whole}
-            for kind, parts in whole.items():
+            tensors: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in full}
+            for kind, parts in full.items():
                 for part, (weight_name, module, factor) in zip(parts, self._factors(), strict=True):
                     if _is_target(weight_name, targets):
                         cut = part[:rank] if factor == ADAPTERS[0] else part[:, :rank]
@@ -340,24 +340,24 @@ class AdapterEngine:
         sizes = [math.prod(parameter.shape) for parameter in parameters]
         flat = torch.zeros(sum(sizes), dtype=parts[0].dtype, device=parts[0].device)
         wholes = [place.view(p.shape) for p, place in zip(parameters, flat.split(sizes), strict=True)]
-        for parameter, whole, part in zip(parameters, wholes, parts, strict=True):
+        for parameter, full, part in zip(parameters, wholes, parts, strict=True):
             if publishes(parameter, ranks):
-                slice_of(parameter).of(whole).copy_(part)
+                slice_of(parameter).of(full).copy_(part)
         if len(ranks) > 1:
             dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
-        return [whole.cpu() for whole in wholes]
+        return [full.cpu() for full in wholes]
 
     def _padded(self, state: AdapterState, kind: str, names: Sequence[str], rank: int) -> list[torch.Tensor]:
         """Return one kind of tensors of a state for each factor, with zeros past the adapter's rank."""
         state.check(kind, {name for name in names if name})
         padded = []
         for name, parameter in zip(names, self._parameters(), strict=True):
-            whole = torch.zeros(parameter.shape)
+            full = torch.zeros(parameter.shape)
             if name:
                 is_a = name.endswith(ADAPTERS[0])
-                place = whole[:rank] if is_a else whole[:, :rank]
+                place = full[:rank] if is_a else full[:, :rank]
                 place.copy_(state.tensor(kind, name, tuple(place.shape)))
-            padded.append(whole)
+            padded.append(full)
         return padded
 
 
