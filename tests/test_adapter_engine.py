@@ -9,8 +9,10 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.ranks import run_ranks
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
 from forge_rl.engines.lora_config import LoRAConfig
@@ -64,8 +66,6 @@ def train(adapters: AdapterEngine, name: str, seeds: range) -> list[float]:
 
 
 def factors(adapters: AdapterEngine, name: str, folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     folder.mkdir(parents=True)
     adapters.save(name, folder)
     return load_file(folder / "adapter_model.safetensors") | load_file(folder / "training.safetensors")
@@ -183,3 +183,48 @@ def test_dropped_and_new_adapters(base: Path):
         adapters.open("a", KINDS["a"])
     with pytest.raises(ConfigError, match="rank of adapter 'big' is 8"):
         adapters.open("big", AdapterSettings(lora=LoRAConfig(rank=8)))
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_degree": 2}, {"data_parallel_replicate_degree": 2})
+
+
+def train_in_layouts(rank: int, base: Path, out: Path) -> None:
+    """Train two adapters in turn in each layout of two ranks, through a save and a load, and save them."""
+    for index, degrees in enumerate(LAYOUTS):
+        adapters = adapters_of(base, dtype="float64", **degrees)
+        shares = 2 // degrees.get("tensor_parallel_degree", 1)
+        for name in ("b", "c"):
+            adapters.open(name, KINDS[name])
+        for seed in range(4):
+            for name in ("b", "c"):
+                (part,) = packed(random_batch(seed + 10, vocab=VOCAB), shares=shares).minibatches
+                own = replace(part, rows=part.rows[rank % shares :: shares])
+                with pytest.raises(LossError, match="not finite"):
+                    adapters.run(name, poisoned(own) if rank == 0 else own, LOSS)
+                adapters.run(name, own, LOSS)
+                adapters.step(name, ADAM)
+                place = out / f"{index}-{name}-{seed}"
+                place.mkdir(exist_ok=True)
+                adapters.save(name, place)
+            if seed == 1:
+                adapters.drop("c")
+                adapters.open("c", KINDS["c"])
+                assert adapters.load("c", out / f"{index}-c-1", optimizer=True) == 2
+
+
+@pytest.mark.long
+def test_layouts_of_two_ranks_train_several_adapters_as_one_process_does(base: Path, tmp_path: Path):
+    alone = adapters_of(base, dtype="float64")
+    run_ranks(train_in_layouts, 2, base, tmp_path)
+    for name in ("b", "c"):
+        alone.open(name, KINDS[name])
+        train(alone, name, range(10, 14))
+        expected = factors(alone, name, tmp_path / f"alone-{name}")
+        for index in range(len(LAYOUTS)):
+            folder = tmp_path / f"{index}-{name}-3"
+            saved = load_file(folder / "adapter_model.safetensors") | load_file(folder / "training.safetensors")
+            assert saved.keys() == expected.keys()
+            worst = max(
+                float((saved[key] - values).abs().max() / values.abs().max()) for key, values in expected.items()
+            )
+            assert worst < 1e-9, (name, LAYOUTS[index], worst)
