@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from forge_rl.errors import CheckpointError, ForgeError, LossError
@@ -32,6 +34,8 @@ class Promise:
     result: Result | None = None
     error: str = ""
     is_user_error: bool = False
+    is_sent: bool = False
+    """Whether its client has got it."""
 
     def keep(self, result: Result) -> None:
         """Set the result."""
@@ -73,9 +77,19 @@ class Promises:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._promises
 
-    def drop(self, request_id: str) -> None:
-        """Forget a promise."""
-        self._promises.pop(request_id, None)
+    def unsent(self, request_ids: Iterable[str]) -> dict[str, tuple[bool, str]]:
+        """Return the results of requests whose clients have not got them yet, in a form for JSON."""
+        promises = [(name, self._promises[name]) for name in request_ids if name in self._promises]
+        return {
+            name: (promise.result.is_protobuf, base64.b64encode(promise.result.body).decode())
+            for name, promise in promises
+            if promise.result is not None and not promise.is_sent
+        }
+
+    def take_up(self, results: Mapping[str, tuple[bool, str]], tenant: str) -> None:
+        """Keep results of a tenant that `unsent` returned."""
+        for name, (is_protobuf, text) in results.items():
+            self.open(name, tenant).keep(Result(body=base64.b64decode(text), is_protobuf=is_protobuf))
 
     def _forget(self) -> None:
         done = [(name, promise) for name, promise in self._promises.items() if promise.done.is_set()]

@@ -436,6 +436,7 @@ class TinkerServer:
                 await promise.done.wait()
         except TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        promise.is_sent = True
         if promise.result is None:
             return JSONResponse({"error": promise.error, "category": "user" if promise.is_user_error else "server"})
         kind = wire.PROTOBUF if promise.result.is_protobuf else "application/json"

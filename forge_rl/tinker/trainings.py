@@ -14,10 +14,11 @@ from typing import Protocol
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
 from forge_rl.engines.lora_config import LoRAConfig
-from forge_rl.errors import ForgeError, PoisonError, ServiceError
-from forge_rl.gateway.errors import ApiError
+from forge_rl.errors import ForgeError, PoisonError, ReplicaError, ServiceError
+from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.packing.rows import Layout, Minibatch
 from forge_rl.services.trainer_adapters import Pass
+from forge_rl.system.folders import write_whole
 from forge_rl.tinker import requests, wire
 from forge_rl.tinker.checkpoints import Checkpoint, CheckpointStore, ModelRecord, SaveSettings
 from forge_rl.tinker.futures import Promises, Result
@@ -30,7 +31,7 @@ from forge_rl.tinker.tenants import Tenants
 MOST_AHEAD = 4096
 """Maximum requests of an adapter that wait for earlier ones."""
 MOST_DATA = 4096
-_MOST_ATTEMPTS = 2
+_MAX_ATTEMPTS = 2
 """Times that a request may end the trainer before it fails."""
 _JOURNAL_BYTES = 64 << 20
 """Size of an adapter's journal from which its state is written to disk as soon as it has no gradient."""
@@ -108,11 +109,18 @@ class Training:
     has_gradient: bool = False
     attempts: int = 0
     """Times that the next request has ended the trainer."""
+    poison: set[int] = field(default_factory=set)
+    """Seqs of requests that have ended the trainer too often, and are not executed any more."""
 
     @property
     def model_id(self) -> str:
         """Its id in the API."""
         return self.record.model_id
+
+    def add_poison(self, seq: int) -> None:
+        """Keep that a request ends the trainer, also over a restart of this process."""
+        self.poison.add(seq)
+        write_whole(self.folder / "poison.json", json.dumps(sorted(self.poison)))
 
     @property
     def journal(self) -> Journal:
@@ -196,12 +204,16 @@ class Trainings:
                 continue  # ended
             training = Training(record, (folder / "session").read_text(), folder)
             self._trainings[record.model_id] = training
+            if (poison := folder / "poison.json").is_file():
+                training.poison = set(json.loads(poison.read_text()))
             for partial in folder.glob("*.partial"):
                 shutil.rmtree(partial)
             entries = training.journal.read()
             if training.snapshot is not None:
                 await self._load(training)
                 training.expected = training.snapshot[0] + 1
+                results = json.loads((training.snapshot[1] / "results.json").read_text())
+                self._promises.take_up(results, record.tenant)
             for entry in entries:
                 if entry.seq >= training.expected:
                     self._wait(training, entry)
@@ -235,8 +247,12 @@ class Trainings:
         self._wait(training, entry)
         return request_id
 
-    def end(self, training: Training) -> None:
-        """End a training; its checkpoints stay."""
+    def end(self, training: Training, cause: ApiError | None = None) -> None:
+        """End a training; its checkpoints stay.
+
+        Args:
+            cause: why, for clients that wait for its requests.
+        """
         if self._trainings.pop(training.model_id, None) is None:
             return
         (training.folder / "session").unlink(missing_ok=True)
@@ -245,7 +261,8 @@ class Trainings:
         for seq in training.waiting:
             with contextlib.suppress(ApiError):
                 promise = self._promises.get(_request_id(training, seq), training.record.tenant)
-                promise.fail(ApiError(410, "its adapter was unloaded"))
+                promise.fail(cause or ApiError(410, "its adapter was unloaded"))
+        training.waiting.clear()
         self._dropped.append(training)
         self._wake.set()
 
@@ -287,24 +304,28 @@ class Trainings:
         """Execute the next request of a training, however often the trainer has to be restarted for it."""
         entry = training.waiting[training.expected]
         promise = self._promises.get(_request_id(training, entry.seq), training.record.tenant)
+        if entry.seq in training.poison:
+            promise.fail(PoisonError("this request ended the trainer before", service="trainer"))
         while not promise.done.is_set():
-            try:
-                if not self._trainer.alive:
+            while not self._trainer.alive:
+                with contextlib.suppress(ReplicaError):  # it died again; it is not restarted for ever
                     await self._recover()
+            try:
                 promise.keep(await self._execute(training, entry))
             except Exception as error:
                 if not isinstance(error, ApiError | ForgeError | OSError):
                     raise
                 if isinstance(error, ServiceError) and not self._trainer.alive:
                     training.attempts += 1
-                    if training.attempts < _MOST_ATTEMPTS:
+                    if training.attempts < _MAX_ATTEMPTS:
                         continue
+                    training.add_poison(entry.seq)
                     error = PoisonError(
                         f"this request ended the trainer {training.attempts} times: {error.message}", service="trainer"
                     )
                 promise.fail(error)
         training.attempts = 0
-        del training.waiting[entry.seq]
+        training.waiting.pop(entry.seq, None)
         training.expected = entry.seq + 1
         if (stack := training.admitted.pop(entry.seq, None)) is not None:
             stack.close()
@@ -399,6 +420,10 @@ class Trainings:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         await self._trainer.adapters.save(training.model_id, partial)
+        results = self._promises.unsent(
+            _request_id(training, past) for past in range(max(0, seq - MOST_AHEAD), seq + 1)
+        )
+        (partial / "results.json").write_text(json.dumps(results))
         partial.rename(training.folder / f"snapshot-{seq}")
         training.journal.keep(seq)
         training.snapshot_updates = training.updates
@@ -420,15 +445,29 @@ class Trainings:
         """
         await self._trainer.restart(None, cause="it died")
         for training in list(self._trainings.values()):
-            snapshot = training.snapshot
-            if snapshot is not None:
-                await self._load(training)
-            for entry in training.journal.read():
-                if entry.seq >= training.expected or (snapshot is not None and entry.seq <= snapshot[0]):
-                    continue
-                if entry.kind in ("create", "pass", "optim_step", "load_weights"):
-                    with contextlib.suppress(ApiError, ForgeError):  # it failed the first time, too
-                        await self._execute(training, entry)
+            try:
+                await self._replay(training)
+            except (ForgeError, OSError) as error:
+                if not self._trainer.alive:
+                    raise
+                # Its state cannot be read, such as on a broken disk: this costs its tenant, and nobody else.
+                self.end(training, to_api_error(error) if isinstance(error, ForgeError) else ApiError(507, str(error)))
+
+    async def _replay(self, training: Training) -> None:
+        """Bring one adapter back to where it was."""
+        snapshot = training.snapshot
+        if snapshot is not None:
+            await self._load(training)
+        for entry in training.journal.read():
+            is_past = entry.seq >= training.expected or (snapshot is not None and entry.seq <= snapshot[0])
+            if is_past or entry.seq in training.poison:
+                continue
+            if entry.kind in ("create", "pass", "optim_step", "load_weights"):
+                try:
+                    await self._execute(training, entry)
+                except (ApiError, ForgeError):  # as the first time
+                    if not self._trainer.alive:
+                        raise
 
 
 def _request_id(training: Training, seq: int) -> str:

@@ -280,8 +280,7 @@ class AdapterEngine:
         active.grads = self._take_gradients()
         active.updates, active.planned, active.optimizer = engine.updates, engine.planned, engine.optimizer
         reshard(engine.model)
-        for parameter, values in zip(parameters, training.values or [None] * len(parameters), strict=True):
-            assert values is not None, "what is not in the model is here"
+        for parameter, values in zip(parameters, training.values, strict=True):
             if isinstance(parameter, DTensor):
                 active.values.append(values_of(parameter).clone())
                 values_of(parameter).copy_(values)
