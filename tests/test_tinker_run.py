@@ -57,7 +57,7 @@ def tenant(commands: list[Command], python: Path, url: str, model: Path, name: s
 
 def weights(out: Path, command: Command) -> tuple[bytes, bytes]:
     """The factors and moments that a tenant saved at its end."""
-    assert command.end() == 0, command.output
+    assert command.end(timeout_s=600) == 0, command.output
     match = STATE.search(command.output)
     assert match is not None, command.output
     assert f"step {STEPS - 1} updates {STEPS} " in command.output
@@ -100,7 +100,7 @@ def test_two_tenants_run_the_cookbooks_loops(
         for kind, key in zip(kinds, KEYS, strict=False)
     ]
     for loop in loops:
-        assert loop.end(timeout_s=240) == 0, loop.output
+        assert loop.end(timeout_s=600) == 0, loop.output
         assert "raining completed successfully" in loop.output
     usage = json.loads((tmp_path / "out" / "usage.json").read_text())
     assert all(usage[key]["trained_tokens"] > 0 for key in "ab")
