@@ -58,6 +58,26 @@ VERL = Peer(
     alone=("verl==0.9.1",),
 )
 """verl with what importing verl.workers.utils.losses needs."""
+TINKER = Peer(
+    name="tinker",
+    packages=(
+        "tinker==0.38.0",
+        "torch==2.13.0+cpu",
+        "transformers==5.24.0",
+        "datasets==5.2.0",
+        "aiohttp==3.14.5",
+        "blobfile==3.3.0",
+        "chz==0.4.0",
+        "cloudpickle==3.1.3",
+        "pillow==13.0.0",
+        "pyrage==1.4.0",
+        "termcolor==3.3.0",
+        "tiktoken==0.14.0",
+        "tqdm==4.70.1",
+    ),
+    alone=("tinker-cookbook==0.6.1",),
+)
+"""tinker's client, and its cookbook with what its loops need; its renderers of other models are not among that."""
 
 
 def set_up(peer: Peer) -> Path:

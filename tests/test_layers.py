@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-WINGS = ("sandbox", "gateway", "worlds", "jobs", "look", "harness", "forecast")
+WINGS = ("sandbox", "gateway", "worlds", "jobs", "look", "harness", "forecast", "tinker")
 """Packages with a front door each, loaded only by name. All but the sandbox, which is below, are right of the core."""
 
 STAGES = (
@@ -55,7 +55,8 @@ STAGES = (
     ("forge_rl.run.start",),
     ("forge_rl.run.launch",),
     ("forge_rl.run",),
-    tuple(f"forge_rl.{wing}" for wing in WINGS if wing != "sandbox"),
+    tuple(f"forge_rl.{wing}" for wing in WINGS if wing not in ("sandbox", "tinker")),
+    ("forge_rl.tinker",),  # which serves by the gateway's HTTP server and guard
     ("forge_rl", "forge_rl.cli"),
     ("forge_rl.__main__",),
     ("recipes", "apps", "benchmarks"),
@@ -170,11 +171,11 @@ def wing_of(module: str) -> str:
 
 def wings_touched(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """Imports by which the core would depend on a wing, or a wing on another. Wings may import the sandbox, which is
-    below them all."""
+    below them all, and the Tinker API's wing the gateway, by whose HTTP server and guard it serves."""
     here, arrows = wing_of(module), []
     for line, name in touched(source, module if is_package else module.rpartition(".")[0]):
         there = wing_of(name)
-        if there not in ("", here) and not (there == "sandbox" and here):
+        if there not in ("", here) and not (there == "sandbox" and here) and (here, there) != ("tinker", "gateway"):
             arrows.append(f"{module}:{line} imports {name}, of the wing {there}")
         base = ("forge_rl.sandbox", "forge_rl.errors", "forge_rl.system")
         if here == "sandbox" and within(name, "forge_rl") and not any(within(name, home) for home in base):

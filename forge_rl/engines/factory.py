@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from forge_rl.engines.adapter_settings import AdapterEngine
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.cpu import HEAP_ENVIRONMENT
 from forge_rl.engines.devices import device_type
@@ -215,3 +216,19 @@ def make_train_engine(
     from forge_rl.engines.titan.train import TitanEngine
 
     return TitanEngine(folder, settings, reference=reference, values=values)
+
+
+def make_adapter_engine(engine: TrainEngine, folder: Path) -> AdapterEngine:
+    """Let several adapters be trained over the base of this rank's train engine.
+
+    Args:
+        folder: Hugging Face folder of the base.
+
+    Raises:
+        ConfigError: the engine's settings have no adapters, or moments that are not in float32.
+    """
+    from forge_rl.engines.titan.adapter_engine import AdapterEngine as TitanAdapters
+    from forge_rl.engines.titan.train import TitanEngine
+
+    assert isinstance(engine, TitanEngine), "make_train_engine made it"
+    return TitanAdapters(engine, folder)

@@ -18,6 +18,7 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
 
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
+_JSON = frozenset({"application/json"})
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 _BODIES_AT_ONCE = 32
 """Maximum bytes of incomplete bodies, in bodies of maximum length; more bytes are refused with status 503."""
@@ -81,6 +82,7 @@ class Guard:
         in_flight: counts each caller's requests.
         refused: called with the path, the caller if known, and the error of each refused request.
         open_paths: paths that need no key.
+        content_types: types of bodies, none of which a web page can send to another origin without CORS.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Guard:
         in_flight: InFlightLimit,
         refused: Callable[[str, Hashable, ApiError], None] = lambda path, caller, error: None,
         open_paths: frozenset[str] = _OPEN_PATHS,
+        content_types: frozenset[str] = _JSON,
     ) -> None:
         self._app = app
         self._config = config
@@ -99,6 +102,7 @@ class Guard:
         self._in_flight = in_flight
         self._refused = refused
         self._open_paths = open_paths
+        self._content_types = content_types
         self._any_address = config.host in ("0.0.0.0", "::")
         self._hosts = {"localhost", config.host.lower(), *(name.lower() for name in config.allowed_hosts)}
         """Names of this server; every address of a server that listens on all addresses is another one."""
@@ -194,9 +198,11 @@ class Guard:
         max_bytes, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
         length = headers.get("content-length", "0")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and (length != "0" or "transfer-encoding" in headers):
-            # A web page cannot send JSON to another origin without CORS.
-            raise ApiError(415, f"the content type is {kind[:100] or 'missing'}; send application/json")
+        if kind not in self._content_types and (length != "0" or "transfer-encoding" in headers):
+            # A web page cannot send these to another origin without CORS.
+            raise ApiError(
+                415, f"the content type is {kind[:100] or 'missing'}; send {' or '.join(sorted(self._content_types))}"
+            )
         too_long = ApiError(
             413, f"the body is longer than {max_bytes} bytes (max-body-bytes)", code="request_too_large"
         )

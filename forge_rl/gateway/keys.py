@@ -17,6 +17,7 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.sessions import Session
 
 _MOST_KEY_BYTES = 4096
+_MOST_FILE_BYTES = 1 << 20
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -79,6 +80,21 @@ def read_key(file: Path) -> str:
     Raises:
         ConfigError: the file holds no key, or other users may read or write it.
     """
+    key = read_key_file(file, most_bytes=_MOST_KEY_BYTES + 1).strip()
+    if not key or len(key) > _MOST_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
+        raise ConfigError(
+            f"the key file {file} does not hold a valid key",
+            hint="put one line into it: letters, digits and punctuation, without spaces",
+        )
+    return key
+
+
+def read_key_file(file: Path, *, most_bytes: int = _MOST_FILE_BYTES) -> str:
+    """Read a text of keys, up to its maximum length, from a file that no other user can read or write.
+
+    Raises:
+        ConfigError: the file cannot be read, or other users may read or write it.
+    """
     users = {0, os.getuid()}
     try:
         link = file.lstat()
@@ -92,19 +108,13 @@ def read_key(file: Path) -> str:
                     f"the key file {file} is open to other users (mode {stat.filemode(status.st_mode)})",
                     hint=f"run chmod 600 {file}, and put a new key into it",
                 )
-            key = stream.read(_MOST_KEY_BYTES + 1).decode("ascii").strip()
+            return stream.read(most_bytes).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"cannot read the key file {file}: {cause}", hint="use a file that holds a key") from error
-    if not key or len(key) > _MOST_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
-        raise ConfigError(
-            f"the key file {file} does not hold a valid key",
-            hint="put one line into it: letters, digits and punctuation, without spaces",
-        )
-    return key
 
 
-def kept_key(file: Path) -> str:
+def kept_key(file: Path, *, prefix: str = "") -> str:
     """Return the key in a file; if the file does not exist, create it with a new key, readable by this user only.
 
     The file appears with its key: a process that is killed, or a full disk, leaves none, not one that holds no key.
@@ -117,7 +127,7 @@ def kept_key(file: Path) -> str:
             partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
             try:
                 with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as stream:
-                    stream.write(f"{secrets.token_urlsafe(32)}\n")
+                    stream.write(f"{prefix}{secrets.token_urlsafe(32)}\n")
                     stream.flush()
                     os.fsync(stream.fileno())
                 try:

@@ -24,6 +24,7 @@ from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.services.service_start import ServiceStart
+from forge_rl.services.trainer_adapters import TrainerAdapters
 from forge_rl.services.trainer_calls import (
     EVALUATE,
     LAYER_NOISE,
@@ -67,6 +68,8 @@ class Trainer:
         self._skipped = run.skipped
         self._skipped_in_a_row = 0
         self._specs: tuple[TensorSpec, ...] | None = None
+        self.adapters = TrainerAdapters(self._all, ranks)
+        """Named adapters over the base, each trained apart; they need `--lora.rank`."""
         self.version = 0
         """Latest published version; before the first publish, the version that it will get."""
         self.updates = 0

@@ -16,9 +16,10 @@ import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.protocol import Loss
+from forge_rl.engines.adapter_settings import AdamStep, AdapterEngine, AdapterSettings
 from forge_rl.engines.cpu import chosen_interfaces, meet_over
 from forge_rl.engines.devices import device_type
-from forge_rl.engines.factory import import_train_engine, make_train_engine
+from forge_rl.engines.factory import import_train_engine, make_adapter_engine, make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import StepRequest, TrainEngine, TrainSettings
@@ -30,7 +31,7 @@ from forge_rl.runtime.far_files import process_desk
 from forge_rl.runtime.progress import ProgressWriter
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.runtime.signals import outlive_stop_signals
-from forge_rl.services.trainer_calls import LoadedPolicy, PublishReply, StepReply
+from forge_rl.services.trainer_calls import AdapterReply, LoadedPolicy, PublishReply, StepReply
 from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import Transport
@@ -44,6 +45,8 @@ class TrainerActor(ServiceActor):
         self._ranks = ranks
         self._heads = settings.heads(ranks)
         self._engine: TrainEngine | None = None
+        self._folder: Path | None = None
+        self._adapters: AdapterEngine | None = None
         self._lock = asyncio.Lock()
         self._saved: Future[None] | None = None
         self._progress = ProgressWriter(None)
@@ -84,7 +87,7 @@ class TrainerActor(ServiceActor):
                 meet_over(interface_towards(address), nccl=device_type() == "cuda")
             init_distributed(rank, self._ranks, address, port, place=place)
             asyncio.get_running_loop().set_default_executor(device_threads("trainer"))
-            self._engine = self._make_engine(model)
+            self._engine, self._folder = self._make_engine(model), model
             warm_up()
             version = 0
             if resume is not None:
@@ -210,6 +213,66 @@ class TrainerActor(ServiceActor):
         """Wait for the checkpoint begun by `save`; other calls run meanwhile."""
         assert self._saved is not None, "save comes first"
         await asyncio.wrap_future(self._saved)
+
+    @concurrent_endpoint
+    async def open_adapter(self, name: str, settings: AdapterSettings) -> None:
+        """Add an adapter to the ones that are trained over the base."""
+        async with self._lock:
+            self.adapters.open(name, settings)
+
+    @concurrent_endpoint
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        async with self._lock:
+            self.adapters.drop(name)
+
+    @concurrent_endpoint
+    async def run_adapter(self, name: str, loss: Loss, backward: bool) -> AdapterReply:
+        """Run a pass of an adapter over the minibatch that was sent."""
+        async with self._lock:
+            start_time = time.monotonic()
+            try:
+                result = self.adapters.run(name, self.take_parcel(), loss, backward=backward)
+            except torch.OutOfMemoryError as error:
+                raise ForgeError(
+                    f"a pass ran out of device memory: {str(error).splitlines()[0]}",
+                    hint="lower --trainer.seq-len, or set --trainer.activation-checkpointing full",
+                ) from error
+            return AdapterReply(
+                metrics=result.metrics,
+                updates=self.adapters.updates(name),
+                seconds=time.monotonic() - start_time,
+                logprobs=[row.float().numpy() for row in result.logprobs] if self.engine.rank in self._heads else [],
+            )
+
+    @concurrent_endpoint
+    async def step_adapter(self, name: str, adam: AdamStep) -> AdapterReply:
+        """Take an optimizer step of an adapter."""
+        async with self._lock:
+            start_time = time.monotonic()
+            metrics = self.adapters.step(name, adam)
+            updates = self.adapters.updates(name)
+            return AdapterReply(metrics=metrics, updates=updates, seconds=time.monotonic() - start_time)
+
+    @concurrent_endpoint
+    async def save_adapter(self, name: str, folder: Path) -> None:
+        """Write an adapter into an existing folder of this machine."""
+        async with self._lock:
+            self.adapters.save(name, folder)
+
+    @concurrent_endpoint
+    async def load_adapter(self, name: str, folder: Path, optimizer: bool) -> int:
+        """Load an adapter from a folder of this machine; returns its number of updates."""
+        async with self._lock:
+            return self.adapters.load(name, folder, optimizer=optimizer)
+
+    @property
+    def adapters(self) -> AdapterEngine:
+        """The adapters over this rank's engine, made on first use."""
+        if self._adapters is None:
+            assert self._folder is not None, "setup comes first"
+            self._adapters = make_adapter_engine(self.engine, self._folder)
+        return self._adapters
 
     @property
     def engine(self) -> TrainEngine:

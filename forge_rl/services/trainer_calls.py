@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Generic, TypeVar
 
@@ -52,6 +52,19 @@ class PublishReply:
     """Duration of the writes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterReply:
+    """One rank's reply to a pass or a step of an adapter."""
+
+    metrics: dict[str, Value]
+    updates: int
+    """Number of the adapter's optimizer steps."""
+    seconds: float
+    """Duration of the call."""
+    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """Logprobs of each row's targets, of a pass; from the first rank of a share."""
+
+
 @dataclass(frozen=True)
 class RankCall(Generic[R]):
     """An endpoint of `TrainerActor` that is called on all ranks, and the type of each rank's reply."""
@@ -71,3 +84,9 @@ ONLOAD = RankCall("onload", int)
 WAIT_IDLE = RankCall("wait_idle", int)
 RESET = RankCall("reset", NoneType)
 SAVE = RankCall("save", NoneType)
+OPEN_ADAPTER = RankCall("open_adapter", NoneType)
+DROP_ADAPTER = RankCall("drop_adapter", NoneType)
+RUN_ADAPTER = RankCall("run_adapter", AdapterReply)
+STEP_ADAPTER = RankCall("step_adapter", AdapterReply)
+SAVE_ADAPTER = RankCall("save_adapter", NoneType)
+LOAD_ADAPTER = RankCall("load_adapter", int)

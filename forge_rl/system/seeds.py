@@ -18,6 +18,7 @@ Purpose: TypeAlias = Literal[
     "rounding",
     "adapter",
     "dropout",
+    "sample",
 ]
 """Purposes of seeds, with the inputs of each:
 
@@ -34,6 +35,7 @@ Purpose: TypeAlias = Literal[
 - rounding: the optimizer's step, and the parameter's index, which are the same on all ranks.
 - adapter: the run's seed; the module's name, for an adapter's first values.
 - dropout: the run's seed; the number of earlier minibatches, the row's tokens, and the module's name.
+- sample: the server's seed; the places of a client's sampler and request in its session, for those without a seed.
 
 The order of tasks keeps the derivations of its sources, as saved positions in it refer to them."""
 

@@ -181,12 +181,16 @@ def init_adapters(model: Any) -> None:
     with torch.no_grad():
         for weight_name, module in adapted_modules_of(model):
             module.adapter_name = model.names.to_hf(weight_name)
-            seed = derive_seed(model.adapters.seed, "adapter", module.adapter_name)
-            bound = 1 / math.sqrt(module.in_features)
-            first = torch.empty(module.lora_A.shape)
-            first.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+            first = first_factor(module, model.adapters.lora.rank, model.adapters.seed)
             values_of(module.lora_A).copy_(slice_of(module.lora_A).of(first))
             values_of(module.lora_B).zero_()
+
+
+def first_factor(module: Any, rank: int, seed: int) -> torch.Tensor:
+    """Draw the first A of a module that `init_adapters` has named: [rank, inputs] float32, in host memory."""
+    bound = 1 / math.sqrt(module.in_features)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "adapter", module.adapter_name))
+    return torch.empty(rank, module.in_features).uniform_(-bound, bound, generator=generator)
 
 
 @contextlib.contextmanager

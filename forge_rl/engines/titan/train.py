@@ -93,7 +93,7 @@ class TitanEngine:
         if request.lr is not None:
             self._settings = replace(self._settings, optimizer=replace(self._settings.optimizer, lr=request.lr))
         self.onload()
-        with self._forgetting_failures():
+        with self.forgetting_failures():
             updates = self._updates(minibatches, request.loss, request.temperature)
             metrics, scores = list[dict[str, Value] | None](), list[torch.Tensor]()
             first_update, num_updates = self.updates, request.epochs * len(updates)
@@ -154,8 +154,13 @@ class TitanEngine:
             offloads.bytes = 0
         return results
 
-    def optimizer_step(self, results: RowResults, *, lr: float) -> dict[str, Value] | None:
+    def optimizer_step(
+        self, results: RowResults, *, lr: float, max_grad_norm: float | None = None
+    ) -> dict[str, Value] | None:
         """Clip the gradients that `forward_backward` added up, and step; returns the update's metrics.
+
+        Args:
+            max_grad_norm: by default the setting's.
 
         Returns None, and changes no weight, if a gradient is not finite.
 
@@ -163,10 +168,10 @@ class TitanEngine:
             LossError: a gradient is not finite because the loss failed, on this rank or another.
         """
         counts, routing = self._routing(results)
-        norm = self._parallelism.clip(self.model, self._settings.optimizer.max_grad_norm)
+        norm = self._parallelism.clip(self.model, max_grad_norm or self._settings.optimizer.max_grad_norm)
         metrics, (grad_norm,) = results.measures.read(norm)
         if not math.isfinite(grad_norm):
-            self._raise_if_failed(results.errors)
+            self.raise_if_failed(results.errors)
             self.optimizer.zero_grad()
             return None
         for group in self.optimizer.param_groups:
@@ -184,7 +189,7 @@ class TitanEngine:
     def evaluate(self, minibatches: Sequence[Minibatch], loss: Loss) -> dict[str, Value]:
         self._check_head("values" in loss.needs, "the loss is computed from")
         self.onload()
-        with self._forgetting_failures():
+        with self.forgetting_failures():
             measures, errors = Measures(), list[ForgeError]()
             for update in self._updates(minibatches, loss, 1.0):
                 if not self._stage.is_last:
@@ -198,7 +203,7 @@ class TitanEngine:
                     measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
             reshard(self.model)
             self._pipeline.finish()
-            self._raise_if_failed(errors)
+            self.raise_if_failed(errors)
             return measures.read()[0]
 
     def _updates(self, minibatches: Sequence[Minibatch], loss: Loss, temperature: float) -> list[Update]:
@@ -328,7 +333,7 @@ class TitanEngine:
         if (row_loads := rank_loads(self.model)) is not None:
             results.rank_loads.append(row_loads)
 
-    def _raise_if_failed(self, failed: Sequence[ForgeError]) -> None:
+    def raise_if_failed(self, failed: Sequence[ForgeError]) -> None:
         """Raise the same error on all ranks if the loss failed on one, which then had a non-finite gradient."""
         ranks = torch.tensor(self.rank + 1 if failed else 0, device=self.device)
         dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
@@ -339,8 +344,9 @@ class TitanEngine:
             raise error[0]
 
     @contextlib.contextmanager
-    def _forgetting_failures(self) -> Iterator[None]:
-        """Clean up if the body fails: drop gradients, and restore the optimizer's weights to the model."""
+    def forgetting_failures(self, *, keeps_gradients: bool = False) -> Iterator[None]:
+        """Clean up if the body fails: drop gradients, unless it adds none, and restore the optimizer's weights to the
+        model."""
         try:
             yield
         except BaseException:
@@ -351,7 +357,8 @@ class TitanEngine:
                 if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
                     model.reset_iter_state()
                 forget_whole_gradients(model)
-            self.optimizer.zero_grad()
+            if not keeps_gradients:
+                self.optimizer.zero_grad()
             raise
 
     def _routing(self, results: RowResults) -> tuple[torch.Tensor | None, dict[str, Value]]:
@@ -394,12 +401,12 @@ class TitanEngine:
     def _scores(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """Return the model's logprobs, or values, of a share's rows in host memory."""
         self.onload()
-        with self._forgetting_failures():
+        with self.forgetting_failures():
             return [scores.cpu() for scores in self.scorer.logprobs(self.model, rows, temperature)]
 
     def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
         self.onload()
-        with self._forgetting_failures():
+        with self.forgetting_failures():
             exact = self.scorer.logprobs(self.model, rows, temperature)
             targets = sum(int(row.mask.sum()) for row in rows)
             noise = []
@@ -474,6 +481,15 @@ class TitanEngine:
                 yield from map(values_of, model.buffers())
         for state in self.optimizer.state.values():
             yield from (values_of(value) for value in state.values() if value.dim())
+
+    @property
+    def shares(self) -> int:
+        """Number of data-parallel shares of a batch."""
+        return self._parallelism.shares
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """Make an optimizer without state of the trained weights."""
+        return make_optimizer(self.model, self._settings)
 
     def _load(self, *, frozen: bool = False) -> LoadedModel:
         """Build a model in this rank's layout and load its weights."""

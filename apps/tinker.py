@@ -1,0 +1,174 @@
+"""Serve the Tinker API: several people train and sample adapters over one model, with the unmodified tinker client.
+
+python -m apps.tinker --model smollm2-135m --port 8001
+
+Each tenant has a key, from the file --keys, or one that is generated and kept in the folder --out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from apps.gateway import START_DEADLINE_S, running_services
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.context import with_longest_context
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.errors import ConfigError
+from forge_rl.gateway import check_address
+from forge_rl.gateway.keys import kept_key, read_key_file
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import find_model
+from forge_rl.run.launch import launch
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.isolation import Isolation, check_isolation
+from forge_rl.runtime.processes import responsive_loop
+from forge_rl.services.generator import Generator
+from forge_rl.services.policy_backend import most_scored_tokens
+from forge_rl.services.service_start import ServiceStart
+from forge_rl.services.trainer import Trainer
+from forge_rl.services.trainer_config import TrainedModel, TrainingRun
+from forge_rl.system.terminal import visible
+from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, TinkerServices, read_keys
+from forge_rl.tokens.tokenizer import Tokenizer
+
+_LOADED = 4
+"""Adapters that engines hold at a time, if --generator.max-loras is not set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TinkerConfig):
+    """Serve the Tinker API over one base model."""
+
+    model: str = "smollm2-135m"
+    """Bundled model, Hugging Face id, or folder of a model: the base of all adapters, and its name in requests."""
+    tokenizer_id: str = ""
+    """Where clients load the tokenizer from, a Hugging Face id or a folder on their machine. By default --model if it
+    is an id, else the base's folder here."""
+    keys: Path | None = None
+    """File with a line NAME KEY for each tenant, which no other user may have access to (chmod 600); keys start with
+    tml-. By default one tenant's key is generated, and kept in the file api_key in the folder --out."""
+    lora: LoRAConfig = field(default_factory=lambda: LoRAConfig(rank=32))
+    """Largest rank of adapters, and the scale and targets of all; requests choose a rank, and attention or
+    feed-forward layers of these targets."""
+    trainer: Trainer.Config = field(default_factory=Trainer.Config)
+    """The trainer. Requests set the optimizer."""
+    generator: Generator.Config = field(default_factory=Generator.Config)
+    """The engines. Requests set the length and temperature of samples."""
+    seed: int = 0
+    """Seed of samples for which requests have none."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder for bundled models, which are built on first use."""
+    out: Path = Path("runs/tinker")
+    """Folder for trainings, checkpoints, accounts, the generated key, and logs; with the same one, all go on."""
+    isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.lora.rank:
+            raise ConfigError("--lora.rank is 0", hint="set it to the largest rank of an adapter")
+        if self.lora.dropout:
+            raise ConfigError(f"--lora.dropout is {self.lora.dropout}, which requests cannot see", hint="leave it out")
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
+    """Run the trainer, the engines, and the server in front of them inside the context.
+
+    Raises:
+        ForgeError: one of them failed to start.
+    """
+    check_address(config.http)
+    if open_to := check_isolation(config.isolation):
+        _warn(open_to)
+    keys = _keys(config)
+    async with running_services(config.out, config.isolation) as services:
+        folder = await asyncio.to_thread(find_model, config.model, config.cache)
+        trainer_config = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
+        check_model(trainer_config, trainer_config.ranks, read_architecture(folder, trainer_config.modelling))
+        start = ServiceStart(cluster=services.cluster, faults=services.faults, deadline_s=START_DEADLINE_S)
+        run = TrainingRun(seed=config.seed, total_steps=1, skipped=config.out / "skipped")
+        trainer = await services.started(
+            Trainer.start(trainer_config, start, model=TrainedModel(folder=folder), run=run)
+        )
+        settings = replace(
+            config.generator,
+            max_loras=config.generator.max_loras or _LOADED,
+            max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
+        )
+        settings = with_longest_context(settings, folder, min_tokens=settings.max_tokens)
+        engines = await services.engines(settings, folder, config.seed, config.cache)
+        vocab_size = Tokenizer(folder).vocab_size
+        base = BaseModel(
+            name=config.model,
+            folder=folder,
+            tokenizer_id=config.tokenizer_id or _tokenizer_id(config.model, folder),
+            vocab_size=vocab_size,
+            max_model_len=engines.max_model_len,
+            lora=config.lora,
+        )
+        behind = TinkerServices(
+            trainer=trainer,
+            engines=engines,
+            max_loaded=4 * settings.max_loras,
+            max_scored=most_scored_tokens(vocab_size),
+        )
+        server = TinkerServer(config, base, keys, behind, out=config.out, seed=config.seed)
+        async with server:
+            yield server, services.faults
+
+
+async def main(config: Config) -> None:
+    """Serve until a signal, or until the trainer or the last engine has failed for good."""
+    print(f"starting {config.model}", flush=True)
+    with responsive_loop():
+        async with serving(config) as (server, faults):
+            _greet(config, server)
+            failures = [asyncio.ensure_future(work) for work in (faults.wait(), server.failed())]
+            done, _ = await asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED)
+            raise done.pop().result()
+
+
+def _keys(config: Config) -> dict[str, str]:
+    """Read the tenants' keys, or generate one.
+
+    Raises:
+        ConfigError: the file is unreadable or unsafe, or malformed.
+    """
+    if config.keys is not None:
+        return read_keys(config.keys, read_key_file(config.keys))
+    config.out.mkdir(parents=True, exist_ok=True)
+    return {"owner": kept_key(config.out / "api_key", prefix="tml-")}
+
+
+def _tokenizer_id(model: str, folder: Path) -> str:
+    """Return where clients on this machine, and of a model with an id on others, too, find its tokenizer."""
+    is_id = model.count("/") == 1 and not Path(model).expanduser().is_dir()
+    return model if is_id else str(folder.absolute())
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {visible(text)}", file=sys.stderr, flush=True)
+
+
+def _greet(config: Config, server: TinkerServer) -> None:
+    key = config.keys or config.out / "api_key"
+    print(
+        f"serving {config.model} at {server.url}\n\n"
+        f"  export TINKER_BASE_URL={server.url}\n"
+        f"  export TINKER_API_KEY=...  # from {key}\n\n"
+        f"rank up to {config.lora.rank}; Ctrl-C stops it, and the same command goes on",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    launch(Config, main)

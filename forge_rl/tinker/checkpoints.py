@@ -1,0 +1,245 @@
+"""Checkpoints on disk: adapters in PEFT's format, by the API's tinker:// paths."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from forge_rl.errors import CheckpointError
+from forge_rl.gateway.errors import ApiError
+from forge_rl.system.folders import write_whole
+
+CheckpointKind = Literal["weights", "sampler_weights"]
+_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+_RECORD = "checkpoint.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MODEL = re.compile(r"[A-Za-z0-9-]{1,80}:train:[0-9]{1,9}")
+_MOST_METADATA = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """What is kept of a training, also once it has ended."""
+
+    model_id: str
+    tenant: str
+    rank: int
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    created: str
+    user_metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A saved adapter."""
+
+    model_id: str
+    kind: CheckpointKind
+    name: str
+    seq: int
+    """Place of the request that saved it among its adapter's requests."""
+    updates: int
+    """Optimizer steps that the weights have taken."""
+    time: str
+    size_bytes: int
+    user_metadata: Mapping[str, str] | None = None
+    expires_at: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Its path in the API."""
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+    @property
+    def is_expired(self) -> bool:
+        """True once its time to live is over."""
+        return self.expires_at is not None and datetime.datetime.fromisoformat(self.expires_at) < _now()
+
+    def card(self) -> dict[str, object]:
+        """Return its description in the API's listings."""
+        return {
+            "checkpoint_id": f"{self.kind}/{self.name}",
+            "checkpoint_type": _TYPES[self.kind],
+            "time": self.time,
+            "tinker_path": self.path,
+            "size_bytes": self.size_bytes,
+            "public": False,
+            "user_metadata": self.user_metadata,
+            "expires_at": self.expires_at,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSettings:
+    """How to save a checkpoint."""
+
+    kind: CheckpointKind
+    name: str
+    seq: int
+    updates: int
+    ttl_s: int | None = None
+    user_metadata: Mapping[str, str] | None = None
+    overwrite: bool = False
+
+
+class CheckpointStore:
+    """Trainings and their checkpoints in a folder.
+
+        store = CheckpointStore(out, max_checkpoints=1000)
+        path = await store.save(record, SaveSettings(kind="weights", name="final", seq=9, updates=4), write)
+
+    Args:
+        max_checkpoints: maximum number of checkpoints of a tenant.
+    """
+
+    def __init__(self, folder: Path, *, max_checkpoints: int) -> None:
+        self._folder = folder / "models"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._max_checkpoints = max_checkpoints
+
+    def folder(self, model_id: str) -> Path:
+        """Return a training's folder."""
+        assert _MODEL.fullmatch(model_id), "the server made it"
+        return self._folder / model_id
+
+    def add(self, record: ModelRecord) -> None:
+        """Keep a new training."""
+        folder = self.folder(record.model_id)
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / "model.json", json.dumps(asdict(record)).encode())
+
+    def records(self, tenant: str | None = None) -> list[ModelRecord]:
+        """Return the trainings of a tenant, or of all, oldest first."""
+        records = []
+        for path in self._folder.glob("*/model.json"):
+            try:
+                record = ModelRecord(**json.loads(path.read_text()))
+            except (OSError, ValueError, TypeError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}", hint="move its folder away") from error
+            if tenant in (None, record.tenant):
+                records.append(record)
+        return sorted(records, key=lambda record: record.created)
+
+    def record(self, model_id: str, tenant: str) -> ModelRecord:
+        """Return a tenant's training.
+
+        Raises:
+            ApiError: there is none.
+        """
+        path = self._folder / model_id / "model.json"
+        if _MODEL.fullmatch(model_id) and path.is_file():
+            record = ModelRecord(**json.loads(path.read_text()))
+            if record.tenant == tenant:
+                return record
+        raise ApiError(404, f"there is no training {model_id[:100]!r}", code="not_found")
+
+    def checkpoints(self, model_id: str) -> list[Checkpoint]:
+        """Return a training's checkpoints, oldest first; expired ones are deleted."""
+        checkpoints = []
+        for path in self.folder(model_id).glob(f"*/*/{_RECORD}"):
+            checkpoint = Checkpoint(**json.loads(path.read_text()))
+            if checkpoint.is_expired:
+                shutil.rmtree(path.parent, ignore_errors=True)
+            else:
+                checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.time)
+
+    def all_of(self, tenant: str) -> Iterator[Checkpoint]:
+        """Yield all checkpoints of a tenant."""
+        for record in self.records(tenant):
+            yield from self.checkpoints(record.model_id)
+
+    def find(self, path: str, tenant: str) -> tuple[ModelRecord, Checkpoint, Path]:
+        """Return what a tinker:// path of a tenant leads to, and its folder.
+
+        Raises:
+            ApiError: nothing.
+        """
+        parts = path.removeprefix("tinker://").split("/") if path.startswith("tinker://") else []
+        if len(parts) == 3 and parts[1] in _TYPES and _NAME.fullmatch(parts[2]):
+            record = self.record(parts[0], tenant)
+            folder = self.folder(parts[0]) / parts[1] / parts[2]
+            if (folder / _RECORD).is_file():
+                checkpoint = Checkpoint(**json.loads((folder / _RECORD).read_text()))
+                if not checkpoint.is_expired:
+                    return record, checkpoint, folder
+        raise ApiError(404, f"there is no checkpoint {path[:200]!r}", param="path", code="not_found")
+
+    async def delete(self, path: str, tenant: str) -> None:
+        """Delete a checkpoint.
+
+        Raises:
+            ApiError: there is none.
+        """
+        _, _, folder = self.find(path, tenant)
+        await asyncio.to_thread(shutil.rmtree, folder)
+
+    async def save(
+        self, record: ModelRecord, settings: SaveSettings, write: Callable[[Path], Awaitable[None]]
+    ) -> Checkpoint:
+        """Write a checkpoint, whole or not at all; one that the same request has written already stays.
+
+        Args:
+            write: writes the adapter into a folder.
+
+        Raises:
+            ApiError: the name is malformed or taken, or the tenant has too many checkpoints.
+            OSError: it cannot be written.
+        """
+        if not _NAME.fullmatch(settings.name):
+            raise ApiError(400, f"the name {settings.name[:100]!r} is not letters, digits, . _ and -", param="path")
+        if settings.ttl_s is not None and not 60 <= settings.ttl_s <= 10 * 366 * 86400:
+            raise ApiError(400, f"ttl_seconds is {settings.ttl_s}", param="ttl_seconds")
+        if len(json.dumps(dict(settings.user_metadata or {}))) > _MOST_METADATA:
+            raise ApiError(400, f"user_metadata is longer than {_MOST_METADATA} letters", param="user_metadata")
+        folder = self.folder(record.model_id) / settings.kind / settings.name
+        if (folder / _RECORD).is_file():
+            checkpoint = Checkpoint(**json.loads((folder / _RECORD).read_text()))
+            if checkpoint.seq == settings.seq:
+                return checkpoint
+            if not settings.overwrite:
+                raise ApiError(400, f"there is a checkpoint {checkpoint.path} already", param="path")
+        elif sum(1 for _ in self.all_of(record.tenant)) >= self._max_checkpoints:
+            raise ApiError(400, f"this key has {self._max_checkpoints} checkpoints, the most it may have: delete some")
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            await write(partial)
+            expires = None if settings.ttl_s is None else _now() + datetime.timedelta(seconds=settings.ttl_s)
+            checkpoint = Checkpoint(
+                model_id=record.model_id,
+                kind=settings.kind,
+                name=settings.name,
+                seq=settings.seq,
+                updates=settings.updates,
+                time=_now().isoformat(),
+                size_bytes=sum(path.stat().st_size for path in partial.iterdir()),
+                user_metadata=settings.user_metadata,
+                expires_at=None if expires is None else expires.isoformat(),
+            )
+            (partial / _RECORD).write_text(json.dumps(asdict(checkpoint)))
+            if folder.exists():
+                await asyncio.to_thread(shutil.rmtree, folder)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return checkpoint
+
+
+def now() -> str:
+    """Return the time in ISO format."""
+    return _now().isoformat()
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

@@ -1,0 +1,103 @@
+"""Promises: results of requests that are computed after their client has got an id for them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from forge_rl.errors import CheckpointError, ForgeError, LossError
+from forge_rl.gateway.errors import ApiError, to_api_error
+
+POLL_S = 30.0
+"""Maximum time for which a request for a result waits; the client gives up after 45 s."""
+_MOST_DONE = 4096
+_MOST_DONE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a request came to."""
+
+    body: bytes
+    is_protobuf: bool = False
+
+
+@dataclass(eq=False)
+class Promise:
+    """One request's result, or the lack of it."""
+
+    tenant: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Result | None = None
+    error: str = ""
+    is_user_error: bool = False
+    is_sent: bool = False
+    """Whether its client has got it."""
+
+    def keep(self, result: Result) -> None:
+        """Set the result."""
+        self.result = result
+        self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        """Set the error that its client sees: a user's own, or the server's without its traces."""
+        api_error = to_api_error(error)
+        self.is_user_error = api_error.status < 500 or isinstance(error, LossError | CheckpointError)
+        hint = f" ({error.hint})" if isinstance(error, ForgeError) and error.hint and self.is_user_error else ""
+        self.error = api_error.message + hint
+        self.done.set()
+
+
+class Promises:
+    """Promises by id; old ones that are done are forgotten, the oldest first."""
+
+    def __init__(self) -> None:
+        self._promises: OrderedDict[str, Promise] = OrderedDict()
+
+    def open(self, request_id: str, tenant: str) -> Promise:
+        """Make a promise."""
+        promise = self._promises[request_id] = Promise(tenant)
+        self._forget()
+        return promise
+
+    def get(self, request_id: str, tenant: str) -> Promise:
+        """Return a tenant's promise.
+
+        Raises:
+            ApiError: there is none, or none any more.
+        """
+        promise = self._promises.get(request_id)
+        if promise is None or promise.tenant != tenant:
+            raise ApiError(410, f"there is no result for the request {request_id[:100]!r}", code="promise_gone")
+        return promise
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._promises
+
+    def unsent(self, request_ids: Iterable[str]) -> dict[str, tuple[bool, str]]:
+        """Return the results of requests whose clients have not got them yet, in a form for JSON."""
+        promises = [(name, self._promises[name]) for name in request_ids if name in self._promises]
+        return {
+            name: (promise.result.is_protobuf, base64.b64encode(promise.result.body).decode())
+            for name, promise in promises
+            if promise.result is not None and not promise.is_sent
+        }
+
+    def take_up(self, results: Mapping[str, tuple[bool, str]], tenant: str) -> None:
+        """Keep results of a tenant that `unsent` returned."""
+        for name, (is_protobuf, text) in results.items():
+            self.open(name, tenant).keep(Result(body=base64.b64decode(text), is_protobuf=is_protobuf))
+
+    def _forget(self) -> None:
+        done = [(name, promise) for name, promise in self._promises.items() if promise.done.is_set()]
+        size = sum(len(promise.result.body) for _, promise in done if promise.result is not None)
+        surplus = len(done) - _MOST_DONE
+        for name, promise in done:
+            if surplus <= 0 and size <= _MOST_DONE_BYTES:
+                break
+            size -= len(promise.result.body) if promise.result is not None else 0
+            surplus -= 1
+            del self._promises[name]

@@ -1,0 +1,93 @@
+"""The requests of one adapter on disk, in their order: what was accepted is not lost when a process is killed."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from forge_rl.system.folders import write_whole
+
+Kind = Literal["create", "pass", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_HEAD = struct.Struct("<IIqB")  # bytes of the body, its checksum, seq, kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An accepted request."""
+
+    seq: int
+    """Its place among the adapter's requests."""
+    kind: Kind
+    body: bytes
+    """As it came."""
+
+
+class Journal:
+    """A file of requests, appended to before their client hears that they are accepted.
+
+    journal = Journal(folder / "journal")
+    journal.append(Entry(seq=3, kind="optim_step", body=body))
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def append(self, entry: Entry) -> None:
+        """Write a request at the end.
+
+        Raises:
+            OSError: it cannot be num_bytes; the file is as it was.
+        """
+        data = _encode(entry)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                num_bytes = 0
+                while num_bytes < len(data):
+                    num_bytes += os.write(descriptor, data[num_bytes:])
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> list[Entry]:
+        """Return the whole requests; a last one that a kill cut off was never accepted, and is cut away."""
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return []
+        entries, place = [], 0
+        while place + _HEAD.size <= len(data):
+            size, checksum, seq, kind = _HEAD.unpack_from(data, place)
+            body = data[place + _HEAD.size : place + _HEAD.size + size]
+            if len(body) < size or zlib.crc32(body) != checksum or kind >= len(_KINDS):
+                break
+            entries.append(Entry(seq=seq, kind=_KINDS[kind], body=body))
+            place += _HEAD.size + size
+        if place < len(data):
+            os.truncate(self._path, place)
+        return entries
+
+    def keep(self, after: int) -> None:
+        """Drop the requests up to a seq, which a snapshot holds."""
+        entries = [entry for entry in self.read() if entry.seq > after]
+        write_whole(self._path, b"".join(map(_encode, entries)))
+
+
+def _encode(entry: Entry) -> bytes:
+    return _HEAD.pack(len(entry.body), zlib.crc32(entry.body), entry.seq, _KINDS.index(entry.kind)) + entry.body

@@ -1,0 +1,174 @@
+"""JSON requests of the Tinker API, with the fields that are supported here; others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from forge_rl.gateway.errors import invalid
+
+Seq = Annotated[int, Field(ge=0, lt=1 << 62)]
+Text = Annotated[str, Field(max_length=500)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    type: str = ""
+
+
+R = TypeVar("R", bound=_Request)
+
+
+class CreateSession(_Request):
+    tags: list[Text] = Field(default=[], max_length=50)
+    user_metadata: Mapping[str, Any] | None = None
+    sdk_version: Text = ""
+    project_id: Text | None = None
+    display_name: Text | None = None
+
+
+class SessionId(_Request):
+    session_id: Text
+
+
+class Lora(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    rank: Annotated[int, Field(ge=1, le=1 << 16)] = 32
+    seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(_Request):
+    session_id: Text
+    model_seq_id: Annotated[int, Field(ge=0, lt=10**9)]
+    base_model: Text
+    user_metadata: Mapping[str, Any] | None = None
+    lora_config: Lora = Lora()
+    optimizer_config: Optimizer = Optimizer()
+
+
+class LoadWeights(_Request):
+    model_id: Text | None = None
+    seq_id: Seq | None = None
+    session_id: Text | None = None
+    model_seq_id: Annotated[int, Field(ge=0, lt=10**9)] | None = None
+    base_model: Text | None = None
+    user_metadata: Mapping[str, Any] | None = None
+    path: Text
+    optimizer: bool
+    optimizer_config: Optimizer | None = None
+    weights_access_token: None = None
+
+
+class Adam(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(_Request):
+    adam_params: Adam
+    model_id: Text
+    seq_id: Seq
+
+
+class SaveWeights(_Request):
+    model_id: Text
+    path: Text | None = None
+    seq_id: Seq
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] | None = None
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class ModelId(_Request):
+    model_id: Text
+
+
+class CreateSamplingSession(_Request):
+    session_id: Text
+    sampling_session_seq_id: Seq
+    base_model: Text | None = None
+    model_path: Text | None = None
+
+
+class TextChunk(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: TokenIds
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    chunks: list[TextChunk] = Field(max_length=10000)
+
+
+class SamplingParams(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    stop: (
+        Annotated[str, Field(max_length=1000)]
+        | Annotated[list[Annotated[str, Field(max_length=1000)]] | TokenIds, Field(max_length=64)]
+        | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class SampleRequest(_Request):
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParams
+    base_model: Text | None = None
+    model_path: Text | None = None
+    sampling_session_id: Text | None = None
+    seq_id: Seq | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    target_prompt_logprobs: None = None
+    prompt_alt_tokens_k: Literal[0] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    record_stability_info: Literal[False] | None = None
+
+
+class Retrieve(_Request):
+    request_id: Text
+    allow_metadata_only: bool = False
+
+
+def read(kind: type[R], body: bytes) -> R:
+    """Read a JSON request.
+
+    Raises:
+        ApiError: the body is not one; names the first field that is malformed or not supported.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid(error) from None

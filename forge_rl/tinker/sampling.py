@@ -1,0 +1,203 @@
+"""Samples for all tenants from one set of engines, of the base or of adapters that are loaded when asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from forge_rl.errors import ConfigError, ContextError
+from forge_rl.gateway.errors import ApiError
+from forge_rl.system.seeds import derive_seed
+from forge_rl.tinker import wire
+from forge_rl.tinker.checkpoints import CheckpointStore
+from forge_rl.tinker.futures import Result
+from forge_rl.tinker.requests import SampleRequest
+from forge_rl.tinker.sessions import Sampler
+from forge_rl.token_arrays import ScoredTokens, TokenIds
+from forge_rl.types import Sampling, Turn
+
+
+class Engines(Protocol):
+    """Engines that serve adapters, as `Generator` does."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    async def load_adapter(self, name: str, folder: Path) -> None: ...
+    async def drop_adapter(self, name: str) -> None: ...
+    async def generate(self, prompt_ids: TokenIds, sampling: Sampling) -> Turn: ...
+    async def score(
+        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0, adapter: str = ""
+    ) -> ScoredTokens: ...
+
+
+class LoadedAdapters:
+    """Adapters that engines hold: loaded when one is asked for, in place of the one idle longest.
+
+        async with loaded.using(folder) as name:
+            turn = await engines.generate(prompt_ids, Sampling(max_tokens=64, adapter=name))
+
+    Args:
+        max_loaded: maximum number that engines hold at a time; further requests wait.
+    """
+
+    def __init__(self, engines: Engines, *, max_loaded: int) -> None:
+        self._engines = engines
+        self._max_loaded = max_loaded
+        self._users: OrderedDict[str, int] = OrderedDict()
+        """Number of requests that use each loaded adapter, the one used last at the end."""
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def using(self, folder: Path | None) -> AsyncIterator[str]:
+        """Hold an adapter in the engines inside the context; yields its name there, "" for the base."""
+        if folder is None:
+            yield ""
+            return
+        # Of the place and its time, as a checkpoint may be saved again under its name.
+        text = f"{folder} {(folder / 'checkpoint.json').stat().st_mtime_ns}"
+        name = hashlib.sha256(text.encode()).hexdigest()[:24]
+        async with self._changed:
+            while name not in self._users and len(self._users) >= self._max_loaded:
+                idle = next((loaded for loaded, users in self._users.items() if not users), None)
+                if idle is None:
+                    await self._changed.wait()
+                else:
+                    await self._engines.drop_adapter(idle)
+                    del self._users[idle]
+            if name not in self._users:
+                await self._engines.load_adapter(name, folder)
+                self._users[name] = 0
+            self._users[name] += 1
+            self._users.move_to_end(name)
+        try:
+            yield name
+        finally:
+            async with self._changed:
+                self._users[name] -= 1
+                self._changed.notify_all()
+
+
+class SampleService:
+    """Answers requests for samples.
+
+    Args:
+        max_scored: maximum tokens of a prompt whose logprobs are asked for.
+    """
+
+    def __init__(
+        self, engines: Engines, loaded: LoadedAdapters, store: CheckpointStore, *, seed: int, max_scored: int
+    ) -> None:
+        self._engines = engines
+        self._loaded = loaded
+        self._store = store
+        self._seed = seed
+        self._max_scored = max_scored
+
+    def tokens_of(self, request: SampleRequest) -> int:
+        """Return the most tokens that a request may take: its prompt, and its samples."""
+        prompt = sum(len(chunk.tokens) for chunk in request.prompt.chunks)
+        return prompt + request.num_samples * min(
+            request.sampling_params.max_tokens or self._engines.max_model_len, self._engines.max_model_len
+        )
+
+    async def sample(self, request: SampleRequest, sampler: Sampler, tenant: str) -> tuple[Result, Mapping[str, int]]:
+        """Answer a request.
+
+        Returns:
+            The result, and counts for its tenant's account.
+
+        Raises:
+            ApiError, ForgeError: it cannot be answered.
+        """
+        prompt = np.array([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int32)
+        room = self._engines.max_model_len - len(prompt)
+        if not len(prompt) or room < 1:
+            raise ApiError(400, f"a prompt of {len(prompt)} tokens; the context has {self._engines.max_model_len}")
+        scores_prompt = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
+        if scores_prompt and len(prompt) > self._max_scored:
+            raise ApiError(400, f"logprobs of a prompt of {len(prompt)} tokens; at most {self._max_scored} fit here")
+        if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs_last_n < len(prompt):
+            raise ApiError(400, "prompt_logprobs_last_n is not below the prompt's length")
+        folder = None
+        if sampler.model_path is not None:
+            _, checkpoint, folder = self._store.find(sampler.model_path, tenant)
+            if checkpoint.kind != "sampler_weights":
+                raise ApiError(400, f"{checkpoint.path} holds a training state; sample from sampler_weights")
+        async with self._loaded.using(folder) as adapter:
+            try:
+                turns = await asyncio.gather(
+                    *(
+                        self._engines.generate(
+                            prompt, replace(self._sampling(request, sampler, index, room), adapter=adapter)
+                        )
+                        for index in range(request.num_samples)
+                    )
+                )
+                samples = [await self._sample_of(prompt, turn, request, adapter) for turn in turns]
+                scores = None
+                if scores_prompt and len(prompt) > 1:
+                    scores = await self._engines.score(
+                        prompt[:1], prompt[1:], top_k=request.topk_prompt_logprobs, adapter=adapter
+                    )
+            except (ContextError, ConfigError) as error:
+                raise ApiError(400, error.message) from error
+        counts = {"prompt_tokens": len(prompt), "sampled_tokens": sum(len(sample.token_ids) for sample in samples)}
+        logprobs = top = None
+        if scores_prompt:
+            logprobs = np.full(len(prompt), np.nan, np.float32)
+            k = request.topk_prompt_logprobs
+            if scores is not None:
+                logprobs[1:] = scores.logprobs
+                if k:
+                    top_ids = np.concatenate([np.zeros((1, k), np.int32), scores.top_ids])
+                    top = top_ids, np.concatenate([np.full((1, k), np.nan, np.float32), scores.top_logprobs])
+            if request.prompt_logprobs_last_n is not None:
+                logprobs[: len(prompt) - request.prompt_logprobs_last_n] = np.nan
+        return Result(body=wire.encode_samples(samples, logprobs, top), is_protobuf=True), counts
+
+    def _sampling(self, request: SampleRequest, sampler: Sampler, index: int, room: int) -> Sampling:
+        params = request.sampling_params
+        if params.seed is not None:
+            seed = derive_seed(params.seed, "choice", index)
+        else:
+            seed = derive_seed(self._seed, "sample", sampler.seq, request.seq_id or 0, index)
+        extra: dict[str, object] = {}
+        if params.top_p < 1:
+            extra["top_p"] = params.top_p
+        if params.top_k > 0:
+            extra["top_k"] = params.top_k
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        if params.stop == []:
+            extra["ignore_eos"] = True
+        return Sampling(
+            max_tokens=min(params.max_tokens or room, room),
+            temperature=params.temperature,
+            seed=seed,
+            stop=tuple(stop for stop in stops if isinstance(stop, str)),
+            stop_ids=tuple(stop for stop in stops if isinstance(stop, int)),
+            top_logprobs=request.topk_sample_logprobs,
+            extra=extra,
+        )
+
+    async def _sample_of(self, prompt: TokenIds, turn: Turn, request: SampleRequest, adapter: str) -> wire.Sample:
+        """Return a turn as a sample; greedy tokens, which have no logprobs, get those of temperature 1."""
+        token_ids, logprobs, top = np.asarray(turn.token_ids, np.int32), turn.logprobs, None
+        k = request.topk_sample_logprobs
+        if len(token_ids) and (k or not np.isfinite(logprobs).all()):
+            scores = await self._engines.score(prompt, token_ids, top_k=k, adapter=adapter)
+            logprobs = np.where(np.isfinite(logprobs), logprobs, scores.logprobs)
+            top = (scores.top_ids, scores.top_logprobs) if k else None
+        return wire.Sample(
+            token_ids=token_ids,
+            logprobs=np.asarray(logprobs, np.float32),
+            is_stopped=not turn.truncated,
+            top=top,
+        )

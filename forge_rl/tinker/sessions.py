@@ -1,0 +1,121 @@
+"""Clients' sessions, and the samplers that they have opened; both survive a restart of the server."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from forge_rl.errors import CheckpointError
+from forge_rl.gateway.errors import ApiError
+from forge_rl.system.folders import write_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Weights to sample from, for one session."""
+
+    sampler_id: str
+    seq: int
+    """Its place among the session's samplers, which the seeds of its samples derive from."""
+    model_path: str | None
+    """None for the base."""
+
+
+@dataclass(kw_only=True)
+class ClientSession:
+    """A client's session."""
+
+    session_id: str
+    tenant: str
+    user_metadata: Mapping[str, str] | None = None
+    display_name: str | None = None
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+
+
+class Sessions:
+    """Sessions in a file, those used last at the end.
+
+    Args:
+        max_sessions: maximum sessions of a tenant; past it, the one idle longest ends.
+        on_end: called with the id of a session that ends so.
+    """
+
+    def __init__(self, file: Path, *, max_sessions: int, on_end: Callable[[str], None]) -> None:
+        self._file = file
+        self._max_sessions = max_sessions
+        self._on_end = on_end
+        self._sessions = _read(file)
+
+    def create(
+        self, tenant: str, user_metadata: Mapping[str, str] | None = None, display_name: str | None = None
+    ) -> ClientSession:
+        """Open a session."""
+        session = ClientSession(
+            session_id=secrets.token_hex(12), tenant=tenant, user_metadata=user_metadata, display_name=display_name
+        )
+        self._sessions[session.session_id] = session
+        current = self.of(tenant)
+        for idle in current[: len(current) - self._max_sessions]:
+            self.end(idle.session_id, tenant)
+            self._on_end(idle.session_id)
+        self._write()
+        return session
+
+    def of(self, tenant: str) -> list[ClientSession]:
+        """Return a tenant's sessions, the one used last at the end."""
+        return [session for session in self._sessions.values() if session.tenant == tenant]
+
+    def get(self, session_id: str, tenant: str) -> ClientSession:
+        """Return a tenant's session, which counts as used.
+
+        Raises:
+            ApiError: there is none, or none any more.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.tenant != tenant:
+            raise ApiError(410, f"there is no session {session_id[:100]!r}", code="session_gone")
+        self._sessions[session_id] = self._sessions.pop(session_id)
+        return session
+
+    def end(self, session_id: str, tenant: str) -> None:
+        """End a session."""
+        self.get(session_id, tenant)
+        del self._sessions[session_id]
+        self._write()
+
+    def open_sampler(self, session_id: str, seq: int, model_path: str | None) -> str:
+        """Open a sampler of a session; the same seq and path give the same one. Returns its id."""
+        sampler_id = f"{session_id}:sample:{seq}"
+        if (session := self._sessions.get(session_id)) is not None:  # else it has ended meanwhile
+            session.samplers[sampler_id] = Sampler(sampler_id=sampler_id, seq=seq, model_path=model_path)
+            self._write()
+        return sampler_id
+
+    def sampler(self, sampler_id: str, tenant: str) -> Sampler:
+        """Return a tenant's sampler.
+
+        Raises:
+            ApiError: there is none.
+        """
+        sampler = self.get(sampler_id.partition(":")[0], tenant).samplers.get(sampler_id)
+        if sampler is None:
+            raise ApiError(404, f"there is no sampler {sampler_id[:100]!r}", code="not_found")
+        return sampler
+
+    def _write(self) -> None:
+        write_whole(self._file, json.dumps([asdict(session) for session in self._sessions.values()]))
+
+
+def _read(file: Path) -> dict[str, ClientSession]:
+    if not file.exists():
+        return {}
+    try:
+        sessions = [ClientSession(**fields) for fields in json.loads(file.read_text())]
+        for session in sessions:
+            session.samplers = {name: Sampler(**vars_) for name, vars_ in dict(session.samplers).items()}  # type: ignore[arg-type]
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", hint="move it away") from error
+    return {session.session_id: session for session in sessions}

@@ -1,0 +1,132 @@
+"""Tenants of the server: their keys, what they have in flight, and the tokens that they have used."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.gateway.errors import ApiError
+from forge_rl.system.folders import write_whole
+
+KEY_PREFIX = "tml-"
+"""Start of every key: the client sends no other."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+_LEAST_KEY = 20
+
+
+class Tenants:
+    """Maps keys to tenants, and counts what each of them uses.
+
+        tenants = Tenants({"ann": "tml-..."}, folder / "usage.json", most_in_flight=1 << 20)
+        with tenants.in_flight("ann", tokens=400): ...
+        tenants.count("ann", trained_tokens=400)
+
+    Args:
+        keys: key of each tenant by name.
+        usage: file of the tokens used, which survives a restart.
+        most_in_flight: maximum tokens of a tenant's requests that wait or run.
+    """
+
+    def __init__(self, keys: Mapping[str, str], usage: Path, *, most_in_flight: int) -> None:
+        self._names = {_digest(key): name for name, key in keys.items()}
+        self._usage_file = usage
+        self._most_in_flight = most_in_flight
+        self._in_flight: Counter[str] = Counter()
+        self._usage: dict[str, Counter[str]] = _read_usage(usage)
+
+    def caller(self, headers: Headers) -> str:
+        """Return the tenant whose key a request carries.
+
+        Raises:
+            ApiError: the key is missing or wrong.
+        """
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        key = headers.get("x-api-key") or (bearer.strip() if kind.lower() == "bearer" else "")
+        name = self._names.get(_digest(key))  # by digest, so that lookup times reveal nothing about keys
+        if name is None:
+            raise ApiError(401, "wrong API key" if key else "no API key: send x-api-key", code="invalid_api_key")
+        return name
+
+    @contextlib.contextmanager
+    def in_flight(self, tenant: str, *, tokens: int) -> Iterator[None]:
+        """Count tokens of a request as in flight inside the context.
+
+        Raises:
+            ApiError: the tenant would exceed its limit.
+        """
+        current = self._in_flight[tenant]
+        if tokens > self._most_in_flight:
+            raise ApiError(400, f"a request of {tokens} tokens; a key may have {self._most_in_flight} in flight")
+        if current + tokens > self._most_in_flight:
+            raise ApiError(
+                429,
+                f"{current} of at most {self._most_in_flight} tokens of this key are in flight; try again",
+                code="rate_limit_exceeded",
+                headers={"retry-after": "1"},
+            )
+        self._in_flight[tenant] += tokens
+        try:
+            yield
+        finally:
+            self._in_flight[tenant] -= tokens
+
+    def count(self, tenant: str, **counts: int) -> None:
+        """Add to what a tenant has used."""
+        self._usage.setdefault(tenant, Counter()).update(counts)
+        with contextlib.suppress(OSError):  # a full disk: counts stay in memory, and are written with the next ones
+            write_whole(self._usage_file, json.dumps(self._usage, indent=1).encode())
+
+    def usage(self, tenant: str) -> dict[str, int]:
+        """Return the counts of what a tenant has used."""
+        return dict(self._usage.get(tenant, {}))
+
+
+def read_keys(file: Path, text: str) -> dict[str, str]:
+    """Read tenants and their keys: a line NAME KEY for each; # starts a comment.
+
+    Args:
+        file: where the text is from, for errors.
+
+    Raises:
+        ConfigError: a line is malformed, or a name or key occurs twice.
+    """
+    keys: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not _NAME.fullmatch(words[0]) or not words[1].startswith(KEY_PREFIX):
+            raise ConfigError(
+                f"line {number} of {file} is not a name and a key", hint=f"write lines such as: ann {KEY_PREFIX}SECRET"
+            )
+        name, key = words
+        if len(key) < _LEAST_KEY:
+            raise ConfigError(f"the key of {name} in {file} is too short", hint=f"use {_LEAST_KEY} letters or more")
+        if name in keys or key in keys.values():
+            raise ConfigError(f"line {number} of {file} has a name or key again", hint="give each tenant its own")
+        keys[name] = key
+    if not keys:
+        raise ConfigError(f"{file} holds no key", hint=f"write a line for each tenant: NAME {KEY_PREFIX}SECRET")
+    return keys
+
+
+def _read_usage(file: Path) -> dict[str, Counter[str]]:
+    if not file.exists():
+        return {}
+    try:
+        usage = json.loads(file.read_text())
+        return {str(name): Counter({str(k): int(n) for k, n in counts.items()}) for name, counts in usage.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", hint="move it away to count from 0") from error
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

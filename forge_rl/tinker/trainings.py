@@ -1,0 +1,478 @@
+"""Trainings of all tenants on one trainer: requests in the order of their clients, one at a time, none of them lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from forge_rl.algorithms.protocol import Loss
+from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.errors import ForgeError, PoisonError, ReplicaError, ServiceError
+from forge_rl.gateway.errors import ApiError, to_api_error
+from forge_rl.packing.rows import Layout, Minibatch
+from forge_rl.services.trainer_adapters import Pass
+from forge_rl.system.folders import write_whole
+from forge_rl.tinker import requests, wire
+from forge_rl.tinker.checkpoints import Checkpoint, CheckpointStore, ModelRecord, SaveSettings
+from forge_rl.tinker.futures import Promises, Result
+from forge_rl.tinker.journal import Entry, Journal
+from forge_rl.tinker.losses import TinkerLoss
+from forge_rl.tinker.rows import PackedData, check_data
+from forge_rl.tinker.sessions import Sessions
+from forge_rl.tinker.tenants import Tenants
+
+MOST_AHEAD = 4096
+"""Maximum requests of an adapter that wait for earlier ones."""
+MOST_DATA = 4096
+_MAX_ATTEMPTS = 2
+"""Times that a request may end the trainer before it fails."""
+_JOURNAL_BYTES = 64 << 20
+"""Size of an adapter's journal from which its state is written to disk as soon as it has no gradient."""
+_MOST_JOURNAL_BYTES = 1 << 30
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class Adapters(Protocol):
+    """Adapters of a trainer, as `TrainerAdapters` has them."""
+
+    async def open(self, name: str, settings: AdapterSettings) -> None: ...
+    async def drop(self, name: str) -> None: ...
+    async def run(self, name: str, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> Pass: ...
+    async def step(self, name: str, adam: AdamStep) -> tuple[dict[str, float], int]: ...
+    async def save(self, name: str, folder: Path) -> None: ...
+    async def load(self, name: str, folder: Path, *, optimizer: bool) -> int: ...
+
+
+class AdapterTrainer(Protocol):
+    """A trainer of adapters, as `Trainer` is one."""
+
+    @property
+    def adapters(self) -> Adapters: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def alive(self) -> bool: ...
+    async def restart(self, resume: Path | None, *, cause: str = "") -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """The model that all adapters adapt."""
+
+    name: str
+    """In requests."""
+    folder: Path
+    tokenizer_id: str
+    """Where clients find its tokenizer."""
+    vocab_size: int
+    max_model_len: int
+    lora: LoRAConfig
+    """Largest rank, and the scale and targets of adapters."""
+
+    def settings(self, record: ModelRecord) -> AdapterSettings:
+        """Return the settings of a training's adapter.
+
+        Raises:
+            ApiError: it would adapt nothing.
+        """
+        targets = self.lora.targets
+        if not record.train_mlp:
+            targets = _ATTENTION
+        if not record.train_attn:
+            if not record.train_mlp:
+                raise ApiError(400, "train_unembed alone adapts nothing here", param="lora_config")
+            targets = ("gate_proj", "up_proj", "down_proj")
+        return AdapterSettings(lora=replace(self.lora, rank=record.rank, targets=targets), seed=record.seed)
+
+
+@dataclass(eq=False)
+class Training:
+    """One adapter's requests and counts."""
+
+    record: ModelRecord
+    session_id: str
+    folder: Path
+    expected: int = 0
+    """Seq of the request that is next."""
+    waiting: dict[int, Entry] = field(default_factory=dict)
+    """Accepted requests by seq."""
+    admitted: dict[int, contextlib.ExitStack] = field(default_factory=dict)
+    updates: int = 0
+    snapshot_updates: int = 0
+    has_gradient: bool = False
+    attempts: int = 0
+    """Times that the next request has ended the trainer."""
+    poison: set[int] = field(default_factory=set)
+    """Seqs of requests that have ended the trainer too often, and are not executed any more."""
+
+    @property
+    def model_id(self) -> str:
+        """Its id in the API."""
+        return self.record.model_id
+
+    def add_poison(self, seq: int) -> None:
+        """Keep that a request ends the trainer, also over a restart of this process."""
+        self.poison.add(seq)
+        write_whole(self.folder / "poison.json", json.dumps(sorted(self.poison)))
+
+    @property
+    def journal(self) -> Journal:
+        """Its requests on disk."""
+        return Journal(self.folder / "journal")
+
+    @property
+    def snapshot(self) -> tuple[int, Path] | None:
+        """Seq of the newest state on disk, and its folder."""
+        folders = {int(path.name.partition("-")[2]): path for path in self.folder.glob("snapshot-*[0-9]")}
+        return max(folders.items()) if folders else None
+
+
+class Trainings:
+    """Executes the requests of all adapters, one at a time, in turn between adapters that have some.
+
+        trainings = Trainings(trainer, base, store, tenants, promises, snapshot_updates=10)
+        await trainings.restore()
+        request_id = trainings.submit(training, Entry(seq=1, kind="optim_step", body=body))
+
+    What a request changes depends on the requests of its own adapter alone. A request is on disk before its client gets
+    an id for it; if the trainer or this process dies, each adapter's last state is loaded, and what came since is
+    computed again.
+    """
+
+    def __init__(
+        self,
+        trainer: AdapterTrainer,
+        base: BaseModel,
+        store: CheckpointStore,
+        tenants: Tenants,
+        promises: Promises,
+        sessions: Sessions,
+        *,
+        snapshot_updates: int,
+    ) -> None:
+        self.base = base
+        self._sessions = sessions
+        self._trainer = trainer
+        self._store = store
+        self._tenants = tenants
+        self._promises = promises
+        self._snapshot_updates = snapshot_updates
+        self._trainings: dict[str, Training] = {}
+        self._ready: deque[Training] = deque()
+        self._wake = asyncio.Event()
+        self._dropped: list[Training] = []
+
+    def of(self, tenant: str) -> list[Training]:
+        """Return a tenant's trainings."""
+        return [training for training in self._trainings.values() if training.record.tenant == tenant]
+
+    def of_session(self, session_id: str) -> list[Training]:
+        """Return a session's trainings."""
+        return [training for training in self._trainings.values() if training.session_id == session_id]
+
+    def get(self, model_id: str, tenant: str) -> Training:
+        """Return a tenant's training.
+
+        Raises:
+            ApiError: there is none, or none any more.
+        """
+        training = self._trainings.get(model_id)
+        if training is None or training.record.tenant != tenant:
+            raise ApiError(404, f"there is no adapter {model_id[:100]!r} in training", code="not_found")
+        return training
+
+    def add(self, record: ModelRecord, session_id: str) -> Training:
+        """Keep a new training, whose first request creates its adapter."""
+        self._store.add(record)
+        training = Training(record, session_id, self._store.folder(record.model_id))
+        (training.folder / "session").write_text(session_id)
+        self._trainings[record.model_id] = training
+        return training
+
+    async def restore(self) -> None:
+        """Take up the trainings that an earlier process left, where their requests end."""
+        for record in self._store.records():
+            folder = self._store.folder(record.model_id)
+            if not (folder / "session").is_file():
+                continue  # ended
+            training = Training(record, (folder / "session").read_text(), folder)
+            self._trainings[record.model_id] = training
+            if (poison := folder / "poison.json").is_file():
+                training.poison = set(json.loads(poison.read_text()))
+            for partial in folder.glob("*.partial"):
+                shutil.rmtree(partial)
+            entries = training.journal.read()
+            if training.snapshot is not None:
+                await self._load(training)
+                training.expected = training.snapshot[0] + 1
+                results = json.loads((training.snapshot[1] / "results.json").read_text())
+                self._promises.take_up(results, record.tenant)
+            for entry in entries:
+                if entry.seq >= training.expected:
+                    self._wait(training, entry)
+
+    def submit(self, training: Training, entry: Entry, *, trained: int = 0, scored: int = 0) -> str:
+        """Accept a request; one with a seq that was accepted already is the same request, sent again.
+
+        Args:
+            trained, scored: tokens of a pass with or without a gradient, which count for the tenant's account now: what
+                is computed again after a failure does not count again.
+
+        Returns:
+            Its id.
+
+        Raises:
+            ApiError: its tenant has too many tokens in flight, or it is too far ahead of the others.
+        """
+        request_id = _request_id(training, entry.seq)
+        if entry.seq < training.expected or entry.seq in training.waiting:
+            return request_id
+        if entry.seq > training.expected + MOST_AHEAD:
+            raise ApiError(400, f"seq_id {entry.seq} is too far past {training.expected}", param="seq_id")
+        if training.journal.size > _MOST_JOURNAL_BYTES:
+            raise ApiError(400, "too many passes without optim_step", code="too_many_passes")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._tenants.in_flight(training.record.tenant, tokens=trained + scored))
+            training.journal.append(entry)
+            training.admitted[entry.seq] = stack.pop_all()
+        if trained or scored:
+            self._tenants.count(training.record.tenant, trained_tokens=trained, scored_tokens=scored)
+        self._wait(training, entry)
+        return request_id
+
+    def end(self, training: Training, cause: ApiError | None = None) -> None:
+        """End a training; its checkpoints stay.
+
+        Args:
+            cause: why, for clients that wait for its requests.
+        """
+        if self._trainings.pop(training.model_id, None) is None:
+            return
+        (training.folder / "session").unlink(missing_ok=True)
+        for stack in training.admitted.values():
+            stack.close()
+        for seq in training.waiting:
+            with contextlib.suppress(ApiError):
+                promise = self._promises.get(_request_id(training, seq), training.record.tenant)
+                promise.fail(cause or ApiError(410, "its adapter was unloaded"))
+        training.waiting.clear()
+        self._dropped.append(training)
+        self._wake.set()
+
+    async def work(self) -> None:
+        """Execute requests until cancelled.
+
+        Raises:
+            ForgeError: the trainer has failed for good.
+        """
+        while True:
+            self._wake.clear()
+            await self._drop_ended()
+            training = next((training for training in self._ready if training.expected in training.waiting), None)
+            if training is None:
+                self._ready.clear()
+                await self._wake.wait()
+                continue
+            self._ready.remove(training)
+            self._ready.append(training)  # behind the others
+            await self._step(training)
+
+    def _wait(self, training: Training, entry: Entry) -> None:
+        training.waiting[entry.seq] = entry
+        self._promises.open(_request_id(training, entry.seq), training.record.tenant)
+        if training not in self._ready:
+            self._ready.append(training)
+        self._wake.set()
+
+    async def _drop_ended(self) -> None:
+        while self._dropped:
+            training = self._dropped.pop()
+            with contextlib.suppress(ForgeError):  # its adapter may never have been opened, or its trainer is dead
+                await self._trainer.adapters.drop(training.model_id)
+            for _, path in [training.snapshot] if training.snapshot else []:
+                shutil.rmtree(path, ignore_errors=True)
+            (training.folder / "journal").unlink(missing_ok=True)
+
+    async def _step(self, training: Training) -> None:
+        """Execute the next request of a training, however often the trainer has to be restarted for it."""
+        entry = training.waiting[training.expected]
+        promise = self._promises.get(_request_id(training, entry.seq), training.record.tenant)
+        if entry.seq in training.poison:
+            promise.fail(PoisonError("this request ended the trainer before", service="trainer"))
+        while not promise.done.is_set():
+            while not self._trainer.alive:
+                with contextlib.suppress(ReplicaError):  # it died again; it is not restarted for ever
+                    await self._recover()
+            try:
+                promise.keep(await self._execute(training, entry))
+            except Exception as error:
+                if not isinstance(error, ApiError | ForgeError | OSError):
+                    raise
+                if isinstance(error, ServiceError) and not self._trainer.alive:
+                    training.attempts += 1
+                    if training.attempts < _MAX_ATTEMPTS:
+                        continue
+                    training.add_poison(entry.seq)
+                    error = PoisonError(
+                        f"this request ended the trainer {training.attempts} times: {error.message}", service="trainer"
+                    )
+                promise.fail(error)
+        training.attempts = 0
+        training.waiting.pop(entry.seq, None)
+        training.expected = entry.seq + 1
+        if (stack := training.admitted.pop(entry.seq, None)) is not None:
+            stack.close()
+        needs_snapshot = training.updates - training.snapshot_updates >= self._snapshot_updates
+        needs_snapshot |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
+        if needs_snapshot and self._trainer.alive and promise.result is not None and not training.has_gradient:
+            with contextlib.suppress(OSError, ServiceError):  # the journal has all that this would have written
+                await self._take_snapshot(training, entry.seq)
+
+    async def _execute(self, training: Training, entry: Entry) -> Result:
+        """Execute a request; raises ApiError or ForgeError for its client."""
+        match entry.kind:
+            case "create":
+                return await self._create(training)
+            case "pass":
+                return await self._pass(training, wire.read_pass(entry.body, most_data=MOST_DATA))
+            case "optim_step":
+                adam = requests.read(requests.OptimStep, entry.body).adam_params
+                step = AdamStep(
+                    lr=adam.learning_rate,
+                    beta1=adam.beta1,
+                    beta2=adam.beta2,
+                    eps=adam.eps,
+                    weight_decay=adam.weight_decay,
+                    max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf"),
+                )
+                metrics, training.updates = await self._trainer.adapters.step(training.model_id, step)
+                training.has_gradient = False
+                return _json(metrics={"grad_norm": metrics["grad_norm"], "updates": float(training.updates)})
+            case "save_weights" | "save_weights_for_sampler":
+                return await self._save(training, entry)
+            case "load_weights":
+                request = requests.read(requests.LoadWeights, entry.body)
+                if request.model_id is None:
+                    await self._create(training)
+                _, checkpoint, folder = self._store.find(request.path, training.record.tenant)
+                training.updates = await self._trainer.adapters.load(
+                    training.model_id, folder, optimizer=request.optimizer
+                )
+                training.has_gradient, training.snapshot_updates = False, training.updates
+                return _json(type="load_weights", path=checkpoint.path, model_id=training.model_id)
+        raise AssertionError(entry.kind)
+
+    async def _create(self, training: Training) -> Result:
+        settings = self.base.settings(training.record)
+        with contextlib.suppress(ForgeError):
+            await self._trainer.adapters.drop(training.model_id)  # of an attempt that was cut off
+        await self._trainer.adapters.open(training.model_id, settings)
+        training.updates = training.snapshot_updates = 0
+        training.has_gradient = False
+        return _json(type="create_model", model_id=training.model_id)
+
+    async def _pass(self, training: Training, request: wire.PassRequest) -> Result:
+        loss = TinkerLoss.read(request.loss_fn, request.loss_config)
+        layout = self._trainer.layout
+        most_tokens = min(layout.longest, self.base.max_model_len)
+        check_data(request, vocab_size=self.base.vocab_size, most_tokens=most_tokens)
+        packed = await asyncio.to_thread(PackedData.pack, request.data, layout)
+        backward = not request.forward_only
+        result = await self._trainer.adapters.run(training.model_id, packed.minibatch, loss, backward=backward)
+        training.has_gradient |= backward
+        body = wire.encode_pass(packed.of_data(result.logprobs), {"loss:sum": result.metrics["loss"]})
+        return Result(body=body, is_protobuf=True)
+
+    async def _save(self, training: Training, entry: Entry) -> Result:
+        request = requests.read(requests.SaveWeights, entry.body)
+        is_sampler = entry.kind == "save_weights_for_sampler"
+        settings = SaveSettings(
+            kind="sampler_weights" if is_sampler else "weights",
+            name=request.path or f"seq-{entry.seq}",
+            seq=entry.seq,
+            updates=training.updates,
+            ttl_s=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+            overwrite=request.overwrite,
+        )
+
+        async def write(folder: Path) -> None:
+            await self._trainer.adapters.save(training.model_id, folder)
+
+        checkpoint: Checkpoint = await self._store.save(training.record, settings, write)
+        answer: dict[str, object] = {"type": entry.kind, "path": checkpoint.path}
+        if is_sampler and request.path is None:
+            seq = request.sampling_session_seq_id or 0
+            answer["sampling_session_id"] = self._sessions.open_sampler(training.session_id, seq, checkpoint.path)
+        return _json(**answer)
+
+    async def _take_snapshot(self, training: Training, seq: int) -> None:
+        """Write a training's state, which its journal then need not lead to."""
+        earlier = training.snapshot
+        partial = training.folder / f"snapshot-{seq}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        await self._trainer.adapters.save(training.model_id, partial)
+        results = self._promises.unsent(
+            _request_id(training, past) for past in range(max(0, seq - MOST_AHEAD), seq + 1)
+        )
+        (partial / "results.json").write_text(json.dumps(results))
+        partial.rename(training.folder / f"snapshot-{seq}")
+        training.journal.keep(seq)
+        training.snapshot_updates = training.updates
+        if earlier is not None:
+            shutil.rmtree(earlier[1], ignore_errors=True)
+
+    async def _load(self, training: Training) -> None:
+        """Open a training's adapter with its state on disk."""
+        await self._trainer.adapters.open(training.model_id, self.base.settings(training.record))
+        assert training.snapshot is not None
+        training.updates = await self._trainer.adapters.load(training.model_id, training.snapshot[1], optimizer=True)
+        training.has_gradient, training.snapshot_updates = False, training.updates
+
+    async def _recover(self) -> None:
+        """Restart the trainer, and bring all adapters back to where they were.
+
+        Raises:
+            ForgeError: it cannot be restarted.
+        """
+        await self._trainer.restart(None, cause="it died")
+        for training in list(self._trainings.values()):
+            try:
+                await self._replay(training)
+            except (ForgeError, OSError) as error:
+                if not self._trainer.alive:
+                    raise
+                # Its state cannot be read, such as on a broken disk: this costs its tenant, and nobody else.
+                self.end(training, to_api_error(error) if isinstance(error, ForgeError) else ApiError(507, str(error)))
+
+    async def _replay(self, training: Training) -> None:
+        """Bring one adapter back to where it was."""
+        snapshot = training.snapshot
+        if snapshot is not None:
+            await self._load(training)
+        for entry in training.journal.read():
+            is_past = entry.seq >= training.expected or (snapshot is not None and entry.seq <= snapshot[0])
+            if is_past or entry.seq in training.poison:
+                continue
+            if entry.kind in ("create", "pass", "optim_step", "load_weights"):
+                try:
+                    await self._execute(training, entry)
+                except (ApiError, ForgeError):  # as the first time
+                    if not self._trainer.alive:
+                        raise
+
+
+def _request_id(training: Training, seq: int) -> str:
+    return f"{training.model_id}:{seq}"
+
+
+def _json(**fields: object) -> Result:
+    return Result(body=json.dumps(fields).encode())

@@ -1,0 +1,230 @@
+"""Several adapters over one base: each is trained as if it were alone, and a failure of one touches no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.ranks import run_ranks
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.adapter_engine import AdapterEngine
+from forge_rl.engines.titan.lora import adapted_modules_of
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import CheckpointError, ConfigError, LossError
+from forge_rl.metrics import reduce
+from forge_rl.packing.rows import Minibatch
+from tests.fakes import make_model, packed, random_batch, train_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LOSS = ClippedSurrogate()
+ADAM = AdamStep(lr=1e-2, beta2=0.95, max_grad_norm=1.0)
+VOCAB = 30
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    make_model(folder, "qwen3")
+    return folder
+
+
+def adapters_of(base: Path, rank: int = 4, **settings: Any) -> AdapterEngine:
+    options = {"dtype": "float32", "seq_len": 64, **settings}
+    return AdapterEngine(TitanEngine(base, TrainSettings(lora=LoRAConfig(rank=rank), **options)), base)
+
+
+def minibatch(seed: int) -> Minibatch:
+    (rows,) = packed(random_batch(seed, vocab=VOCAB)).minibatches
+    return rows
+
+
+def poisoned(rows: Minibatch) -> Minibatch:
+    """Rows with a NaN advantage."""
+    first = rows.rows[0]
+    bad = torch.where(first.mask, torch.nan, first.advantages)
+    return replace(rows, rows=(replace(first, advantages=bad), *rows.rows[1:]))
+
+
+def train(adapters: AdapterEngine, name: str, seeds: range) -> list[float]:
+    norms = []
+    for seed in seeds:
+        adapters.run(name, minibatch(seed), LOSS)
+        norms.append(reduce(adapters.step(name, ADAM))["grad_norm"])
+    return norms
+
+
+def factors(adapters: AdapterEngine, name: str, folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir(parents=True)
+    adapters.save(name, folder)
+    return load_file(folder / "adapter_model.safetensors") | load_file(folder / "training.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+KINDS = {
+    "a": AdapterSettings(lora=LoRAConfig(rank=4), seed=1),
+    "b": AdapterSettings(lora=LoRAConfig(rank=2, alpha=8.0), seed=2),
+    "c": AdapterSettings(lora=LoRAConfig(rank=4, targets=("q_proj", "v_proj")), seed=3),
+}
+SEEDS = {"a": range(3), "b": range(10, 13), "c": range(20, 23)}
+
+
+def test_adapters_in_turn_are_trained_as_each_alone_bit_for_bit(base: Path, tmp_path: Path):
+    together = adapters_of(base)
+    for name, settings in KINDS.items():
+        together.open(name, settings)
+    for index in range(3):
+        for name in KINDS:  # passes of all come before the steps of any
+            together.run(name, minibatch(SEEDS[name][index]), LOSS)
+        for name in reversed(KINDS):
+            together.step(name, ADAM)
+    for name, settings in KINDS.items():
+        alone = adapters_of(base)
+        alone.open(name, settings)
+        train(alone, name, SEEDS[name])
+        saved, expected = (factors(engine, name, tmp_path / f"{name}{engine is alone}") for engine in (together, alone))
+        assert equal(saved, expected)
+        assert together.updates(name) == 3
+        b = [tensor for key, tensor in saved.items() if "lora_B" in key]
+        assert all(tensor.any() for tensor in b)
+        peft_config = (tmp_path / f"{name}False" / "adapter_config.json").read_text()
+        assert f'"r": {settings.lora.rank}' in peft_config
+
+
+def test_a_named_adapter_equals_the_same_run_of_its_own(base: Path, tmp_path: Path):
+    adapters = adapters_of(base)
+    adapters.open("a", KINDS["a"])
+    train(adapters, "a", range(3))
+    optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=1.0)
+    settings = TrainSettings(lora=LoRAConfig(rank=4), lora_seed=1, dtype="float32", seq_len=64, optimizer=optimizer)
+    plain = TitanEngine(base, settings)
+    for seed in range(3):
+        train_batch(plain, packed(random_batch(seed, vocab=VOCAB)), LOSS)
+    factors(adapters, "a", tmp_path / "a")
+    for (_, module), (_, other) in zip(
+        adapted_modules_of(adapters._engine.model), adapted_modules_of(plain.model), strict=True
+    ):
+        assert torch.equal(module.lora_A, other.lora_A)
+        assert torch.equal(module.lora_B, other.lora_B)
+
+
+def test_nan_and_errors_of_one_leave_all_as_they_were(base: Path, tmp_path: Path):
+    adapters, untouched = adapters_of(base), adapters_of(base)
+    for engine in (adapters, untouched):
+        for name in ("a", "b"):
+            engine.open(name, KINDS[name])
+            engine.run(name, minibatch(1), LOSS)
+    for name in ("a", "b", "a"):
+        with pytest.raises(LossError, match="not finite"):
+            adapters.run(name, poisoned(minibatch(2)), LOSS)
+    for name in ("a", "b"):
+        for engine in (adapters, untouched):
+            engine.run(name, minibatch(3), LOSS)  # gradients of both passes add up
+            engine.step(name, ADAM)
+        assert equal(
+            *(factors(engine, name, tmp_path / f"{name}{engine is adapters}") for engine in (adapters, untouched))
+        )
+    with pytest.raises(ConfigError, match="no gradient"):
+        adapters.step("a", ADAM)
+    with pytest.raises(ConfigError, match="no adapter 'x'"):
+        adapters.run("x", minibatch(1), LOSS)
+
+
+def test_a_saved_adapter_goes_on_where_it_was_and_peft_reads_it(base: Path, tmp_path: Path):
+    adapters = adapters_of(base)
+    adapters.open("b", KINDS["b"])
+    train(adapters, "b", range(2))
+    factors(adapters, "b", tmp_path / "saved")
+    scored = adapters.run("b", minibatch(5), LOSS, backward=False)
+    train(adapters, "b", range(2, 4))
+    expected = factors(adapters, "b", tmp_path / "expected")
+    other = adapters_of(base)
+    other.open("a", KINDS["a"])
+    other.open("again", replace(KINDS["b"], seed=9))
+    assert other.load("again", tmp_path / "saved", optimizer=True) == 2
+    again = other.run("again", minibatch(5), LOSS, backward=False)
+    assert all(torch.equal(*pair) for pair in zip(scored.logprobs, again.logprobs, strict=True))
+    train(other, "again", range(2, 4))
+    assert equal(expected, factors(other, "again", tmp_path / "again"))
+    with pytest.raises(CheckpointError, match="scale"):
+        other.load("a", tmp_path / "saved", optimizer=True)
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
+    row = next(row for row in minibatch(5).rows)
+    ids = row.token_ids[row.trees == 0][: int(row.until[0])]
+    with torch.no_grad():
+        whole = model(ids[None]).logits[0].log_softmax(-1)
+    first = int(row.mask.nonzero()[0, 0])  # its whole past is the row's start
+    assert whole[first, row.targets[first]].item() == pytest.approx(scored.logprobs[0][first].item(), abs=1e-4)
+
+
+def test_dropped_and_new_adapters(base: Path):
+    adapters = adapters_of(base)
+    adapters.open("a", KINDS["a"])
+    adapters.run("a", minibatch(1), LOSS)
+    adapters.drop("a")
+    adapters.open("a", KINDS["a"])
+    with pytest.raises(ConfigError, match="no gradient"):
+        adapters.step("a", ADAM)
+    with pytest.raises(ConfigError, match="already"):
+        adapters.open("a", KINDS["a"])
+    with pytest.raises(ConfigError, match="rank of adapter 'big' is 8"):
+        adapters.open("big", AdapterSettings(lora=LoRAConfig(rank=8)))
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_degree": 2}, {"data_parallel_replicate_degree": 2})
+
+
+def train_in_layouts(rank: int, base: Path, out: Path) -> None:
+    """Train two adapters in turn in each layout of two ranks, through a save and a load, and save them."""
+    for index, degrees in enumerate(LAYOUTS):
+        adapters = adapters_of(base, dtype="float64", **degrees)
+        shares = 2 // degrees.get("tensor_parallel_degree", 1)
+        for name in ("b", "c"):
+            adapters.open(name, KINDS[name])
+        for seed in range(4):
+            for name in ("b", "c"):
+                (part,) = packed(random_batch(seed + 10, vocab=VOCAB), shares=shares).minibatches
+                own = replace(part, rows=part.rows[rank % shares :: shares])
+                with pytest.raises(LossError, match="not finite"):
+                    adapters.run(name, poisoned(own) if rank == 0 else own, LOSS)
+                adapters.run(name, own, LOSS)
+                adapters.step(name, ADAM)
+                place = out / f"{index}-{name}-{seed}"
+                place.mkdir(exist_ok=True)
+                adapters.save(name, place)
+            if seed == 1:
+                adapters.drop("c")
+                adapters.open("c", KINDS["c"])
+                assert adapters.load("c", out / f"{index}-c-1", optimizer=True) == 2
+
+
+@pytest.mark.long
+def test_layouts_of_two_ranks_train_several_adapters_as_one_process_does(base: Path, tmp_path: Path):
+    alone = adapters_of(base, dtype="float64")
+    run_ranks(train_in_layouts, 2, base, tmp_path)
+    for name in ("b", "c"):
+        alone.open(name, KINDS[name])
+        train(alone, name, range(10, 14))
+        expected = factors(alone, name, tmp_path / f"alone-{name}")
+        for index in range(len(LAYOUTS)):
+            folder = tmp_path / f"{index}-{name}-3"
+            saved = load_file(folder / "adapter_model.safetensors") | load_file(folder / "training.safetensors")
+            assert saved.keys() == expected.keys()
+            worst = max(
+                float((saved[key] - values).abs().max() / values.abs().max()) for key, values in expected.items()
+            )
+            assert worst < 1e-9, (name, LAYOUTS[index], worst)

@@ -1,0 +1,106 @@
+"""The Tinker API as its users see it: the unmodified client and cookbook, in an environment of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peer_environments import TINKER, set_up
+from benchmarks.report import BenchmarkError
+from tests.commands import Command, actor_of
+
+KEYS = {name: f"tml-{name * 24}" for name in "abc"}
+SEEDS = {"a": 1, "b": 2, "c": 3}
+STEPS = 12
+STATE = re.compile("state tinker://(.*)/weights/last")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("nothing_left")]
+
+
+@pytest.fixture(scope="module")
+def client_python() -> Path:
+    """The Python of an environment with tinker and its cookbook, made once."""
+    try:
+        return set_up(TINKER)
+    except BenchmarkError as error:
+        pytest.skip(f"the environment of tinker's client cannot be made here: {error}")
+
+
+def serve(commands: list[Command], model: Path, out: Path, port: int = 0) -> tuple[Command, str]:
+    keys = out.with_suffix(".keys")
+    keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    keys.chmod(0o600)
+    limits = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25", "--trainer.seq-len", "256")
+    folders = ("--model", str(model), "--out", str(out), "--keys", str(keys))
+    command = Command("apps.tinker", *folders, *limits, "--lora.rank", "4", "--port", str(port))
+    commands.append(command)
+    url = command.wait_for("^serving .* at http").rpartition(" ")[2]
+    return command, url
+
+
+def client(commands: list[Command], python: Path, script: str, *arguments: str, key: str = "a") -> Command:
+    place = Path(__file__).parent / "peers" / script
+    command = Command(
+        str(place),
+        *arguments,
+        program=("/usr/bin/env", f"TINKER_API_KEY={KEYS[key]}", "TINKER_TELEMETRY=0", str(python)),
+    )
+    commands.append(command)
+    return command
+
+
+def tenant(commands: list[Command], python: Path, url: str, model: Path, name: str) -> Command:
+    return client(commands, python, "tinker_tenant.py", url, str(model), name, str(SEEDS[name]), str(STEPS), key=name)
+
+
+def weights(out: Path, command: Command) -> tuple[bytes, bytes]:
+    """The factors and moments that a tenant saved at its end."""
+    assert command.end(timeout_s=600) == 0, command.output
+    match = STATE.search(command.output)
+    assert match is not None, command.output
+    assert f"step {STEPS - 1} updates {STEPS} " in command.output
+    folder = out / "models" / match[1] / "weights" / "last"
+    return (folder / "adapter_model.safetensors").read_bytes(), (folder / "training.safetensors").read_bytes()
+
+
+def test_tenants_get_what_each_would_alone_through_deaths_of_trainer_engine_and_server(
+    client_python: Path, tiny_model: Path, tmp_path: Path, commands: list[Command]
+):
+    alone = tmp_path / "alone"
+    server, url = serve(commands, tiny_model, alone)
+    expected = {}
+    for name in KEYS:
+        expected[name] = weights(alone, tenant(commands, client_python, url, tiny_model, name))
+    server.clean_up()
+    out = tmp_path / "together"
+    server, url = serve(commands, tiny_model, out)
+    tenants = {name: tenant(commands, client_python, url, tiny_model, name) for name in KEYS}
+    for name, command in tenants.items():
+        command.wait_for(f"{name} step 1 ")
+    actor_of(server, "trainer").kill()
+    for name, command in tenants.items():
+        command.wait_for(f"{name} step 4 ")
+    actor_of(server, "generator").kill()
+    for name, command in tenants.items():
+        command.wait_for(f"{name} step 7 ")
+    server.clean_up()  # with SIGKILL, first of all the server
+    serve(commands, tiny_model, out, port=int(url.rpartition(":")[2]))
+    assert {name: weights(out, command) for name, command in tenants.items()} == expected
+
+
+@pytest.mark.parametrize("kinds", [("supervised", "rl"), ("dpo", "distillation")])
+def test_two_tenants_run_the_cookbooks_loops(
+    client_python: Path, tiny_model: Path, tmp_path: Path, commands: list[Command], kinds: tuple[str, str]
+):
+    _, url = serve(commands, tiny_model, tmp_path / "out")
+    loops = [
+        client(commands, client_python, "tinker_loops.py", kind, str(tiny_model), url, str(tmp_path / kind), key=key)
+        for kind, key in zip(kinds, KEYS, strict=False)
+    ]
+    for loop in loops:
+        assert loop.end(timeout_s=600) == 0, loop.output
+        assert "raining completed successfully" in loop.output
+    usage = json.loads((tmp_path / "out" / "usage.json").read_text())
+    assert all(usage[key]["trained_tokens"] > 0 for key in "ab")
