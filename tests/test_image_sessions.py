@@ -140,6 +140,7 @@ async def test_links_of_an_image_lead_transfers_nowhere_outside(pool: Pool, stor
             with pytest.raises(SandboxError, match="could not transfer"):
                 await session.get(path)
         await session.put(f"{tmp_path}/other", b"")
+        await session.put(f"{tmp_path}/other", b"")
         for path in ("abs", "up", "tree/secret"):
             await session.put(path, b"mine")  # in the session's own root
             assert await session.get(path) == b"mine"

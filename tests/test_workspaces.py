@@ -387,8 +387,8 @@ def test_changes_are_bounded_in_number_and_bytes(tmp_path: Path):
 def test_what_a_folder_that_was_made_again_no_longer_has_is_a_change(sandbox: SharedPool, base: Path):
     (base / "package" / "inner").mkdir()
     (base / "package" / "inner" / "c.py").write_text("1\n")
-    code = "import os, shutil\nshutil.rmtree('package'); os.makedirs('package/inner'); open('package/inner/d', 'w').close()"
-    changes, _ = changed_by(sandbox, base, code)
+    code = "shutil.rmtree('package'); os.makedirs('package/inner'); open('package/inner/d', 'w').close()"
+    changes, _ = changed_by(sandbox, base, f"import os, shutil\n{code}")
     assert [(change.path, change.after is None) for change in changes.changes] == [
         *(("package/a.py", True), ("package/b.py", True), ("package/inner/c.py", True), ("package/inner/d", False)),
     ]

@@ -152,7 +152,7 @@ async def _ready(body: Body, limit_s: float) -> None:
             hello, _ = await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
         if "ready" in hello:
             return
-        cause = body.watched.cause or str(hello.get("failed", "it spoke out of turn"))
+        cause = str(hello.get("failed") or body.watched.cause or "it spoke out of turn")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CAUSE_S):

@@ -1,7 +1,7 @@
 """Files of the root of an image's session, reached from outside of it: no program of the image runs for that.
 
-Runs in the session's own process, with its user's rights. Links and `..` lead nowhere outside of the root, as the kernel
-looks paths up in it. Imports nothing of this library but its neighbour.
+Runs in the session's own process, with its user's rights. Links and `..` lead nowhere outside of the root, as the
+kernel looks paths up in it. Imports nothing of this library but its neighbour.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ def user(root: Root, name: str) -> User:
     Raises:
         OSError: the image does not know the name.
     """
-    wanted, _, group = (name or "0").partition(":")
+    owner, _, group = (name or "0").partition(":")
     lines = _table(root, "/etc/passwd", 6)
-    line = next((line for line in lines if wanted in (line[0], line[2])), None)
-    uid = _number(wanted if line is None else line[2])
+    line = next((line for line in lines if owner in (line[0], line[2])), None)
+    uid = _number(owner if line is None else line[2])
     gid = _number("0" if line is None else line[3])
     if group:
         entry = next((entry for entry in _table(root, "/etc/group", 3) if group in (entry[0], entry[2])), None)

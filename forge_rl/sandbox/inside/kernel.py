@@ -96,8 +96,8 @@ def attach_at(tree: int, place: int) -> None:
 def open_within(root: int, path: str, flags: int, mode: int = 0) -> int:
     """Open a path as if an open folder was the root, for links and `..` too, also while they are changed."""
     in_root = 0x10
-    how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, in_root)
-    return _checked(_libc.syscall(_OPENAT2, root, os.fsencode(path), how, len(how)), path)
+    options = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, in_root)
+    return _checked(_libc.syscall(_OPENAT2, root, os.fsencode(path), options, len(options)), path)
 
 
 def enter_mounts(space: int) -> None:
