@@ -1,10 +1,12 @@
 """Images for tests: of this machine's programs, of Debian's packages, and of a static busybox in a musl-like root."""
 
+import compileall
 import hashlib
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,30 +15,13 @@ import pytest
 from forge_rl.sandbox.images import Image, ImageSettings
 
 _PROGRAMS = (
-    *(
-        "bash",
-        "cat",
-        "chmod",
-        "cp",
-        "env",
-        "grep",
-        "head",
-        "id",
-        "ln",
-        "ls",
-        "mkdir",
-        "mkfifo",
-        "mv",
-        "od",
-        "pwd",
-        "rm",
-    ),
-    *("rmdir", "sed", "seq", "sleep", "sort", "stat", "tail", "touch", "true", "uname", "wc", "yes"),
+    *("bash", "cat", "chmod", "cp", "env", "grep", "head", "id", "ln", "ls", "mkdir", "mkfifo", "mv", "od", "pwd"),
+    *("rm", "rmdir", "sed", "seq", "sleep", "sort", "stat", "tail", "touch", "true", "uname", "wc", "yes"),
 )
 DEBIAN = (
     *("libc6", "libgcc-s1", "libcrypt1", "bash", "dash", "coreutils", "libtinfo6", "libselinux1", "libpcre2-8-0"),
     *("libacl1", "libattr1", "libgmp10", "zlib1g", "libexpat1", "libffi8", "libssl3", "libaudit1", "libcap-ng0"),
-    *("libpam0g", "login", "grep", "sed", "base-files", "base-passwd"),
+    *("libpam0g", "libpam-modules", "util-linux", "grep", "sed", "base-files", "base-passwd"),
 )
 PYTHON = ("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib")
 """Packages of Debian 12."""
@@ -102,6 +87,8 @@ def packages_layer(store: Path, name: str, packages: Sequence[str]) -> Path:
     for package in downloads.iterdir():
         subprocess.run(["dpkg-deb", "-x", package, folder], check=True)
     shutil.rmtree(downloads)
+    if sys.version_info[:2] == (3, 11) and (library := folder / "usr" / "lib" / "python3.11").is_dir():
+        compileall.compile_dir(library, quiet=2, stripdir=folder)
     return folder
 
 
