@@ -48,6 +48,11 @@ def handed_on(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if is_handed_on(name, value)} | dict(more or {})
 
 
+def value_of(name: str) -> str:
+    """Return the value of a variable of this process; "" if it is not set."""
+    return os.environ.get(name, "")
+
+
 def kept_back() -> dict[str, str]:
     """Return the variables that are not passed to child processes."""
     return {name: value for name, value in os.environ.items() if not is_handed_on(name, value) and name != _OWN}

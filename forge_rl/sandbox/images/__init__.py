@@ -1,5 +1,36 @@
-"""Images: OCI and Docker images as folders of layers, fetched and unpacked once for all sessions of a machine."""
+"""Images: OCI and Docker images as folders of layers, fetched and unpacked once for all sessions of a machine.
 
-from forge_rl.sandbox.images.image import Image as Image
-from forge_rl.sandbox.images.image import ImageError as ImageError
-from forge_rl.sandbox.images.image import ImageSettings as ImageSettings
+    store = ImageStore(Path("~/.cache/forge_rl/images"))
+    async with store.use("docker.io/library/debian:12") as image:
+        print(image.layers, image.settings.env)
+
+Names are imported on first use: the program that unpacks a layer imports neighbours of this file without httpx.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forge_rl.system.lazy import LazyNames
+
+if TYPE_CHECKING:
+    from forge_rl.sandbox.images.image import Image as Image
+    from forge_rl.sandbox.images.image import ImageError as ImageError
+    from forge_rl.sandbox.images.image import ImageSettings as ImageSettings
+    from forge_rl.sandbox.images.store import ImageStore as ImageStore
+
+_NAMES: LazyNames[object] = LazyNames(
+    {
+        "Image": "forge_rl.sandbox.images.image:Image",
+        "ImageError": "forge_rl.sandbox.images.image:ImageError",
+        "ImageSettings": "forge_rl.sandbox.images.image:ImageSettings",
+        "ImageStore": "forge_rl.sandbox.images.store:ImageStore",
+    }
+)
+__all__ = ["Image", "ImageError", "ImageSettings", "ImageStore"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _NAMES[name]

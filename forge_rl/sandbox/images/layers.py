@@ -1,0 +1,338 @@
+"""The layers of a store: unpacked once, held by locks that end with their process, and evicted by age."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from forge_rl.sandbox.images.image import ImageError
+from forge_rl.sandbox.images.sources import BlobPlace, ImageSource, LayerBlob
+from forge_rl.sandbox.images.unpack import FILES, LayerLimits
+from forge_rl.system.folders import write_whole
+from forge_rl.system.variables import handed_on
+
+_STATUS = "layer.json"
+_EVICTED = ".evicted-"
+_ROOT = str(Path(__file__).parents[3])
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from forge_rl.sandbox.images.unpack import main; main()"
+_CHECK_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProgress:
+    """How far a layer is, for `ImageStore(progress=...)`."""
+
+    digest: str
+    done_bytes: int
+    size: int
+    is_unpacked: bool = False
+
+
+@dataclass
+class LayerWork:
+    """Work on a layer, in a thread, for all in this process who wait for it."""
+
+    blob: LayerBlob
+    progress: Callable[[LayerProgress], None] | None
+    is_unwanted: threading.Event = field(default_factory=threading.Event)
+    partial_fd: int = -1
+
+    def check_wanted(self) -> None:
+        """Raise ImageError if nobody waits any more."""
+        if self.is_unwanted.is_set():
+            raise ImageError("nobody waits for the layer any more")
+
+    def wait(self, seconds: float) -> None:
+        """Wait before another try."""
+        self.is_unwanted.wait(seconds)
+        self.check_wanted()
+
+    def tell(self, done_bytes: int, *, is_unpacked: bool = False) -> None:
+        """Tell how far it is."""
+        if self.progress is not None:
+            name = self.blob.digest or self.blob.diff_id
+            self.progress(
+                LayerProgress(digest=name, done_bytes=done_bytes, size=self.blob.size, is_unpacked=is_unpacked)
+            )
+
+
+@dataclass
+class _Hold:
+    fd: int
+    users: int = 1
+
+
+class LayerStore:
+    """Unpacked layers in a folder that several processes share.
+
+        layers/HEX/files     the lower folder; beside it layer.json and owners.json
+        partial/HEX          what is being unpacked
+        partial/HEX.part     what is being fetched, and the lock of both
+
+    Args:
+        max_bytes: of all layers; None for no limit.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None, limits: LayerLimits) -> None:
+        self.layers, self.partial = folder / "layers", folder / "partial"
+        self.max_bytes, self._limits = max_bytes, limits
+        for path in (self.layers, self.partial):
+            path.mkdir(exist_ok=True)
+        self._guard = threading.Lock()
+        self._holds: dict[str, _Hold] = {}
+
+    def files(self, diff_id: str) -> Path:
+        """Return a layer's lower folder."""
+        return self._path(diff_id) / FILES
+
+    def hold(self, diff_id: str) -> bool:
+        """Keep a layer from being evicted until `release`; returns False if it is not there."""
+        with self._guard:
+            if (hold := self._holds.get(diff_id)) is not None:
+                hold.users += 1
+                return True
+            path = self._path(diff_id)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if not _is_same(fd, path):  # evicted meanwhile
+                os.close(fd)
+                return False
+            os.utime(fd)
+            self._holds[diff_id] = _Hold(fd)
+            return True
+
+    def release(self, diff_id: str) -> None:
+        """End a `hold`."""
+        with self._guard:
+            hold = self._holds[diff_id]
+            hold.users -= 1
+            if not hold.users:
+                os.utime(hold.fd)
+                os.close(self._holds.pop(diff_id).fd)
+
+    def obtain(self, work: LayerWork, source: ImageSource) -> None:
+        """Fetch and unpack a layer unless it is there, and hold it. Other processes wait for the one that does.
+
+        Raises:
+            ImageError: it cannot be fetched, is refused, or does not fit.
+        """
+        diff_id, blob = work.blob.diff_id, work.blob
+        if self.hold(diff_id):
+            return
+        try:
+            with self._locked(self.partial / f"{_hex(diff_id)}.part", work) as fd:
+                if self.hold(diff_id):
+                    return
+                work.partial_fd = fd
+                place = source.fetch(blob, work)
+                self._unpack(work, place)
+            self.evict(self.max_bytes)
+            if self.max_bytes is not None and (size := self.disk_bytes()) > self.max_bytes:
+                self.release(diff_id)
+                self.evict(self.max_bytes)
+                raise ImageError(
+                    f"the layers in use have {size} bytes, more than the store's {self.max_bytes}",
+                    hint="give the store more bytes, or use fewer images at a time",
+                )
+        except OSError as error:
+            raise ImageError(f"the layer {diff_id} cannot be kept: {error.strerror}", hint="free space") from error
+
+    def evict(self, max_bytes: int | None) -> int:
+        """Delete the layers that were used longest ago, but none that is in use; returns how many bytes are freed."""
+        self._sweep()
+        if max_bytes is None:
+            return 0
+        sizes = self._sizes()
+        total, freed = sum(size for _, size, _ in sizes), 0
+        for _, size, path in sorted(sizes):
+            if total - freed <= max_bytes:
+                break
+            freed += size if self._delete(path) else 0
+        return freed
+
+    def disk_bytes(self) -> int:
+        """Return how much space all layers take."""
+        return sum(size for _, size, _ in self._sizes())
+
+    def status(self, diff_id: str) -> dict[str, object]:
+        """Return what was noted of a layer when it was unpacked; empty if it is not there."""
+        return _status(self._path(diff_id))
+
+    def _path(self, diff_id: str) -> Path:
+        return self.layers / _hex(diff_id)
+
+    def _sizes(self) -> list[tuple[float, int, Path]]:
+        """Return the time of last use, the size and the folder of each layer."""
+        sizes = []
+        for path in self.layers.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                size = _status(path).get("disk_bytes", 0)
+                sizes.append((path.stat().st_mtime, size if isinstance(size, int) else 0, path))
+        return sizes
+
+    def _delete(self, path: Path) -> bool:
+        """Delete a layer unless it is in use."""
+        trash = self.partial / f"{path.name}{_EVICTED}{os.urandom(4).hex()}"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same(fd, path):
+                return False
+            path.rename(trash)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)  # before the rest, which takes time: others may wait for the lock
+        remove(trash)
+        return True
+
+    def _sweep(self) -> None:
+        """Remove what processes left that were killed while they evicted or unpacked."""
+        for path in self.partial.iterdir():
+            if _EVICTED in path.name:
+                remove(path)
+            elif not path.suffix:
+                self._sweep_unpacked(path)
+
+    def _sweep_unpacked(self, path: Path) -> None:
+        part = path.with_suffix(".part")
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same(fd, part):
+                remove(path)
+                if not os.fstat(fd).st_size:
+                    part.unlink()
+        except BlockingIOError:
+            return  # somebody works on it
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path, work: LayerWork) -> Iterator[int]:
+        """Yield a descriptor of a layer's partial file, which no other process has meanwhile."""
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                while True:
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        work.wait(_CHECK_S)
+                if _is_same(fd, path):
+                    yield fd
+                    return
+            finally:
+                os.close(fd)
+
+    def _unpack(self, work: LayerWork, place: BlobPlace) -> None:
+        diff_id = work.blob.diff_id
+        folder = self.partial / _hex(diff_id)
+        remove(folder)  # of a process that was killed
+        try:
+            (folder / FILES).mkdir(parents=True)
+            (folder / FILES).chmod(0o755)
+            result = self._run(work, place, folder)
+            if result.get("diff_id") != diff_id:
+                raise ImageError(f"the layer {diff_id} has other content, of digest {result.get('diff_id')}")
+            write_whole(folder / _STATUS, json.dumps(result))
+            with self._guard:
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fcntl.flock(fd, fcntl.LOCK_SH)  # before anybody can evict it
+                folder.rename(self._path(diff_id))
+                self._holds[diff_id] = _Hold(fd)
+        except BaseException:
+            remove(folder)
+            raise
+        (self.partial / f"{folder.name}.part").unlink(missing_ok=True)
+        work.tell(work.blob.size, is_unpacked=True)
+
+    def _run(self, work: LayerWork, place: BlobPlace, folder: Path) -> dict[str, object]:
+        """Unpack in a process of its own, which has the lock too: it may outlive this one."""
+        arguments = {
+            "fd": place.fd,
+            "start": place.start,
+            "size": place.size,
+            "folder": str(folder),
+            "limits": asdict(self._limits),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-c", _PROGRAM, _ROOT, json.dumps(arguments)],
+            pass_fds=sorted({place.fd, work.partial_fd}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=handed_on(),
+        )
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=_CHECK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    work.check_wanted()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        name = work.blob.digest or work.blob.diff_id
+        if process.returncode or not output:
+            text = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            raise ImageError(f"the layer {name} could not be unpacked ({process.returncode}): {text:.500}")
+        result: dict[str, object] = json.loads(output)
+        if "refused" in result:
+            raise ImageError(f"the layer {name} is refused: {result['refused']}", hint="build the image anew")
+        if "failed" in result:
+            hint = "free space, or evict images with forge-rl images prune" if result["full"] else ""
+            raise ImageError(f"the layer {name} could not be unpacked: {result['failed']}", hint=hint)
+        return result
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, also what its owner may not write to; nothing happens if it is not there."""
+    if os.geteuid() != 0:
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(folder, 0o700)
+            for _, names, _, fd in os.fwalk(folder):
+                for name in names:
+                    if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                        os.chmod(name, 0o700, dir_fd=fd)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def _hex(diff_id: str) -> str:
+    return diff_id.removeprefix("sha256:")
+
+
+def _status(path: Path) -> dict[str, object]:
+    try:
+        status = json.loads((path / _STATUS).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def _is_same(fd: int, path: Path) -> bool:
+    """Return whether a path still is what was opened."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,312 @@
+"""Images of a machine: fetched, unpacked and kept once, for all sessions, processes and runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import stat
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox.images.archives import LocalSource
+from forge_rl.sandbox.images.credentials import credential_files
+from forge_rl.sandbox.images.image import Image, ImageError, settings_of
+from forge_rl.sandbox.images.layers import LayerProgress, LayerStore, LayerWork
+from forge_rl.sandbox.images.references import LocalReference, RegistryReference, parse_reference
+from forge_rl.sandbox.images.registry import RegistryAccess, RegistrySource
+from forge_rl.sandbox.images.sources import ImageContent, ImageSource, LayerBlob
+from forge_rl.sandbox.images.unpack import LayerLimits
+from forge_rl.system.folders import make_private, write_whole
+from forge_rl.system.tasks import task_group
+
+_LAYERS_AT_A_TIME = 4
+_TRIES = 3
+"""How often a layer is fetched again that others evict meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredImage:
+    """An image that was fetched, for lists."""
+
+    references: Sequence[str]
+    digest: str
+    disk_bytes: int
+    """Of its layers that are there, which other images may share."""
+    is_complete: bool
+    """Whether all of its layers are there."""
+
+
+@dataclass
+class _Shared:
+    """Work in a thread, and how many wait for it."""
+
+    future: Future[None]
+    work: LayerWork
+    waiters: int = 0
+
+
+class ImageStore:
+    """Images in a folder, whose layers are fetched on first use and evicted when they take too much space.
+
+        store = ImageStore(Path("~/.cache/forge_rl/images"), max_bytes=200 << 30)
+        async with store.use("debian:12") as image:
+            print(image.layers)
+
+    Each layer is kept once, whichever images have it. Several processes may use one folder; a killed one leaves
+    nothing but what the next one goes on from. A tag is looked up once in the life of a store, a digest never again.
+
+    Args:
+        folder: made if it does not exist; only this user may enter it.
+        max_bytes: of unpacked layers. What was used longest ago is evicted, but nothing that is held.
+        mirrors: addresses to ask before a registry, by its host, or "*" for all: {"docker.io": ["https://mirror"]}.
+        limits: largest layer that is unpacked.
+        credentials: files with passwords for registries; None for those of docker, podman and skopeo.
+        progress: called from threads.
+
+    Raises:
+        ConfigError: somebody else could have written to the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int | None = None,
+        *,
+        mirrors: Mapping[str, Sequence[str]] | None = None,
+        limits: LayerLimits | None = None,
+        credentials: Sequence[Path] | None = None,
+        progress: Callable[[LayerProgress], None] | None = None,
+    ) -> None:
+        self.folder = folder.expanduser().absolute()
+        make_private(self.folder, ConfigError, deep=False)
+        self._images = self.folder / "images"
+        self._images.mkdir(exist_ok=True)
+        self._layers = LayerStore(self.folder, max_bytes, limits or LayerLimits())
+        self._access = RegistryAccess(
+            mirrors={host: tuple(addresses) for host, addresses in (mirrors or {}).items()},
+            credential_files=credential_files() if credentials is None else tuple(credentials),
+        )
+        self._progress = progress
+        self._threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="images")
+        self._lookups = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
+        self._guard = threading.Lock()
+        self._work: dict[str, _Shared] = {}
+        self._contents: dict[tuple[object, ...], ImageContent] = {}
+
+    async def get(self, reference: str) -> Image:
+        """Return an image, fetching what is missing of it. Eviction may take it again: `use` keeps it.
+
+        Args:
+            reference: REGISTRY/NAME:TAG@DIGEST, oci:FOLDER, docker-archive:FILE, oci-archive:FILE, each with :TAG if
+                there are several, or dockerfile:FOLDER, which buildah or podman builds.
+
+        Raises:
+            ImageError: it does not exist, cannot be fetched, is refused or does not fit.
+        """
+        async with self.use(reference) as image:
+            return image
+
+    @contextlib.asynccontextmanager
+    async def use(self, reference: str) -> AsyncIterator[Image]:
+        """Keep an image in place for a block of code. See `get`."""
+        parsed = parse_reference(reference)
+        holds: list[str] = []
+        try:
+            source: ImageSource = (
+                RegistrySource(parsed, self._access)
+                if isinstance(parsed, RegistryReference)
+                else LocalSource(parsed, self._layers.partial)
+            )
+            if (content := self._known(reference, parsed)) is None:
+                content = await asyncio.get_running_loop().run_in_executor(self._lookups, source.content)
+                self._contents[_key(reference, parsed)] = content
+            async with task_group() as group:
+                for blob in {blob.diff_id: blob for blob in content.layers}.values():
+                    group.create_task(self._hold_layer(blob, source, reference, holds))
+            image = self._image(reference, content)
+            self._note(reference, content)
+            yield image
+        finally:
+            for diff_id in holds:
+                self._layers.release(diff_id)
+
+    @contextlib.contextmanager
+    def hold(self, image: Image) -> Iterator[None]:
+        """Keep an image in place for a block of code, also from other processes' eviction.
+
+        The lock is the kernel's: it ends with the process, however that ends.
+
+        Raises:
+            ImageError: it was evicted since `get`.
+        """
+        holds: list[str] = []
+        try:
+            for folder in image.layers:
+                diff_id = f"sha256:{folder.parent.name}"
+                if not self._layers.hold(diff_id):
+                    raise ImageError(f"{image.reference} has been evicted", hint="get it again, or use it in `use`")
+                holds.append(diff_id)
+            yield
+        finally:
+            for diff_id in holds:
+                self._layers.release(diff_id)
+
+    async def prefetch(self, references: Sequence[str]) -> None:
+        """Fetch images that will be needed, one after another, so that those needed now come first.
+
+        Raises:
+            ImageError: for the first that cannot be had, once the others are there.
+        """
+        failure: ImageError | None = None
+        for reference in dict.fromkeys(references):
+            try:
+                await self.get(reference)
+            except ImageError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def list(self) -> Sequence[StoredImage]:
+        """Return the images that were fetched, by name."""
+        images = []
+        for path in self._images.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                record = json.loads(path.read_bytes())
+                sizes = [self._layers.status(diff_id).get("disk_bytes") for diff_id in set(record["diff_ids"])]
+                images.append(
+                    StoredImage(
+                        references=record["references"],
+                        digest=record["digest"],
+                        disk_bytes=sum(size for size in sizes if isinstance(size, int)),
+                        is_complete=None not in sizes,
+                    )
+                )
+        return sorted(images, key=lambda image: list(image.references))
+
+    async def prune(self, max_bytes: int = 0) -> int:
+        """Evict layers that nobody uses, those used longest ago first, until all have at most `max_bytes`.
+
+        Returns:
+            Bytes that are free now.
+        """
+        freed = await asyncio.to_thread(self._layers.evict, max_bytes)
+        for path in self._images.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                record = json.loads(path.read_bytes())
+                if not any(self._layers.status(diff_id) for diff_id in record["diff_ids"]):
+                    path.unlink()
+        return freed
+
+    def disk_bytes(self) -> int:
+        """Return how much space the layers take."""
+        return self._layers.disk_bytes()
+
+    def _known(self, reference: str, parsed: RegistryReference | LocalReference) -> ImageContent | None:
+        """Return what an image is made of if that was found out before, and cannot have changed."""
+        content = self._contents.get(_key(reference, parsed))
+        if content is None and isinstance(parsed, RegistryReference) and parsed.digest:
+            return self._noted(parsed.digest)
+        return content
+
+    async def _hold_layer(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
+        """Hold a layer, and fetch it before if it is not there."""
+        for _ in range(_TRIES):
+            if not self._layers.hold(blob.diff_id):
+                await self._obtained(blob, source, reference, holds)
+            else:
+                holds.append(blob.diff_id)
+            if blob.diff_id in holds:
+                return
+        raise ImageError(f"{reference}: others evict its layers as fast as they are fetched", hint="allow more bytes")
+
+    async def _obtained(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
+        """Wait for the work on a layer, which all in this process share; it ends when nobody waits any more."""
+        with self._guard:
+            shared = self._work.get(blob.diff_id)
+            if shared is None or shared.work.is_unwanted.is_set():
+                work = LayerWork(blob, self._progress)
+                shared = _Shared(self._threads.submit(self._layers.obtain, work, source), work)
+                self._work[blob.diff_id] = shared
+            shared.waiters += 1
+        try:
+            await asyncio.shield(asyncio.wrap_future(shared.future))
+            if self._layers.hold(blob.diff_id):
+                holds.append(blob.diff_id)
+        except ImageError as error:
+            raise ImageError(f"{reference}: {error.message}", hint=error.hint) from None
+        finally:
+            self._leave(blob.diff_id, shared)
+
+    def _leave(self, diff_id: str, shared: _Shared) -> None:
+        with self._guard:
+            shared.waiters -= 1
+            if shared.waiters:
+                return
+            shared.work.is_unwanted.set()
+            if self._work.get(diff_id) is shared:
+                del self._work[diff_id]
+        # The work itself holds the layer until its last waiter does, or has left.
+        shared.future.add_done_callback(functools.partial(self._release_work, diff_id))
+        shared.future.cancel()
+
+    def _release_work(self, diff_id: str, future: Future[None]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._layers.release(diff_id)
+
+    def _image(self, reference: str, content: ImageContent) -> Image:
+        # An overlay takes a folder once. All that a layer does, its last place does again.
+        diff_ids = [*dict.fromkeys(blob.diff_id for blob in reversed(content.layers))]
+        return Image(
+            reference=reference,
+            digest=content.digest,
+            layers=tuple(self._layers.files(diff_id) for diff_id in reversed(diff_ids)),
+            settings=settings_of(content.config, reference),
+        )
+
+    def _note(self, reference: str, content: ImageContent) -> None:
+        """Write down what an image is made of, so that it needs no registry again."""
+        path = self._record(content.digest)
+        try:
+            references = json.loads(path.read_bytes())["references"]
+        except (FileNotFoundError, ValueError, KeyError):
+            references = []
+        if reference in references:
+            return
+        record = {
+            "references": sorted({*references, reference}),
+            "digest": content.digest,
+            "diff_ids": [blob.diff_id for blob in content.layers],
+            "layers": [asdict(blob) for blob in content.layers],
+            "config": content.config,
+        }
+        write_whole(path, json.dumps(record))
+
+    def _noted(self, digest: str) -> ImageContent | None:
+        try:
+            record = json.loads(self._record(digest).read_bytes())
+            layers = [LayerBlob(**layer) for layer in record["layers"]]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        return ImageContent(digest=digest, config=record["config"], layers=layers)
+
+    def _record(self, digest: str) -> Path:
+        return self._images / f"{digest.removeprefix('sha256:')}.json"
+
+
+def _key(reference: str, parsed: RegistryReference | LocalReference) -> tuple[object, ...]:
+    """Return what tells images apart: their name, and the state of files that may change."""
+    if isinstance(parsed, RegistryReference) or parsed.kind == "dockerfile":
+        return (reference,)
+    path = parsed.path
+    for file in (path, path / "index.json", path / "manifest.json"):
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            if not stat.S_ISDIR(status.st_mode):
+                return reference, status.st_ino, status.st_size, status.st_mtime_ns
+    return (reference,)
