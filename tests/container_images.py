@@ -1,18 +1,22 @@
 """Images for tests: of this machine's programs, of Debian's packages, and of a static busybox in a musl-like root."""
 
 import compileall
+import gzip
 import hashlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from forge_rl.sandbox.images import Image, ImageSettings
+from tests.images import image, write_layout
 
 _PROGRAMS = (
     *("bash", "cat", "chmod", "cp", "env", "grep", "head", "id", "ln", "ls", "mkdir", "mkfifo", "mv", "od", "pwd"),
@@ -130,3 +134,15 @@ def carried_python(store: Path) -> tuple[Path, list[str]]:
     [loader] = [path.name for path in (place / "lib" / f"{machine}-linux-gnu").glob("ld-linux*")]
     command = [f"/carried/lib/{machine}-linux-gnu/{loader}", "--library-path", libraries, "/carried/usr/bin/python3.11"]
     return place.parent, command
+
+
+def written_layout(path: Path, layers: Sequence[Path], **settings: object) -> str:
+    """Write an OCI layout of folders, with settings as images have them; return its reference."""
+    packed_layers = []
+    for folder in layers:
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            archive.add(folder, arcname=".")
+        packed_layers.append(file.getvalue())
+    write_layout(path, image(packed_layers, settings, compress=lambda data: gzip.compress(data, 1)))
+    return f"oci:{path}"

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_rl.sandbox.inside import cells
 from forge_rl.sandbox.images.image import Image
+from forge_rl.sandbox.inside import cells
 from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.pool import Pool
 from forge_rl.sandbox.providers.wire import SandboxWireError, result_from_json, result_to_json

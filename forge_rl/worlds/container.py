@@ -56,10 +56,19 @@ class ContainerSession(CodeSession):
 
     Args:
         judge: scores what the commands have changed, in another session, once this one has ended.
+        hidden: paths that are deleted before the first commands, such as tests that the image has.
     """
 
-    def __init__(self, container: Container, judge: Judge, *, session: DurableSession | None = None) -> None:
+    def __init__(
+        self,
+        container: Container,
+        judge: Judge,
+        *,
+        hidden: Sequence[str] = (),
+        session: DurableSession | None = None,
+    ) -> None:
         self._container, self._judge = container, judge
+        self._hidden = hidden
         self._session = session
         self._held = contextlib.AsyncExitStack()
 
@@ -78,7 +87,7 @@ class ContainerSession(CodeSession):
     async def fork(self) -> ContainerSession:
         """Return a session with a copy of this one's files."""
         session = None if self._session is None else await self._session.fork()
-        fork = ContainerSession(self._container, self._judge, session=session)
+        fork = ContainerSession(self._container, self._judge, hidden=self._hidden, session=session)
         if session is not None:
             await fork._image()
         return fork
@@ -94,6 +103,8 @@ class ContainerSession(CodeSession):
     async def _open(self) -> DurableSession:
         pool, image = await self._image()
         self._session = DurableSessions(pool).open(limits=self._container.limits, image=image)
+        if self._hidden:
+            await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
         return self._session
 
     async def _image(self) -> tuple[Pool, Image]:

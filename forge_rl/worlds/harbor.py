@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class HarborTask:
         return _needed_folder(working_folder(environment)) if self.has_script and not self.image else ""
 
 
+@dataclass(frozen=True)
 class HarborEnv:
     """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks.
 
@@ -108,47 +109,45 @@ class HarborEnv:
     model answers once, and the run's reward scores the answer. Tasks that need more, such as several containers or a
     GPU, are rejected.
 
-    Args:
-        folder: a task, or a folder of tasks.
-        skip: skip tasks that need what a sandbox does not have, if there are others.
-        max_turns: maximum completions per episode; after the last, the tests run on the files as they are.
-        timeout_s: seconds that the commands of one completion may run.
-        memory_mib: memory of a session, unless task.toml sets memory_mb; a quarter of it is for files.
-        images: folder of images, shared by runs.
-        tool: show the model the schema of `shell`, for models trained to call tools. Blocks work as well.
-        held_out_share: share of held-out tasks; which ones depends only on their instructions.
-
     Raises:
         ConfigError: the folder has no tasks, or an option is out of range.
         TaskError: a task cannot be read; names the file and the cause.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        skip: bool = False,
-        max_turns: int = 20,
-        timeout_s: float = 60.0,
-        memory_mib: int = 1024,
-        images: str = "~/.cache/forge_rl/images",
-        tool: bool = False,
-        held_out_share: float = 0.1,
-    ) -> None:
-        self.folder = Path(folder).expanduser()
-        self.timeout_s, self.memory_mib, self.held_out_share = timeout_s, memory_mib, held_out_share
+    folder: str
+    """A task, or a folder of tasks."""
+    _: KW_ONLY
+    skip: bool = False
+    """Skip tasks that need what a sandbox does not have, if there are others."""
+    max_turns: int = 20
+    """Maximum completions per episode; after the last, the tests run on the files as they are."""
+    timeout_s: float = 60.0
+    """Seconds that the commands of one completion may run."""
+    memory_mib: int = 1024
+    """Memory of a session, unless task.toml sets memory_mb; a part of it is for files."""
+    images: str = "~/.cache/forge_rl/images"
+    """Folder of images, shared by runs."""
+    tool: bool = False
+    """Show the model the schema of `shell`, for models trained to call tools. Blocks work as well."""
+    held_out_share: float = 0.1
+    """Share of held-out tasks; which ones depends only on their instructions."""
+    settings: CodeSettings = field(init=False, repr=False)
+    tasks: Sequence[HarborTask] = field(init=False, repr=False, compare=False)
+    """All tasks of the folder."""
+
+    def __post_init__(self) -> None:
         minimums = {"memory_mib": 64, "held_out_share": 0}
         check_flags(self, "--env harbor:", minimum=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
-        self.tasks = read_tasks(self.folder)
-        self._skip, self._images = skip, images
-        self._settings = CodeSettings(
+        settings = CodeSettings(
             flag="--env harbor:",
-            max_turns=max_turns,
-            timeout_s=timeout_s,
-            instruction="" if tool else _IN_BLOCKS,
+            max_turns=self.max_turns,
+            timeout_s=self.timeout_s,
+            instruction="" if self.tool else _IN_BLOCKS,
             languages=SHELL,
-            shows_schema=tool,
+            shows_schema=self.tool,
         )
+        object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "tasks", read_tasks(Path(self.folder).expanduser()))
 
     @property
     def in_process(self) -> bool:
@@ -160,11 +159,11 @@ class HarborEnv:
         if not task.truth["has_script"]:
             return SingleTurn(task)
         session: CodeSession = (
-            harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self._images)
+            harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
             if task.truth["image"]
             else HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
         )
-        return CodeWorld(self._settings, task, tool=SHELL_TOOL, session=session)
+        return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
@@ -175,7 +174,7 @@ class HarborEnv:
         """
         refused_tasks = [task for task in self.tasks if task.needs]
         usable_tasks = [task for task in self.tasks if not task.needs]
-        if refused_tasks and not (self._skip and usable_tasks):
+        if refused_tasks and not (self.skip and usable_tasks):
             task_lines = "\n".join(f"  {task.name}: {task.needs}" for task in refused_tasks[:_NAMED])
             more = f"\n  and {len(refused_tasks) - _NAMED} more" if len(refused_tasks) > _NAMED else ""
             skip_hint = f"add skip=true to train on the other {len(usable_tasks)}, or " if usable_tasks else ""
@@ -186,7 +185,7 @@ class HarborEnv:
             )
         if any(task.has_script for task in usable_tasks):
             check_layers("process")
-        name = f"harbor:{self.folder.name}"
+        name = f"harbor:{Path(self.folder).expanduser().name}"
         tasks = [_task(task, name) for task in usable_tasks]
         train, held_out = split(tasks, self.held_out_share, key=lambda task: task.prompt)
         return {name: TaskList(name, train, held_out, seed=seed)}

@@ -18,6 +18,8 @@ _LOGS = ("/logs/verifier", "/logs/agent", "/logs/artifacts")
 _OUTPUT = "/logs/verifier/test-stdout.txt"
 _VERIFY = f"cd . && /tests/test.sh > {_OUTPUT} 2>&1"
 _PROCESSES, _FILES, _SHARE = 256, 100_000, 2
+_SIGNALS = 128
+"""Exit statuses above this say which signal ended a program."""
 
 
 def harbor_container(task: Task, *, timeout_s: float, memory_mib: int, store: str) -> ContainerSession:
@@ -61,9 +63,8 @@ class _Verifier:
 
     async def __call__(self, session: PoolSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
-        script = "\n".join(path.read_text(errors="replace") for path in sorted(self._tests.glob("*.sh")))
         try:
-            await session.apply(counted(attempt.changes, attempt.image, script=script))
+            await session.apply(counted(attempt.changes, attempt.image))
         except SandboxError:
             if session.lost or not session.alive:
                 raise
@@ -76,7 +77,8 @@ class _Verifier:
             env={**self._container.env, **UNTRUSTED, "PYTHONSAFEPATH": "1", **variables},
             folder=self._container.folder,
         )
-        if result.error is not None and result.error.name in ("CellOverrun", "OutOfMemory"):
+        is_killed = result.status is not None and result.status > _SIGNALS  # by what it tested
+        if is_killed or (result.error is not None and result.error.name in ("CellOverrun", "OutOfMemory")):
             return 0.0, {}
         for name in ("reward.json", "reward.txt"):
             try:

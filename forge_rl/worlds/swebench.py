@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.envs.task_list import TaskList, split
-from forge_rl.errors import EnvironmentFailure, check_flags
+from forge_rl.errors import InfrastructureError, check_flags
 from forge_rl.sandbox import Limits, PoolSession, SandboxError
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
@@ -115,7 +115,11 @@ class SweBenchEnv:
             output_bytes=_OUTPUT_BYTES,
         )
         container = Container(
-            reference=task.truth["image"], store=self.images, limits=limits, timeout_s=self.timeout_s, folder=self.folder
+            reference=task.truth["image"],
+            store=self.images,
+            limits=limits,
+            timeout_s=self.timeout_s,
+            folder=self.folder,
         )
         session = ContainerSession(container, _RowTests(task, self), hidden=task.truth["hidden"])
         return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
@@ -157,11 +161,13 @@ class _RowTests:
             return 0.0, {"tests_passed": 0.0}
         await session.put("/eval.sh", self._truth["script"].encode())
         result = await session.run(
-            ["/bin/bash", "/eval.sh"], wall_s=self._config.tests_timeout_s, env={"PYTHONDONTWRITEBYTECODE": "1"}
+            ["/bin/bash", "-c", "exec /bin/bash /eval.sh 2>&1"],
+            wall_s=self._config.tests_timeout_s,
+            env={"PYTHONDONTWRITEBYTECODE": "1"},
         )
         if result.error is not None:
             return 0.0, {"tests_passed": 0.0}
-        passed = await self._passed(result.stdout + result.stderr, tests)
+        passed = await self._passed(result.stdout, tests)
         return float(passed == set(tests)), {"tests_passed": len(passed) / len(set(tests))}
 
     def _counted(self, changes: Sequence[Change]) -> list[Change]:
@@ -208,7 +214,7 @@ class _RowTests:
         """Read logs in a process of swebench's interpreter, which has nothing that a hostile log could get at.
 
         Raises:
-            EnvironmentFailure: it failed.
+            InfrastructureError: it failed.
         """
         truth = self._truth
         row = {
@@ -232,7 +238,7 @@ class _RowTests:
             answer = json.loads(out)
         except (TimeoutError, ValueError, RecursionError) as error:
             cause = "it took too long" if isinstance(error, TimeoutError) else err.decode("utf-8", "replace")[-300:]
-            raise EnvironmentFailure(
+            raise InfrastructureError(
                 f"swebench could not read the log of {truth['id']}: {cause}", hint="see --env swebench:FILE,python=PATH"
             ) from None
         finally:

@@ -81,7 +81,9 @@ def _task(row: Mapping[str, Any], source: str, settings: RowSettings) -> Task:
         truth["pass_to_pass"] = []
         truth["short_names"] = True
         truth["hidden"] = [*(f"{settings.folder}/{path}" for path in _R2E_TESTS), "/r2e_tests"]
-        truth["script"] = _script(settings.folder, "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests", "bash run_tests.sh")
+        truth["script"] = _script(
+            settings.folder, "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests", "bash run_tests.sh"
+        )
     else:
         truth["fail_to_pass"], truth["pass_to_pass"] = _tests(row["FAIL_TO_PASS"]), _tests(row.get("PASS_TO_PASS"))
         truth["short_names"] = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import posixpath
-import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -32,18 +31,18 @@ _AT_ROOT = ("tox.ini", "setup.cfg", "pyproject.toml", "setup.py", "*.py")
 """Names that pytest or Python read in the root folder, where tests are one folder below."""
 _HOME = (".local", ".bash*", ".profile", ".config", ".cache", ".cargo", ".zsh*", ".pythonrc*", ".pydistutils.cfg")
 """What shells, installers and interpreters read in a home folder."""
-_WORD = re.compile(r"[\w.+-]+")
+_RUNNERS = (
+    *("apt", "apt-get", "bash", "conda", "curl", "dash", "env", "git", "make", "node", "npm", "npx", "pip", "pip3"),
+    *("pipx", "poetry", "py.test", "pytest", "python", "python3", "sh", "tox", "uv", "uvx", "wget"),
+)
+"""Programs by which test scripts start tests: none is added where the image has none."""
 _DEFAULT_HOMES = ("root", "home/*")
 
 
-def counted(changes: Sequence[Change], image: Image, *, script: str = "") -> list[Change]:
-    """Return the changes that count before tests, in order.
-
-    Args:
-        script: text of what runs the tests: no program that it names may be added.
-    """
+def counted(changes: Sequence[Change], image: Image) -> list[Change]:
+    """Return the changes that count when tests judge them, in order."""
     folders = [posixpath.normpath(path).lstrip("/") for path in image.settings.env.get("PATH", PATH).split(":")]
-    programs = _Programs(image, frozenset(folders), frozenset(_WORD.findall(script)))
+    programs = _Programs(image, frozenset(folders))
     counted_changes, dropped_folders = list[Change](), list[str]()
     for change in changes:
         is_below = any(change.path.startswith(f"{folder}/") for folder in dropped_folders)
@@ -60,18 +59,17 @@ class _Programs:
 
     Args:
         folders: in which they are looked up.
-        used: words of the script that runs the tests.
     """
 
-    def __init__(self, image: Image, folders: frozenset[str], used: frozenset[str]) -> None:
-        self.image, self.folders, self.used = image, folders, used
+    def __init__(self, image: Image, folders: frozenset[str]) -> None:
+        self.image, self.folders = image, folders
 
     def hides(self, path: str) -> bool:
         """Return True if a new file would be run in place of one of the image's programs, or of one that is missing."""
         folder, name = posixpath.split(path)
         if folder not in self.folders:
             return False
-        return name in self.used or any(
+        return name in _RUNNERS or any(
             os.path.lexists(layer / other / name) for layer in self.image.layers for other in self.folders
         )
 
