@@ -162,8 +162,8 @@ def statuses_of(log: str, *, short_names: bool) -> dict[str, str]:
 
 def passed_tests(statuses: Mapping[str, str], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]) -> list[str]:
     """Return which tests have the outcome that they must have; one that passed before may be skipped."""
-    good = ("PASSED", "XFAIL")
+    passing = ("PASSED", "XFAIL")
     return [
-        *(test for test in fail_to_pass if statuses.get(test) in good),
-        *(test for test in pass_to_pass if statuses.get(test) in (*good, "SKIPPED")),
+        *(test for test in fail_to_pass if statuses.get(test) in passing),
+        *(test for test in pass_to_pass if statuses.get(test) in (*passing, "SKIPPED")),
     ]
