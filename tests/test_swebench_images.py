@@ -4,10 +4,12 @@ import asyncio
 import json
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pygments
 import pytest
 
 from forge_rl.envs.env_flag import build_environment, sources_of
@@ -149,6 +151,7 @@ def python_image(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         (packages / "bin" / "sh").symlink_to("dash")
     site = folder / "made" / "site" / "files"
     only_pytest(site / "opt" / "site")
+    shutil.copytree(Path(pygments.__file__).parent, site / "opt" / "site" / "pygments")
     repositories = layer(folder / "made", "repositories", repository_files())
     settings = {"Env": ["PYTHONPATH=/opt/site"], "WorkingDir": "/testbed"}
     return folder, written_layout(folder / "layout", [packages, site, repositories], **settings)
