@@ -31,7 +31,7 @@ def member(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo
 
 
 def folder(name: str, **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
-    return member(name, type=tarfile.DIRTYPE, mode=0o755, **fields)
+    return member(name, **{"type": tarfile.DIRTYPE, "mode": 0o755, **fields})
 
 
 def link(name: str, target: str, **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
@@ -65,7 +65,7 @@ class Made:
 def image(
     layers: Sequence[bytes],
     settings: Mapping[str, object] | None = None,
-    compress: Any = lambda data: gzip.compress(data, 1),
+    compress: Any = lambda data: gzip.compress(data, 1, mtime=0),
     diff_ids: Sequence[str] | None = None,
 ) -> Made:
     """An image of uncompressed layers."""

@@ -115,15 +115,15 @@ class LocalSource:
         manifests = index.get("manifests")
         entries = [entry for entry in manifests if isinstance(entry, dict)] if isinstance(manifests, list) else []
         names = [_names(entry) for entry in entries]
-        matches = [entry for entry, own in zip(entries, names, strict=True) if not tag or tag in own]
+        matches = [entry for entry, entry_names in zip(entries, names, strict=True) if not tag or tag in entry_names]
         digests = {check_digest(entry.get("digest"), f"{path}: a manifest") for entry in matches}
         if len(digests) == 1:
             return digests.pop()
         if digests and all("platform" in entry for entry in matches):
             return choose_manifest({"manifests": matches}, str(path))
-        listed = ", ".join(sorted({name for own in names for name in own}))
-        what = f"no image {tag!r}" if tag else f"{len(digests)} images"
-        raise ImageError(f"{path} has {what}: {listed:.300}", hint=f"name one, as {self._reference.kind}:PATH:TAG")
+        listed = ", ".join(sorted({name for entry_names in names for name in entry_names}))
+        problem = f"no image {tag!r}" if tag else f"{len(digests)} images"
+        raise ImageError(f"{path} has {problem}: {listed:.300}", hint=f"name one, as {self._reference.kind}:PATH:TAG")
 
     def _docker_content(self) -> ImageContent:
         data, places = self._docker_config(), self._docker_layers
@@ -154,8 +154,10 @@ class LocalSource:
         ]
         if len(matches) != 1:
             listed = ", ".join(name for names in tags for name in names)
-            what = f"no image {tag!r}" if tag and not matches else f"{len(matches)} images"
-            raise ImageError(f"{path} has {what}: {listed:.300}", hint=f"name one, as {self._reference.kind}:PATH:TAG")
+            problem = f"no image {tag!r}" if tag and not matches else f"{len(matches)} images"
+            raise ImageError(
+                f"{path} has {problem}: {listed:.300}", hint=f"name one, as {self._reference.kind}:PATH:TAG"
+            )
         return matches[0]
 
     def _place(self, name: str) -> BlobPlace:

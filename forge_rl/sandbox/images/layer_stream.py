@@ -97,18 +97,18 @@ class _PieceFile:
 
 def _ahead(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Yield parts that a thread makes meanwhile; both decompressing and writing leave the interpreter's lock."""
-    made: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=8)
+    queued: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=8)
 
     def make() -> None:
         try:
             for part in parts:
-                made.put(part)
-            made.put(None)
+                queued.put(part)
+            queued.put(None)
         except BaseException as error:
-            made.put(error)
+            queued.put(error)
 
     threading.Thread(target=make, daemon=True).start()
-    while (part := made.get()) is not None:
+    while (part := queued.get()) is not None:
         if isinstance(part, BaseException):
             raise part
         yield part

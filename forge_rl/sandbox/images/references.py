@@ -32,7 +32,7 @@ class RegistryReference:
     """"sha256:..."; "" if only the tag is given."""
 
     @property
-    def wanted(self) -> str:
+    def tag_or_digest(self) -> str:
         """What a registry is asked for: the digest, or else the tag."""
         return self.digest or self.tag
 
@@ -71,8 +71,8 @@ def parse_reference(text: str) -> RegistryReference | LocalReference:
         return LocalReference(kind=kind, path=Path(path).expanduser().absolute(), tag=tag)
     if "://" in text or "@" in text.partition("@sha256:")[0]:
         raise ImageError("the name of an image is a URL or has a user in it", hint=_HINT)
-    name, at, digest = text.partition("@")
-    if at:
+    name, at_sign, digest = text.partition("@")
+    if at_sign:
         check_digest(digest, f"the digest of {name!r:.200}")
     host, slash, repository = name.partition("/")
     if not slash or not ("." in host or ":" in host or host == "localhost"):

@@ -82,17 +82,17 @@ class RegistrySource:
 
     def content(self) -> ImageContent:
         """Fetch manifest and configuration. See `ImageSource`."""
-        name = f"{self._reference.registry}/{self._reference.repository}:{self._reference.wanted}"
-        wanted = self._reference.wanted
+        name = f"{self._reference.registry}/{self._reference.repository}:{self._reference.tag_or_digest}"
+        tag_or_digest = self._reference.tag_or_digest
         for _ in range(3):  # an index may list another
-            data, kind = self._manifest(wanted)
+            data, kind = self._manifest(tag_or_digest)
             digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-            if wanted.startswith("sha256:") and digest != wanted:
+            if tag_or_digest.startswith("sha256:") and digest != tag_or_digest:
                 raise ImageError(f"{name}: the manifest that was sent has the digest {digest}")
             manifest = json_object(data, f"the manifest of {name}")
             kind = str(manifest.get("mediaType") or kind).partition(";")[0]
             if kind in INDEX_TYPES or "manifests" in manifest:
-                wanted = choose_manifest(manifest, name)
+                tag_or_digest = choose_manifest(manifest, name)
             elif kind in MANIFEST_TYPES or "layers" in manifest:
                 return content_of(manifest, digest, self._config)
             else:
@@ -116,10 +116,10 @@ class RegistrySource:
             hint="the registry, or what is between, has damaged or changed it",
         )
 
-    def _manifest(self, wanted: str) -> tuple[bytes, str]:
+    def _manifest(self, tag_or_digest: str) -> tuple[bytes, str]:
         def ask(address: str) -> tuple[bytes, str]:
             headers = {"accept": ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))}
-            with self._asked(address, f"manifests/{wanted}", headers) as response:
+            with self._asked(address, f"manifests/{tag_or_digest}", headers) as response:
                 return self._body(response, MAX_MANIFEST), response.headers.get("content-type", "")
 
         return self._everywhere(ask)
@@ -227,31 +227,31 @@ class RegistrySource:
             raise ImageError(f"{address} cannot be asked: {type(error).__name__}") from None
 
     def _refusal(self, response: httpx.Response, address: str, path: str) -> Exception:
-        status, what = response.status_code, f"{address}: {self._reference.repository} ({path[:90]})"
+        status, place = response.status_code, f"{address}: {self._reference.repository} ({path[:90]})"
         if status in _PASSING:
             seconds = response.headers.get("retry-after", "")
-            return _TryAgain(f"{what} answered {status}", float(seconds) if seconds.isdigit() else 0.0)
+            return _TryAgain(f"{place} answered {status}", float(seconds) if seconds.isdigit() else 0.0)
         if status in (401, 403):
-            return ImageError(f"{what} may not be read ({status})", hint="log in with docker, podman or skopeo")
+            return ImageError(f"{place} may not be read ({status})", hint="log in with docker, podman or skopeo")
         if status == 404:
-            return ImageError(f"{what} does not exist", hint="check the image's name")
-        return ImageError(f"{what} answered {status}")
+            return ImageError(f"{place} does not exist", hint="check the image's name")
+        return ImageError(f"{place} answered {status}")
 
     def _authorization(self, challenge: str, address: str) -> str:
         """Return the authorization header that a registry asks for."""
         scheme, values = challenge.partition(" ")[0].lower(), dict(_CHALLENGE.findall(challenge))
         reference = self._reference
-        own = credentials_for(reference.registry, reference.repository, self._access.credential_files)
+        credentials = credentials_for(reference.registry, reference.repository, self._access.credential_files)
         # A mirror is another host: it gets the credentials for itself only.
         if address != reference.address:
-            own = credentials_for(urlsplit(address).netloc, reference.repository, self._access.credential_files)
-        if scheme == "basic" and own is not None:
-            return f"Basic {base64.b64encode(f'{own.user}:{own.password}'.encode()).decode()}"
+            credentials = credentials_for(urlsplit(address).netloc, reference.repository, self._access.credential_files)
+        if scheme == "basic" and credentials is not None:
+            return f"Basic {base64.b64encode(f'{credentials.user}:{credentials.password}'.encode()).decode()}"
         if scheme != "bearer":
             raise ImageError(
                 f"{address} wants a password for {reference.repository}", hint="log in with docker, podman or skopeo"
             )
-        return f"Bearer {self._token(values, address, own)}"
+        return f"Bearer {self._token(values, address, credentials)}"
 
     def _token(self, values: Mapping[str, str], address: str, credentials: Credentials | None) -> str:
         realm = values.get("realm", "")

@@ -145,7 +145,7 @@ def choose_manifest(index: Mapping[str, object], name: str) -> str:
     return max(matches, key=lambda match: match[0])[1]
 
 
-def json_object(data: bytes, what: str) -> dict[str, object]:
+def json_object(data: bytes, title: str) -> dict[str, object]:
     """Return a JSON object.
 
     Raises:
@@ -155,32 +155,32 @@ def json_object(data: bytes, what: str) -> dict[str, object]:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
-    return _object(value, what)
+    return _object(value, title)
 
 
-def read_place(place: BlobPlace, max_bytes: int, what: str) -> bytes:
+def read_place(place: BlobPlace, max_bytes: int, title: str) -> bytes:
     """Return a small blob.
 
     Raises:
         ImageError: it is larger than `max_bytes`, or cut off.
     """
     if place.size > max_bytes:
-        raise ImageError(f"{what} has {place.size} bytes, more than {max_bytes}")
+        raise ImageError(f"{title} has {place.size} bytes, more than {max_bytes}")
     data = os.pread(place.fd, place.size, place.start)
     if len(data) != place.size:
-        raise ImageError(f"{what} is cut off")
+        raise ImageError(f"{title} is cut off")
     return data
 
 
-def _object(value: object, what: str) -> dict[str, object]:
+def _object(value: object, title: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise ImageError(f"{what} is not a JSON object: {value!r:.100}")
+        raise ImageError(f"{title} is not a JSON object: {value!r:.100}")
     return value
 
 
-def _list(value: object, what: str) -> list[object]:
+def _list(value: object, title: str) -> list[object]:
     if not isinstance(value, list) or len(value) > 10_000:
-        raise ImageError(f"{what} is not a list: {value!r:.100}")
+        raise ImageError(f"{title} is not a list: {value!r:.100}")
     return value
 
 

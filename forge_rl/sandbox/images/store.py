@@ -16,7 +16,7 @@ from pathlib import Path
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.images.archives import LocalSource
 from forge_rl.sandbox.images.credentials import credential_files
-from forge_rl.sandbox.images.image import Image, ImageError, settings_of
+from forge_rl.sandbox.images.image import Image, ImageError, ImageSettings, settings_of
 from forge_rl.sandbox.images.layers import LayerProgress, LayerStore, LayerWork
 from forge_rl.sandbox.images.references import LocalReference, RegistryReference, parse_reference
 from forge_rl.sandbox.images.registry import RegistryAccess, RegistrySource
@@ -126,10 +126,11 @@ class ImageStore:
             if (content := self._known(reference, parsed)) is None:
                 content = await asyncio.get_running_loop().run_in_executor(self._lookups, source.content)
                 self._contents[_key(reference, parsed)] = content
+            settings = settings_of(content.config, reference)
             async with task_group() as group:
                 for blob in {blob.diff_id: blob for blob in content.layers}.values():
                     group.create_task(self._hold_layer(blob, source, reference, holds))
-            image = self._image(reference, content)
+            image = self._image(reference, content, settings)
             self._note(reference, content)
             yield image
         finally:
@@ -172,7 +173,7 @@ class ImageStore:
         if failure is not None:
             raise failure
 
-    def list(self) -> Sequence[StoredImage]:
+    def images(self) -> Sequence[StoredImage]:
         """Return the images that were fetched, by name."""
         images = []
         for path in self._images.glob("*.json"):
@@ -259,14 +260,14 @@ class ImageStore:
         if not future.cancelled() and future.exception() is None:
             self._layers.release(diff_id)
 
-    def _image(self, reference: str, content: ImageContent) -> Image:
+    def _image(self, reference: str, content: ImageContent, settings: ImageSettings) -> Image:
         # An overlay takes a folder once. All that a layer does, its last place does again.
         diff_ids = [*dict.fromkeys(blob.diff_id for blob in reversed(content.layers))]
         return Image(
             reference=reference,
             digest=content.digest,
             layers=tuple(self._layers.files(diff_id) for diff_id in reversed(diff_ids)),
-            settings=settings_of(content.config, reference),
+            settings=settings,
         )
 
     def _note(self, reference: str, content: ImageContent) -> None:

@@ -208,30 +208,30 @@ def _kind(header: bytes) -> str:
     return chr(header[156])
 
 
-def _number(field: bytes, what: str, *, signed: bool = False) -> int:
+def _number(field: bytes, title: str, *, signed: bool = False) -> int:
     if field[0] & 0x80:  # base 256
         value = int.from_bytes(field, "big", signed=True) if field[0] == 0xFF else int.from_bytes(field[1:], "big")
         if (value < 0 and not signed) or abs(value) >> 63:
-            raise TarError(f"an entry's {what} is {value}")
+            raise TarError(f"an entry's {title} is {value}")
         return value
     digits = field.strip(b" \0")
     if digits.translate(None, b"01234567"):
-        raise TarError(f"an entry's {what} is {digits!r}")
+        raise TarError(f"an entry's {title} is {digits!r}")
     return int(digits or b"0", 8)
 
 
-def _decimal(digits: bytes, what: str) -> int:
+def _decimal(digits: bytes, title: str) -> int:
     if not digits.isdigit() or len(digits) > 19:
-        raise TarError(f"an entry's {what} is {digits!r:.60}")
+        raise TarError(f"an entry's {title} is {digits!r:.60}")
     return int(digits)
 
 
 def _nanoseconds(text: bytes) -> int:
-    whole, _, fraction = text.removeprefix(b"-").partition(b".")
-    if not (whole + fraction).isdigit() or len(text) > 40:
+    seconds, _, fraction = text.removeprefix(b"-").partition(b".")
+    if not (seconds + fraction).isdigit() or len(text) > 40:
         raise TarError(f"an entry's time is {text!r:.60}")
     sign = -1 if text.startswith(b"-") else 1
-    return sign * (int(whole or b"0") * 1_000_000_000 + int(fraction[:9].ljust(9, b"0")))
+    return sign * (int(seconds or b"0") * 1_000_000_000 + int(fraction[:9].ljust(9, b"0")))
 
 
 def _records(data: bytes) -> dict[str, bytes]:

@@ -246,23 +246,23 @@ class LayerFolder:
             raise TarError(f"its names have more than {limits.name_bytes} bytes")
         return self._parts(entry.name, "an entry")
 
-    def _parts(self, name: bytes, what: str) -> str:
+    def _parts(self, name: bytes, title: str) -> str:
         """Return a path below the layer's top, without a slash at its start: "" for the top itself."""
         if len(name) > _MAX_PATH:
-            raise TarError(f"{what} has a name of {len(name)} bytes: {name!r:.80}")
+            raise TarError(f"{title} has a name of {len(name)} bytes: {name!r:.80}")
         try:
             text = name.decode()
         except UnicodeDecodeError:
-            raise TarError(f"{what} has a name that is not UTF-8: {name!r:.200}") from None
+            raise TarError(f"{title} has a name that is not UTF-8: {name!r:.200}") from None
         if text.startswith("/"):
-            raise TarError(f"{what} has an absolute name: {text!r:.200}")
+            raise TarError(f"{title} has an absolute name: {text!r:.200}")
         parts = [part for part in text.split("/") if part not in ("", ".")]
         if ".." in parts:
-            raise TarError(f"{what} leads out of the layer: {text!r:.200}")
+            raise TarError(f"{title} leads out of the layer: {text!r:.200}")
         if any(len(part.encode()) > _MAX_NAME for part in parts):
-            raise TarError(f"{what} has a name of more than {_MAX_NAME} bytes: {text!r:.80}")
+            raise TarError(f"{title} has a name of more than {_MAX_NAME} bytes: {text!r:.80}")
         if len(parts) > self.limits.depth:
-            raise TarError(f"{what} is below {len(parts)} folders: {text!r:.80}")
+            raise TarError(f"{title} is below {len(parts)} folders: {text!r:.80}")
         return "/".join(parts)
 
 
@@ -316,7 +316,8 @@ def main() -> None:
         result = {"refused": str(error) or "it needs too much memory"}
     except OSError as error:
         result = {"failed": f"{error.strerror or error}", "full": error.errno in (errno.ENOSPC, errno.EDQUOT)}
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # the interpreter's end would wait for the thread that decompresses, and load libraries for it
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""Fetch, list and evict images of containers on this machine.
+
+forge-rl images pull debian:12 oci:build/layout
+forge-rl images list
+forge-rl images prune --max-gb 50
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from forge_rl.errors import ConfigError
+from forge_rl.models.bundled import default_cache
+from forge_rl.run.launch import launch
+from forge_rl.sandbox.images import ImageStore
+from forge_rl.sandbox.images.layers import LayerProgress
+from forge_rl.system.terminal import clipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Fetch, list or evict images of containers."""
+
+    action: tyro.conf.Positional[Literal["pull", "list", "prune"]]
+    """pull: fetch and unpack; list: show what is there; prune: evict what nobody uses."""
+    images: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Names of images to pull: REGISTRY/NAME:TAG@DIGEST, oci:FOLDER, docker-archive:FILE, oci-archive:FILE or
+    dockerfile:FOLDER."""
+    store: Path = field(default_factory=lambda: default_cache() / "images")
+    """Folder of the images."""
+    max_gb: float | None = None
+    """Space for layers in 10^9 bytes: pull evicts what was used longest ago past it, prune down to it (0 by
+    default)."""
+    mirror: tuple[str, ...] = ()
+    """REGISTRY=ADDRESS pairs: addresses to ask before a registry, such as docker.io=https://mirror.example."""
+
+    def __post_init__(self) -> None:
+        if (self.action == "pull") != bool(self.images):
+            problem = "no image" if self.action == "pull" else f"{len(self.images)} images"
+            raise ConfigError(f"{self.action} is given {problem}", hint="name images for pull, and for nothing else")
+        if self.max_gb is not None and not 0 <= self.max_gb < float("inf"):
+            raise ConfigError(f"--max-gb is {self.max_gb}", hint="set it to 0 or more")
+        for pair in self.mirror:
+            if not all(pair.partition("=")):
+                raise ConfigError(f"--mirror is {pair!r}", hint="write REGISTRY=ADDRESS")
+
+
+async def main(config: Config) -> None:
+    """Do what the action says."""
+    console = Console(highlight=False)
+    max_bytes = None if config.max_gb is None else round(config.max_gb * 1e9)
+    mirrors: dict[str, list[str]] = {}
+    for registry, _, address in (pair.partition("=") for pair in config.mirror):
+        mirrors.setdefault(registry, []).append(address)
+    if config.action == "pull":
+        with _layers_progress(console) as (progress, show):
+            store = ImageStore(config.store, max_bytes, mirrors=mirrors, progress=show)
+            for name in config.images:
+                image = await store.get(name)
+                progress.console.print(escape(f"{name}: {image.digest}, {len(image.layers)} layers"), soft_wrap=True)
+        return
+    store = ImageStore(config.store)
+    if config.action == "prune":
+        freed = await store.prune(max_bytes or 0)
+        console.print(f"freed {freed / 1e9:.2f} GB; {store.disk_bytes() / 1e9:.2f} GB are left in {config.store}")
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("image", "digest", "GB", "state"):
+        table.add_column(column, justify="right" if column == "GB" else "left")
+    for stored in store.images():
+        names = Text(clipped(", ".join(stored.references), lines=1, width=70), no_wrap=True)
+        state = "complete" if stored.is_complete else "layers evicted"
+        table.add_row(names, stored.digest[7:19], f"{stored.disk_bytes / 1e9:.2f}", state)
+    console.print(table)
+    console.print(f"{store.disk_bytes() / 1e9:.2f} GB in {config.store}; layers that images share count once here")
+
+
+@contextlib.contextmanager
+def _layers_progress(console: Console) -> Iterator[tuple[Progress, Callable[[LayerProgress], None]]]:
+    """Show a line for each layer on the way; yields what tells of one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    tasks: dict[str, TaskID] = {}
+    guard = threading.Lock()
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def show(layer: LayerProgress) -> None:
+            with guard:
+                if layer.digest not in tasks:
+                    tasks[layer.digest] = progress.add_task(layer.digest[7:19], total=layer.size)
+                progress.update(tasks[layer.digest], completed=layer.done_bytes)
+
+        yield progress, show
+
+
+if __name__ == "__main__":
+    launch(Config, main)
