@@ -152,6 +152,10 @@ def python_image(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     site = folder / "made" / "site" / "files"
     only_pytest(site / "opt" / "site")
     shutil.copytree(Path(pygments.__file__).parent, site / "opt" / "site" / "pygments")
+    ours = Path(pytest.__file__).parents[1]
+    shutil.copy(ours / "py.py", site / "opt" / "site")
+    [about] = ours.glob("pluggy-*.dist-info")
+    shutil.copytree(about, site / "opt" / "site" / about.name)
     repositories = layer(folder / "made", "repositories", repository_files())
     settings = {"Env": ["PYTHONPATH=/opt/site"], "WorkingDir": "/testbed"}
     return folder, written_layout(folder / "layout", [packages, site, repositories], **settings)
