@@ -1,7 +1,6 @@
 """Images for tests: of this machine's programs, of Debian's packages, and of a static busybox in a musl-like root."""
 
 import compileall
-import gzip
 import hashlib
 import io
 import os
@@ -138,11 +137,13 @@ def carried_python(store: Path) -> tuple[Path, list[str]]:
 
 def written_layout(path: Path, layers: Sequence[Path], **settings: object) -> str:
     """Write an OCI layout of folders, with settings as images have them; return its reference."""
-    packed_layers = []
-    for folder in layers:
-        file = io.BytesIO()
-        with tarfile.open(fileobj=file, mode="w") as archive:
-            archive.add(folder, arcname=".")
-        packed_layers.append(file.getvalue())
-    write_layout(path, image(packed_layers, settings, compress=lambda data: gzip.compress(data, 1)))
+    write_layout(path, image(list(map(packed_folder, layers)), settings, compress=bytes))
     return f"oci:{path}"
+
+
+def packed_folder(folder: Path) -> bytes:
+    """Return a folder as an uncompressed layer."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.add(folder, arcname=".")
+    return file.getvalue()

@@ -9,8 +9,11 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Limits, Pool, PoolSession, SandboxError
-from forge_rl.sandbox.images import Image, ImageSettings
-from tests.container_images import host_layer, image_of, layer
+from forge_rl.sandbox.images import Image, ImageSettings, ImageStore
+from forge_rl.sandbox.workspaces.snapshots import layer_of
+from tests import images
+from tests.container_images import host_layer, image_of, layer, packed_folder
+from tests.images import write_layout
 
 LIMITS = Limits(wall_s=20, memory_bytes=128 << 20, processes=24, scratch_bytes=8 << 20, scratch_files=3000)
 
@@ -187,3 +190,29 @@ async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Image):
     assert len(os.listdir("/proc/self/fd")) == files
     assert not pool.hosts[0].sessions
     assert stat.S_ISDIR(image.layers[0].stat().st_mode)
+
+
+async def test_a_snapshot_is_a_layer_of_an_image(image: Image, tmp_path: Path):
+    """Another host fetches it, and goes on where the session was."""
+    made = [packed_folder(folder) for folder in image.layers]
+    store, without = ImageStore(tmp_path / "store"), [] if os.geteuid() == 0 else ["cgroup"]
+    settings = {"WorkingDir": "/srv/app"}
+    write_layout(tmp_path / "first", images.image(made[:1], settings, compress=bytes))
+    pool = Pool(profile="process", images=store.folder, limits=LIMITS, warm=0, servers=1, without=without)
+    async with pool, store.use(f"oci:{tmp_path / 'first'}") as base:
+        async with pool.session(image=base) as session:
+            await session.run("echo 1 > a; ln -s a b; chmod +x a; rm -r /home; rm /usr/bin/wc; mkdir -p /home/new/x")
+            changes = await session.changes(leave_out=())
+            snapshot = layer_of(changes)
+            assert layer_of(await session.changes(leave_out=())) == snapshot
+        write_layout(tmp_path / "second", images.image([made[0], snapshot], settings, compress=bytes))
+        async with store.use(f"oci:{tmp_path / 'second'}") as image_after:
+            assert image_after.layers[0] == base.layers[0]  # which is kept once
+            async with pool.session(image=image_after) as session:
+                assert await text(session, "cat b; ls /home /home/new; ls /usr/bin/wc || stat -c %a a") == (
+                    "1\n/home:\nnew\n\n/home/new:\nx\n755\n"
+                )
+                assert not (await session.changes()).changes
+                await session.run("mkfifo pipe")
+                with pytest.raises(SandboxError, match=r"pipe.* is no file, link or folder"):
+                    layer_of(await session.changes())
