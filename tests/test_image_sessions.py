@@ -1,5 +1,6 @@
 """Sessions whose commands see an image as their root: its settings, files, changes and forks."""
 
+import contextlib
 import os
 import stat
 from dataclasses import replace
@@ -216,3 +217,27 @@ async def test_a_snapshot_is_a_layer_of_an_image(image: Image, tmp_path: Path):
                 await session.run("mkfifo pipe")
                 with pytest.raises(SandboxError, match=r"pipe.* is no file, link or folder"):
                     layer_of(await session.changes())
+
+
+@pytest.mark.parametrize("name", ["proc", "dev", "etc", "tmp", "work"])
+async def test_links_in_place_of_an_images_folders_lead_nowhere(pool: Pool, image: Image, tmp_path: Path, name: str):
+    """Bubblewrap mounts over these, before the image's root is all that it sees."""
+    (tmp_path / "secret").write_text("secret")
+    store = image.layers[0].parents[1]
+    targets = (f"/oldroot{tmp_path}", f"../../../..{tmp_path}", "/oldroot/tmp/0", "/oldroot/layers", "/proc/1/root")
+    for number, target in enumerate(targets):
+        content = {name: f"-> {target}"} if name != "etc" else {name: None}
+        links = layer(store, f"links-{name}-{number}", content)
+        if name == "etc":
+            (links / "etc").unlink()
+            (links / "etc").symlink_to(target)
+        hostile = replace(image, layers=(image.layers[0], links), settings=ImageSettings(working_folder="/work"))
+        async with pool.session(image=hostile) as session:
+            result = await session.run(f"ls -la /{name}/ /oldroot; cat /{name}/secret; echo mine > /{name}/secret")
+            assert "secret" not in result.stdout
+            with contextlib.suppress(SandboxError):
+                await session.put(f"/{name}/secret", b"mine")
+    async with pool.session(image=image) as session:
+        assert await text(session, "echo 1") == "1\n"
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert os.listdir(tmp_path) == ["secret"]
