@@ -3,10 +3,12 @@
 forge-rl images pull debian:12 oci:build/layout
 forge-rl images list
 forge-rl images prune --max-gb 50
+forge-rl images serve --key-file key
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -22,9 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_rl.errors import ConfigError
+from forge_rl.gateway.keys import read_key
 from forge_rl.models.bundled import default_cache
 from forge_rl.run.launch import launch
-from forge_rl.sandbox.images import ImageStore
+from forge_rl.sandbox.images import ImageStore, Peers
 from forge_rl.sandbox.images.layers import LayerProgress
 from forge_rl.system.terminal import clipped
 
@@ -33,8 +36,9 @@ from forge_rl.system.terminal import clipped
 class Config:
     """Fetch, list or evict images of containers."""
 
-    action: tyro.conf.Positional[Literal["pull", "list", "prune"]]
-    """pull: fetch and unpack; list: show what is there; prune: evict what nobody uses."""
+    action: tyro.conf.Positional[Literal["pull", "list", "prune", "serve"]]
+    """pull: fetch and unpack; list: show what is there; prune: evict what nobody uses; serve: send layers to other
+    hosts' `pull --peer`."""
     images: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of images to pull: REGISTRY/NAME:TAG@DIGEST, oci:FOLDER, docker-archive:FILE, oci-archive:FILE or
     dockerfile:FOLDER."""
@@ -45,6 +49,14 @@ class Config:
     default)."""
     mirror: tuple[str, ...] = ()
     """REGISTRY=ADDRESS pairs: addresses to ask before a registry, such as docker.io=https://mirror.example."""
+    peer: tuple[str, ...] = ()
+    """Hosts to ask for layers before a registry, such as http://node-2:8700."""
+    key_file: Path | None = None
+    """File with the key of peers, which no other user may have access to (chmod 600)."""
+    address: str = "127.0.0.1"
+    """Address at which serve listens: one of a network that is the job's alone, as layers are not encrypted."""
+    port: int = 8700
+    """Port at which serve listens."""
 
     def __post_init__(self) -> None:
         if (self.action == "pull") != bool(self.images):
@@ -55,6 +67,8 @@ class Config:
         for pair in self.mirror:
             if not all(pair.partition("=")):
                 raise ConfigError(f"--mirror is {pair!r}", hint="write REGISTRY=ADDRESS")
+        if (self.action == "serve" or self.peer) and self.key_file is None:
+            raise ConfigError("peers need a key", hint="set --key-file to a file with the same key on all hosts")
 
 
 async def main(config: Config) -> None:
@@ -64,9 +78,15 @@ async def main(config: Config) -> None:
     mirrors: dict[str, list[str]] = {}
     for registry, _, address in (pair.partition("=") for pair in config.mirror):
         mirrors.setdefault(registry, []).append(address)
+    key = read_key(config.key_file) if config.key_file is not None else ""
+    if config.action == "serve":
+        with ImageStore(config.store).serve(config.address, config.port, key) as port:
+            console.print(f"serving the layers of {config.store} at http://{config.address}:{port}")
+            await asyncio.Event().wait()
     if config.action == "pull":
+        peers = Peers(addresses=config.peer, key=key) if config.peer else None
         with _layers_progress(console) as (progress, show):
-            store = ImageStore(config.store, max_bytes, mirrors=mirrors, progress=show)
+            store = ImageStore(config.store, max_bytes, mirrors=mirrors, progress=show, peers=peers)
             for name in config.images:
                 image = await store.get(name)
                 progress.console.print(escape(f"{name}: {image.digest}, {len(image.layers)} layers"), soft_wrap=True)

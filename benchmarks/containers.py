@@ -90,33 +90,40 @@ def measure_pulls(host: str, images: Sequence[BuiltImage], folder: Path, repeats
     """Pull each image into an empty store, and unpack the same layers with tar."""
     for built in images:
         seconds: dict[str, list[float]] = {"pull": [], "tar": []}
+        cpu_seconds: dict[str, list[float]] = {"pull": [], "tar": []}
         sizes: dict[str, int] = {}
         for repeat in range(1 + repeats):
             for kind, run in (
                 ("pull", lambda store, built=built: _pull(store, f"{host}/{built.name}:1")),
                 ("tar", lambda store, built=built: _untar(store, built.layers)),
             ):
-                elapsed, sizes[kind] = _timed(folder / "store", run)
-                report.rows.append({"image": built.name, "kind": kind, "warm_up": repeat == 0, "seconds": elapsed})
-                print(f"{built.name}, {kind}: {elapsed:.2f} s, {sizes[kind] / 1e6:.0f} MB", flush=True)
+                elapsed, cpu, sizes[kind] = _timed(folder / "store", run)
+                row = {"image": built.name, "kind": kind, "warm_up": repeat == 0, "seconds": elapsed, "cpu_s": cpu}
+                report.rows.append(row)
+                print(
+                    f"{built.name}, {kind}: {elapsed:.2f} s, {cpu:.2f} s of CPU, {sizes[kind] / 1e6:.0f} MB", flush=True
+                )
                 if repeat:
                     seconds[kind].append(elapsed)
+                    cpu_seconds[kind].append(cpu)
         report.measure(f"{built.name}_pull_s", seconds["pull"])
         report.measure(f"{built.name}_tar_s", seconds["tar"])
         report.measure(f"{built.name}_pull_over_limit", [median(seconds["pull"]) / median(seconds["tar"])])
+        ratio = median(cpu_seconds["pull"]) / median(cpu_seconds["tar"])
+        report.measure(f"{built.name}_pull_cpu_over_limit", [ratio])
         report.measure(f"{built.name}_disk_over_layers", [sizes["pull"] / sizes["tar"]])
 
 
-def _timed(store: Path, run: Callable[[Path], None]) -> tuple[float, int]:
-    """Return the seconds that filling a folder takes, and the space it has then."""
+def _timed(store: Path, run: Callable[[Path], None]) -> tuple[float, float, int]:
+    """Return the seconds that filling a folder takes, those of processors, and the space it has then."""
     store.mkdir()
     os.sync()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), sum(os.times()[:4])
     run(store)
-    elapsed = time.perf_counter() - start
+    elapsed, cpu = time.perf_counter() - start, sum(os.times()[:4]) - cpu_start
     output = subprocess.run(["du", "-s", "--block-size=1", str(store)], capture_output=True, check=True).stdout
     shutil.rmtree(store)
-    return elapsed, int(output.split()[0])
+    return elapsed, cpu, int(output.split()[0])
 
 
 def _pull(store: Path, reference: str) -> None:

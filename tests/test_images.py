@@ -18,7 +18,8 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from forge_rl.sandbox.images import ImageError, ImageStore
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox.images import ImageError, ImageStore, Peers
 from forge_rl.sandbox.images.references import parse_reference
 from forge_rl.sandbox.images.unpack import OPAQUE
 from tests.images import (
@@ -488,3 +489,30 @@ async def test_a_dockerfile_is_built_where_a_builder_is(tmp_path: Path, monkeypa
     builder.write_text('#!/bin/sh\necho "no such base" >&2; exit 1\n')
     with pytest.raises(ImageError, match=r"buildah build failed for .*: no such base"):
         await ImageStore(tmp_path / "store").get(name)
+
+
+async def test_a_host_fetches_layers_from_a_peer_and_trusts_none(tmp_path: Path):
+    key = "a key of the job"
+    long_name = "/".join(["a" * 90] * 3)
+    twice = layer(member("f", b"1"), member("f", b"2"))
+    made = image([BASE, TOP, layer(member(long_name, os.urandom(3 << 20), uid=2**31)), twice])
+    with registry() as server:
+        reference = server.add(made, "it:1")
+        first = ImageStore(tmp_path / "first")
+        here = await first.get(reference)
+        with first.serve("127.0.0.1", 0, key) as port:
+            before = server.requests.copy()
+            for peer_key, layers_fetched in (("another key of some", 4), (key, 1)):  # one has a file twice
+                server.requests.clear()
+                peers = Peers(addresses=["http://127.0.0.1:9", f"http://127.0.0.1:{port}"], key=peer_key)
+                store = ImageStore(tmp_path / f"store{layers_fetched}", peers=peers)
+                there = await store.get(reference)
+                assert [read(folder) for folder in there.layers] == [read(folder) for folder in here.layers]
+                assert sum("/blobs/" in path for path in server.requests) == layers_fetched + 1
+            (here.layers[0] / "etc/name").write_bytes(b"evil")
+            await ImageStore(tmp_path / "third", peers=peers).get(reference)
+            assert server.requests[f"/v2/it/blobs/{made.layers[0]}"] == 1
+            assert before.keys() >= server.requests.keys()
+    assert key not in repr(peers)
+    with pytest.raises(ConfigError, match="a key of 5 letters"), first.serve("127.0.0.1", 0, "short"):
+        pass

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.images.image import Image as Image
     from forge_rl.sandbox.images.image import ImageError as ImageError
     from forge_rl.sandbox.images.image import ImageSettings as ImageSettings
+    from forge_rl.sandbox.images.peers import Peers as Peers
     from forge_rl.sandbox.images.store import ImageStore as ImageStore
 
 _NAMES: LazyNames[object] = LazyNames(
@@ -25,9 +26,10 @@ _NAMES: LazyNames[object] = LazyNames(
         "ImageError": "forge_rl.sandbox.images.image:ImageError",
         "ImageSettings": "forge_rl.sandbox.images.image:ImageSettings",
         "ImageStore": "forge_rl.sandbox.images.store:ImageStore",
+        "Peers": "forge_rl.sandbox.images.peers:Peers",
     }
 )
-__all__ = ["Image", "ImageError", "ImageSettings", "ImageStore"]
+__all__ = ["Image", "ImageError", "ImageSettings", "ImageStore", "Peers"]
 
 
 def __getattr__(name: str) -> object:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from forge_rl.sandbox.images.image import ImageError
+from forge_rl.sandbox.images.peers import Peers
 from forge_rl.sandbox.images.sources import BlobPlace, ImageSource, LayerBlob
 from forge_rl.sandbox.images.unpack import FILES, LayerLimits
 from forge_rl.system.folders import write_whole
@@ -123,7 +124,7 @@ class LayerStore:
                 os.utime(hold.fd)
                 os.close(self._holds.pop(diff_id).fd)
 
-    def obtain(self, work: LayerWork, source: ImageSource) -> None:
+    def obtain(self, work: LayerWork, source: ImageSource, peers: Peers | None) -> None:
         """Fetch and unpack a layer unless it is there, and hold it. Other processes wait for the one that does.
 
         Raises:
@@ -137,8 +138,9 @@ class LayerStore:
                 if self.hold(diff_id):
                     return
                 work.partial_fd = fd
-                place = source.fetch(blob, work)
-                self._unpack(work, place)
+                # What a registry sent before is gone on from there.
+                place = peers.fetch(blob, work) if peers is not None and not os.fstat(fd).st_size else None
+                self._unpack(work, place or source.fetch(blob, work))
             self.evict(self.max_bytes)
             if self.max_bytes is not None and (size := self.disk_bytes()) > self.max_bytes:
                 self.release(diff_id)

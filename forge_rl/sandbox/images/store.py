@@ -18,6 +18,7 @@ from forge_rl.sandbox.images.archives import LocalSource
 from forge_rl.sandbox.images.credentials import credential_files
 from forge_rl.sandbox.images.image import Image, ImageError, ImageSettings, settings_of
 from forge_rl.sandbox.images.layers import LayerProgress, LayerStore, LayerWork
+from forge_rl.sandbox.images.peers import Peers, serve_layers
 from forge_rl.sandbox.images.references import LocalReference, RegistryReference, parse_reference
 from forge_rl.sandbox.images.registry import RegistryAccess, RegistrySource
 from forge_rl.sandbox.images.sources import ImageContent, ImageSource, LayerBlob
@@ -26,6 +27,7 @@ from forge_rl.system.folders import make_private, write_whole
 from forge_rl.system.tasks import task_group
 
 _LAYERS_AT_A_TIME = 4
+_MIN_KEY = 16
 _TRIES = 3
 """How often a layer is fetched again that others evict meanwhile."""
 
@@ -68,6 +70,7 @@ class ImageStore:
         limits: largest layer that is unpacked.
         credentials: files with passwords for registries; None for those of docker, podman and skopeo.
         progress: called from threads.
+        peers: other hosts to ask for layers before their source; see `serve`.
 
     Raises:
         ConfigError: somebody else could have written to the folder.
@@ -82,6 +85,7 @@ class ImageStore:
         limits: LayerLimits | None = None,
         credentials: Sequence[Path] | None = None,
         progress: Callable[[LayerProgress], None] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.folder = folder.expanduser().absolute()
         make_private(self.folder, ConfigError, deep=False)
@@ -92,11 +96,12 @@ class ImageStore:
             mirrors={host: tuple(addresses) for host, addresses in (mirrors or {}).items()},
             credential_files=credential_files() if credentials is None else tuple(credentials),
         )
-        self._progress = progress
+        self._progress, self._peers = progress, peers
         self._threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="images")
         self._lookups = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
         self._guard = threading.Lock()
         self._work: dict[str, _Shared] = {}
+        self._written: set[tuple[str, str]] = set()
         self._contents: dict[tuple[object, ...], ImageContent] = {}
 
     async def get(self, reference: str) -> Image:
@@ -202,7 +207,32 @@ class ImageStore:
                 record = json.loads(path.read_bytes())
                 if not any(self._layers.status(diff_id) for diff_id in record["diff_ids"]):
                     path.unlink()
+                    self._written.clear()
         return freed
+
+    @contextlib.contextmanager
+    def serve(self, host: str, port: int, key: str) -> Iterator[int]:
+        """Serve the layers to other hosts' stores, whose `peers` name this one, for a block of code.
+
+        Args:
+            host: address to listen at, on a network that is the job's alone: layers are not encrypted on the way.
+            port: 0 for any; the context is the port.
+            key: of the peers; whoever has it can read all layers.
+        """
+        if len(key) < _MIN_KEY:
+            raise ConfigError(f"a key of {len(key)} letters can be guessed", hint=f"take {_MIN_KEY} letters or more")
+
+        @contextlib.contextmanager
+        def hold(diff_id: str) -> Iterator[bool]:
+            is_there = self._layers.hold(diff_id)
+            try:
+                yield is_there
+            finally:
+                if is_there:
+                    self._layers.release(diff_id)
+
+        with serve_layers(self._layers.layers, hold, (host, port), key) as served_port:
+            yield served_port
 
     def disk_bytes(self) -> int:
         """Return how much space the layers take."""
@@ -232,7 +262,7 @@ class ImageStore:
             shared = self._work.get(blob.diff_id)
             if shared is None or shared.work.is_unwanted.is_set():
                 work = LayerWork(blob, self._progress)
-                shared = _Shared(self._threads.submit(self._layers.obtain, work, source), work)
+                shared = _Shared(self._threads.submit(self._layers.obtain, work, source, self._peers), work)
                 self._work[blob.diff_id] = shared
             shared.waiters += 1
         try:
@@ -272,6 +302,9 @@ class ImageStore:
 
     def _note(self, reference: str, content: ImageContent) -> None:
         """Write down what an image is made of, so that it needs no registry again."""
+        if (reference, content.digest) in self._written:
+            return
+        self._written.add((reference, content.digest))
         path = self._record(content.digest)
         try:
             references = json.loads(path.read_bytes())["references"]

@@ -6,7 +6,7 @@ Imports nothing of this library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,11 +45,13 @@ class ByteStream:
     """Chunks of bytes, read by length.
 
     Args:
+        record: called with all bytes but those that `parts` has yielded.
         max_bytes: length at which reading fails, so that a bomb ends there.
     """
 
-    def __init__(self, chunks: Iterator[bytes], *, max_bytes: int) -> None:
+    def __init__(self, chunks: Iterator[bytes], record: Callable[[bytes], object], *, max_bytes: int) -> None:
         self._chunks, self._chunk, self._start = chunks, memoryview(b""), 0
+        self._record = record
         self.left_bytes = max_bytes
 
     def _more(self) -> bool:
@@ -82,8 +84,10 @@ class ByteStream:
         if end <= len(self._chunk):
             data = bytes(self._chunk[self._start : end])
             self._start = end
-            return data
-        return b"".join(self.parts(size))
+        else:
+            data = b"".join(self.parts(size))
+        self._record(data)
+        return data
 
     def is_at_end(self) -> bool:
         """Return whether nothing follows."""
@@ -94,9 +98,9 @@ class ByteStream:
 
     def drain(self) -> None:
         """Read all that follows."""
-        while self._more():
-            pass
-        self._start = len(self._chunk)
+        while self._start < len(self._chunk) or self._more():
+            self._record(bytes(self._chunk[self._start :]))
+            self._start = len(self._chunk)
 
 
 class HeaderStream(Protocol):

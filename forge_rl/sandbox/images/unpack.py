@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 from forge_rl.sandbox.images import tar_entries
+from forge_rl.sandbox.images.layer_headers import LayerHeaders
 from forge_rl.sandbox.images.layer_stream import ZSTD, CompressionError, layer_chunks
 from forge_rl.sandbox.images.tar_entries import ByteStream, TarEntry, TarError, read_entries
 from forge_rl.sandbox.inside import kernel
@@ -29,6 +30,7 @@ _WHITEOUT, _RESERVED, _OPAQUE_MARK = ".wh.", ".wh..wh.", ".wh..wh..opq"
 _MAX_NAME, _MAX_PATH, _MAX_TARGET = 255, 4095, 4095
 _MAX_DESCRIPTORS = 200
 _MAX_OMITTED = 100
+_MAX_MARK = 1 << 16
 _MAX_MEMORY = 8 << 30
 _PAGE = 4096
 _MAX_CHUNK = 1 << 20
@@ -60,6 +62,8 @@ class UnpackedLayer:
     """Digest of the uncompressed bytes."""
     disk_bytes: int
     """Space that the files take."""
+    tar_bytes: int
+    """Of the uncompressed layer."""
     entries: int
     omitted: list[str]
     """Devices, which sessions could not open: "PATH: device MAJOR:MINOR", the first 100."""
@@ -78,10 +82,12 @@ class LayerFolder:
 
     Args:
         root: descriptor of an empty folder that nobody else writes to.
+        headers: told where the content of files is.
     """
 
-    def __init__(self, root: int, limits: LayerLimits) -> None:
+    def __init__(self, root: int, limits: LayerLimits, headers: LayerHeaders) -> None:
         self.limits = limits
+        self._headers = headers
         self.counts = _Counts()
         self.owners: dict[str, list[int]] = {}
         """User, group and mode of files that have others in the image than here."""
@@ -100,10 +106,11 @@ class LayerFolder:
         path = self._checked_path(entry)
         parent, _, name = path.rpartition("/")
         if name.startswith(_RESERVED):
+            if entry.size > _MAX_MARK:
+                raise TarError(f"the mark {path!r} has {entry.size} bytes")
             if name == _OPAQUE_MARK:
                 os.setxattr(self._folder(parent), OPAQUE, b"y")
-            for _ in stream.parts(entry.size):
-                pass
+            stream.read(entry.size)
         elif name.startswith(_WHITEOUT):
             hidden = name.removeprefix(_WHITEOUT)
             if hidden in ("", ".", "..") or entry.size:
@@ -149,6 +156,7 @@ class LayerFolder:
                 raise TarError(f"{path!r} replaces a folder of the same layer") from None
             os.unlink(name, dir_fd=folder)
             self.owners.pop(path, None)
+            self._headers.forget()
             self._write(name, folder, path, entry, stream)
         self._note_owner(path, entry)
 
@@ -164,6 +172,7 @@ class LayerFolder:
                 os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
             finally:
                 os.close(fd)
+            self._headers.add_content(path, entry.size)
             self.counts.disk_bytes += -(-entry.size // _PAGE) * _PAGE
             return
         if entry.kind == tar_entries.HARD_LINK:
@@ -207,6 +216,7 @@ class LayerFolder:
             if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=folder)
                 self.owners.pop(path, None)
+                self._headers.forget()
                 os.mkdir(name, 0o700, dir_fd=folder)
 
     def _folder(self, path: str, *, make: bool = True) -> int:
@@ -275,19 +285,22 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
     """
     max_bytes = min(limits.bytes, max(limits.free_bytes, size * limits.ratio))
     digest = hashlib.sha256()
-    stream = ByteStream(_hashed(layer_chunks(fd, start, size), digest), max_bytes=max_bytes)
-    root = os.open(os.path.join(folder, FILES), _FOLDER)
-    layer = LayerFolder(root, limits)
-    for entry in read_entries(stream):
-        layer.add(entry, stream)
-    stream.drain()
-    layer.finish()
+    with LayerHeaders(folder) as headers:
+        chunks = _hashed(layer_chunks(fd, start, size), digest)
+        stream = ByteStream(chunks, headers.add, max_bytes=max_bytes)
+        layer = LayerFolder(os.open(os.path.join(folder, FILES), _FOLDER), limits, headers)
+        for entry in read_entries(stream):
+            layer.add(entry, stream)
+        stream.drain()
+        layer.finish()
     with open(os.path.join(folder, OWNERS), "w") as file:
         json.dump(layer.owners, file)
+        os.fchmod(file.fileno(), 0o600)
     counts = layer.counts
     return UnpackedLayer(
         diff_id=f"sha256:{digest.hexdigest()}",
         disk_bytes=counts.disk_bytes,
+        tar_bytes=max_bytes - stream.left_bytes,
         entries=counts.entries,
         omitted=counts.omitted,
     )
