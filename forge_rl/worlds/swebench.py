@@ -228,9 +228,14 @@ class _RowTests:
             "eval_type": truth["eval_type"],
         }
         python = await asyncio.to_thread(self._config.parser_python)
-        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
         process = await asyncio.create_subprocess_exec(
-            str(python), "-I", str(_PARSER), **pipes, env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+            str(python),
+            "-I",
+            str(_PARSER),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
         )
         try:
             async with asyncio.timeout(_PARSE_S):

@@ -42,7 +42,7 @@ _DEFAULT_HOMES = ("root", "home/*")
 def counted(changes: Sequence[Change], image: Image) -> list[Change]:
     """Return the changes that count when tests judge them, in order."""
     folders = [posixpath.normpath(path).lstrip("/") for path in image.settings.env.get("PATH", PATH).split(":")]
-    programs = _Programs(image, frozenset(folders))
+    programs = _ProgramFolders(image, frozenset(folders))
     counted_changes, dropped_folders = list[Change](), list[str]()
     for change in changes:
         is_below = any(change.path.startswith(f"{folder}/") for folder in dropped_folders)
@@ -54,7 +54,7 @@ def counted(changes: Sequence[Change], image: Image) -> list[Change]:
     return counted_changes
 
 
-class _Programs:
+class _ProgramFolders:
     """The programs of an image.
 
     Args:
@@ -78,7 +78,7 @@ class _Programs:
         return any(folder == path or folder.startswith(f"{path}/") for folder in self.folders)
 
 
-def _counts(change: Change, programs: _Programs) -> bool:
+def _counts(change: Change, programs: _ProgramFolders) -> bool:
     path, name = change.path, posixpath.basename(change.path)
     parts = path.split("/")
     is_folder = change.after is not None and stat.S_ISDIR(change.after.mode)
