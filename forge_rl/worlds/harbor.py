@@ -160,7 +160,7 @@ class HarborEnv:
             return SingleTurn(task)
         session: CodeSession = (
             harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
-            if task.truth["image"]
+            if task.truth.get("image")
             else HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
         )
         return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
@@ -255,6 +255,6 @@ def _task(task: HarborTask, source: str) -> Task:
         "folder": str(task.folder.absolute()),
         "config": dict(task.config),
         "has_script": task.has_script,
-        "image": task.image,
+        **({"image": task.image} if task.image else {}),  # what older checkpoints know of other tasks stays the same
     }
     return Task(id=task.name, source=source, messages=messages, truth=truth)
