@@ -32,7 +32,7 @@ libattr1 libbz2-1.0 libc-bin libc6 libgcc-s1 libgmp10 liblzma5 libpcre2-8-0 libs
 libuuid1 libsqlite3-0 libffi8 libreadline8 libncursesw6 libdb5.3 libexpat1 libnsl2 libtirpc3 libgssapi-krb5-2 libkrb5-3
 libk5crypto3 libkrb5support0 libcom-err2 libkeyutils1 media-types mawk ncurses-base ncurses-bin perl-base
 python3-minimal python3.11-minimal libpython3.11-minimal libpython3.11-stdlib python3.11 python3 git sed tar zlib1g"""
-_MUSL = "musl busybox-static"
+_PACKAGES = {"debian": _DEBIAN, "musl": "musl busybox-static"}
 _LAYERS = 12
 _SERVER = """
 import sys
@@ -55,12 +55,16 @@ class Config(BenchmarkConfig):
 
     gb: float = 2.0
     """Unpacked size of the large image in 10^9 bytes."""
+    images: tuple[str, ...] = ("debian", "musl", "large")
+    """Which images to build and measure."""
     repeats: int = 5
     """Repeats of each, after one warm-up."""
     folder: Path | None = None
     """Folder for images and stores; a temporary one by default."""
 
     def __post_init__(self) -> None:
+        if not self.images or not {*self.images} <= {"large", *_PACKAGES}:
+            raise BenchmarkError(f"the images are {self.images}", hint=f"choose of large, {', '.join(_PACKAGES)}")
         if self.repeats < LEAST_REPEATS or self.gb <= 0:
             raise BenchmarkError(
                 f"too little to measure: {self.repeats} repeats of {self.gb} GB",
@@ -81,13 +85,14 @@ def measure(config: Config, report: Report) -> None:
     """Build the images, and pull them in turn with the limit."""
     with tempfile.TemporaryDirectory(dir=config.folder, prefix="forge_rl-containers-") as scratch:
         folder = Path(scratch)
-        images = build_images(folder / "registry", config.gb)
+        images = build_images(folder / "registry", config.images, config.gb)
         with serve(folder / "registry") as host:
             measure_pulls(host, images, folder, config.repeats, report)
 
 
 def measure_pulls(host: str, images: Sequence[BuiltImage], folder: Path, repeats: int, report: Report) -> None:
     """Pull each image into an empty store, and unpack the same layers with tar."""
+    totals = dict.fromkeys(("pull_s", "tar_s", "pull_bytes", "tar_bytes"), 0.0)
     for built in images:
         seconds: dict[str, list[float]] = {"pull": [], "tar": []}
         cpu_seconds: dict[str, list[float]] = {"pull": [], "tar": []}
@@ -112,6 +117,11 @@ def measure_pulls(host: str, images: Sequence[BuiltImage], folder: Path, repeats
         ratio = median(cpu_seconds["pull"]) / median(cpu_seconds["tar"])
         report.measure(f"{built.name}_pull_cpu_over_limit", [ratio])
         report.measure(f"{built.name}_disk_over_layers", [sizes["pull"] / sizes["tar"]])
+        for kind in ("pull", "tar"):
+            totals[f"{kind}_s"] += median(seconds[kind])
+            totals[f"{kind}_bytes"] += sizes[kind]
+    report.measure("pull_over_limit", [totals["pull_s"] / totals["tar_s"]])
+    report.measure("disk_over_layers", [totals["pull_bytes"] / totals["tar_bytes"]])
 
 
 def _timed(store: Path, run: Callable[[Path], None]) -> tuple[float, float, int]:
@@ -150,7 +160,7 @@ def serve(folder: Path) -> Iterator[str]:
         process.communicate("")
 
 
-def build_images(folder: Path, gb: float) -> list[BuiltImage]:
+def build_images(folder: Path, names: Sequence[str], gb: float) -> list[BuiltImage]:
     """Build the images as blobs and tags in a folder.
 
     Raises:
@@ -161,10 +171,11 @@ def build_images(folder: Path, gb: float) -> list[BuiltImage]:
     images = []
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         roots = Path(scratch)
-        _packages(roots / "debian", _DEBIAN.split())
-        _packages(roots / "musl", _MUSL.split())
-        _python_layers(roots / "large", gb)
-        for name in ("debian", "musl", "large"):
+        for name in names:
+            if name == "large":
+                _python_layers(roots / name, gb)
+            else:
+                _packages(roots / name, _PACKAGES[name].split())
             layers = sorted((roots / name).iterdir())
             images.append(_image(folder, name, layers))
             print(f"built {name}: {sum(path.stat().st_size for path in images[-1].layers) / 1e6:.0f} MB", flush=True)

@@ -139,8 +139,9 @@ class Registry:
     ranges: bool = True
     requests: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
-    is_held: threading.Event = field(default_factory=threading.Event)
-    """Set while blobs go on being sent."""
+    held: set[str] = field(default_factory=set)
+    """Blobs that wait for `go_on`."""
+    go_on: threading.Event = field(default_factory=threading.Event)
 
     @property
     def host(self) -> str:
@@ -157,23 +158,28 @@ class Registry:
 def registry(**settings: Any) -> Iterator[Registry]:
     """Serve a registry for a block of code."""
     content = Registry(**settings)
-    content.is_held.set()
 
     class Handler(_Handler):
         registry = content
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), Handler)
     content.address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield content
     finally:
-        content.is_held.set()
+        content.go_on.set()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that was killed."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -203,7 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
             digest = wanted if wanted.startswith("sha256:") else own.tags.get(f"{repository}:{wanted}", "")
             data = own.blobs.get(digest)
             kind = json.loads(data).get("mediaType", OCI_MANIFEST) if isinstance(data, bytes) else ""
-            self._answer(200 if data else 404, data or b"", {"content-type": kind})
+            body = data if isinstance(data, bytes) else b""
+            self._answer(200 if body else 404, body, {"content-type": kind})
         else:
             self._blob(rest.partition("/blobs/")[2])
 
@@ -227,7 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
         end = start + own.breaks.pop(digest) if digest in own.breaks else size
         own.bytes_sent += min(end, size) - start
         if isinstance(data, bytes):
-            own.is_held.wait()
+            if digest in own.held:
+                own.go_on.wait()
             self.wfile.write(data[start:end])
         else:
             with data.open("rb") as file:

@@ -92,7 +92,7 @@ LAYERS: dict[str, tuple[Callable[[str], bytes], str]] = {
     "an unknown kind": (lambda _: raw(kind=b"V") + END, "unknown kind"),
     "a damaged header": (lambda _: raw().replace(b"0000644", b"0000645") + END, "damaged"),
     "entries after the end": (lambda _: raw() + bytes(512) + raw(), "followed by entries"),
-    "no archive": (lambda _: os.urandom(2048), "not a tar archive"),
+    "no archive": (lambda _: b"1" * 2048, "not a tar archive"),
 }
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from forge_rl.sandbox.images.image import ImageError
+from forge_rl.sandbox.images.layer_stream import ZSTD
 from forge_rl.sandbox.images.peers import Peers
 from forge_rl.sandbox.images.sources import BlobPlace, ImageSource, LayerBlob
 from forge_rl.sandbox.images.unpack import FILES, LayerLimits
@@ -275,8 +276,10 @@ class LayerStore:
             "folder": str(folder),
             "limits": asdict(self._limits),
         }
+        # Only zstd needs an installed package; without those Python starts in a third of the time.
+        no_packages = [] if os.pread(place.fd, len(ZSTD), place.start) == ZSTD else ["-S"]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-s", "-c", _PROGRAM, _ROOT, json.dumps(arguments)],
+            [sys.executable, "-P", "-s", *no_packages, "-c", _PROGRAM, _ROOT, json.dumps(arguments)],
             pass_fds=sorted({place.fd, work.partial_fd}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

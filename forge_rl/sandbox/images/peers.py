@@ -86,8 +86,7 @@ def serve_layers(
     class Handler(_Handler):
         layers = _SharedLayers(folder, hold, key)
 
-    server = ThreadingHTTPServer(address, Handler)
-    server.daemon_threads = True
+    server = _Server(address, Handler)
     thread = threading.Thread(target=server.serve_forever, name="image-peers", daemon=True)
     thread.start()
     try:
@@ -104,6 +103,13 @@ class _SharedLayers:
     hold: Callable[[str], contextlib.AbstractContextManager[bool]]
     key: str
     senders: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_SENDERS))
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a peer that went away."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -60,16 +61,14 @@ class RegistryAccess:
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses, such as "https://mirror.example", to ask before a registry; by its host, or "*" for all."""
     credential_files: tuple[Path, ...] = ()
-    client: httpx.Client = field(
-        default_factory=lambda: httpx.Client(
-            follow_redirects=True,
-            max_redirects=5,
-            timeout=_TIMEOUT,
-            headers={"accept-encoding": "identity", "user-agent": "forge-rl"},
-        )
-    )
     tokens: dict[tuple[str, str], str] = field(default_factory=dict, repr=False)
     """Values of the authorization header, by address and repository."""
+
+    @functools.cached_property
+    def client(self) -> httpx.Client:
+        """Connections, made on first use, as certificates take 30 ms to load."""
+        headers = {"accept-encoding": "identity", "user-agent": "forge-rl"}
+        return httpx.Client(follow_redirects=True, max_redirects=5, timeout=_TIMEOUT, headers=headers)
 
 
 class RegistrySource:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import stat
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,18 +18,21 @@ from pathlib import Path
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.images.archives import LocalSource
 from forge_rl.sandbox.images.credentials import credential_files
-from forge_rl.sandbox.images.image import Image, ImageError, ImageSettings, settings_of
+from forge_rl.sandbox.images.image import Image, ImageError, ImageSettings, check_digest, settings_of
 from forge_rl.sandbox.images.layers import LayerProgress, LayerStore, LayerWork
 from forge_rl.sandbox.images.peers import Peers, serve_layers
 from forge_rl.sandbox.images.references import LocalReference, RegistryReference, parse_reference
 from forge_rl.sandbox.images.registry import RegistryAccess, RegistrySource
 from forge_rl.sandbox.images.sources import ImageContent, ImageSource, LayerBlob
 from forge_rl.sandbox.images.unpack import LayerLimits
-from forge_rl.system.folders import make_private, write_whole
+from forge_rl.system.folders import make_private
 from forge_rl.system.tasks import task_group
 
 _LAYERS_AT_A_TIME = 4
 _MIN_KEY = 16
+_SCRATCH, _OLD_S = ".partial-", 3600.0
+_OF_INDEX = ".index"
+"""Suffix of files, named after an index, with the digest of its manifest for this machine."""
 _TRIES = 3
 """How often a layer is fetched again that others evict meanwhile."""
 
@@ -98,7 +103,8 @@ class ImageStore:
         )
         self._progress, self._peers = progress, peers
         self._threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="images")
-        self._lookups = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
+        self._lookups: dict[tuple[object, ...], Future[ImageContent]] = {}
+        self._lookup_threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
         self._guard = threading.Lock()
         self._work: dict[str, _Shared] = {}
         self._written: set[tuple[str, str]] = set()
@@ -129,14 +135,13 @@ class ImageStore:
                 else LocalSource(parsed, self._layers.partial)
             )
             if (content := self._known(reference, parsed)) is None:
-                content = await asyncio.get_running_loop().run_in_executor(self._lookups, source.content)
-                self._contents[_key(reference, parsed)] = content
+                content = await self._looked_up(_key(reference, parsed), source)
             settings = settings_of(content.config, reference)
             async with task_group() as group:
                 for blob in {blob.diff_id: blob for blob in content.layers}.values():
                     group.create_task(self._hold_layer(blob, source, reference, holds))
             image = self._image(reference, content, settings)
-            self._note(reference, content)
+            self._note(reference, parsed, content)
             yield image
         finally:
             for diff_id in holds:
@@ -208,6 +213,10 @@ class ImageStore:
                 if not any(self._layers.status(diff_id) for diff_id in record["diff_ids"]):
                     path.unlink()
                     self._written.clear()
+        for path in self._images.glob(f"{_SCRATCH}*"):  # of killed processes
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _OLD_S:
+                    path.unlink()
         return freed
 
     @contextlib.contextmanager
@@ -243,6 +252,19 @@ class ImageStore:
         content = self._contents.get(_key(reference, parsed))
         if content is None and isinstance(parsed, RegistryReference) and parsed.digest:
             return self._noted(parsed.digest)
+        return content
+
+    async def _looked_up(self, key: tuple[object, ...], source: ImageSource) -> ImageContent:
+        """Find out what an image is made of; all who ask at the same time wait for one answer."""
+        with self._guard:
+            if (future := self._lookups.get(key)) is None or future.done():
+                future = self._lookups[key] = self._lookup_threads.submit(source.content)
+        try:
+            content = await asyncio.shield(asyncio.wrap_future(future))
+        finally:
+            if future.done():
+                self._lookups.pop(key, None)
+        self._contents[key] = content
         return content
 
     async def _hold_layer(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
@@ -300,7 +322,7 @@ class ImageStore:
             settings=settings,
         )
 
-    def _note(self, reference: str, content: ImageContent) -> None:
+    def _note(self, reference: str, parsed: RegistryReference | LocalReference, content: ImageContent) -> None:
         """Write down what an image is made of, so that it needs no registry again."""
         if (reference, content.digest) in self._written:
             return
@@ -319,10 +341,24 @@ class ImageStore:
             "layers": [asdict(blob) for blob in content.layers],
             "config": content.config,
         }
-        write_whole(path, json.dumps(record))
+        self._write(path, json.dumps(record))
+        if isinstance(parsed, RegistryReference) and parsed.digest not in ("", content.digest):
+            self._write(self._record(parsed.digest).with_suffix(_OF_INDEX), content.digest)
+
+    def _write(self, path: Path, text: str) -> None:
+        """Write a file whole, which other processes may be writing too."""
+        scratch = self._images / f"{_SCRATCH}{os.urandom(8).hex()}"
+        try:
+            scratch.write_text(text)
+            scratch.replace(path)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise ImageError(f"{path} cannot be written: {error.strerror}", hint="free space on the disk") from error
 
     def _noted(self, digest: str) -> ImageContent | None:
         try:
+            with contextlib.suppress(FileNotFoundError):
+                digest = check_digest(self._record(digest).with_suffix(_OF_INDEX).read_text(), f"the index {digest}")
             record = json.loads(self._record(digest).read_bytes())
             layers = [LayerBlob(**layer) for layer in record["layers"]]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
