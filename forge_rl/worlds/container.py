@@ -118,9 +118,9 @@ class ContainerSession(CodeSession):
         changes: Sequence[Change] = ()
         pool, image = await self._image()
         if self._session is not None:
-            session, self._session = self._session, None
-            async with session:
-                changes = (await session.changes()).changes
+            model, self._session = self._session, None
+            async with model:
+                changes = (await model.changes()).changes
         attempt = Attempt(image=image, changes=changes)
         for retries_left in range(_MOST_LOST, -1, -1):
             async with pool.session(limits=self._container.limits, image=image) as session:

@@ -105,6 +105,7 @@ class SweBenchEnv:
 
     def __call__(self, task: Task) -> CodeWorld:
         """Make the environment of one episode."""
+        truth: Mapping[str, Any] = task.truth
         memory = self.memory_mib << 20
         limits = Limits(
             memory_bytes=memory,
@@ -115,13 +116,13 @@ class SweBenchEnv:
             output_bytes=_OUTPUT_BYTES,
         )
         container = Container(
-            reference=task.truth["image"],
+            reference=truth["image"],
             store=self.images,
             limits=limits,
             timeout_s=self.timeout_s,
             folder=self.folder,
         )
-        session = ContainerSession(container, _RowTests(task, self), hidden=task.truth["hidden"])
+        session = ContainerSession(container, _RowTests(task, self), hidden=truth["hidden"])
         return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
