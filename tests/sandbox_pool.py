@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from forge_rl.sandbox import CellError, Limits, Pool, PoolSession, Result, SandboxError, shared_pool
+from forge_rl.sandbox.images import Image
 from forge_rl.sandbox.pool import Profile
 
 T = TypeVar("T")
@@ -39,8 +41,13 @@ print(json.dumps(answer), file=sys.__stderr__)
 class SharedPool:
     """Runs coroutines beside an open pool."""
 
-    def __init__(self, profile: str, **settings: Any) -> None:
+    def __init__(
+        self, profile: str, *, image: Image | None = None, python: Sequence[str] = ("python3",), **settings: Any
+    ) -> None:
         self.profile = profile
+        self.image = image
+        """What all sessions see as their root."""
+        self.python = python
         without = [] if os.geteuid() == 0 else ["cgroup"]
         mine = {"profile": profile, "limits": LIMITS, "warm": 2, "sessions": 64, "servers": 1, "without": without}
         self.settings = mine | settings
@@ -53,6 +60,9 @@ class SharedPool:
         opened: asyncio.Future[Pool] = self.run(self._future())
         self.holding = asyncio.run_coroutine_threadsafe(self._hold(opened), self.loop)
         self.pool = self.run(self._wait(opened))
+        if self.image is not None:  # all sessions that tests open
+            self.pool.open = functools.partial(self.pool.open, image=self.image)  # type: ignore[method-assign]
+            self.pool.session = functools.partial(self.pool.session, image=self.image)  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.stop.set)
@@ -76,7 +86,7 @@ class SharedPool:
     async def run_in(self, session: PoolSession, code: str, **bounds: Any) -> Result:
         if self.profile != "process":
             return await session.run(code, **bounds)
-        result = await session.run(["python3", "-c", _AS_A_CELL, code], **bounds)
+        result = await session.run([*self.python, "-c", _AS_A_CELL, code], **bounds)
         if result.error is not None:
             return result
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,10 @@ def make_task(folder: Path, toml: str = "", instruction: str | None = "Do it.", 
 
 def test_tasks_are_read_from_a_folder_of_them_and_say_what_they_need(tmp_path: Path):
     make_task(tmp_path / "a", IMAGE)
-    make_task(tmp_path / "more" / "b", environment__Dockerfile="FROM scratch")
+    make_task(tmp_path / "more" / "b", environment__Dockerfile="FROM scratch", tests__test_sh="exit 0")
+    composed = {"environment__Dockerfile": "FROM scratch", "environment__docker-compose.yaml": ""}
+    make_task(tmp_path / "more" / "f", tests__test_sh="exit 0", **composed)
+    make_task(tmp_path / "more" / "g", IMAGE.replace("sort", "ready"), tests__test_sh="exit 0")
     make_task(tmp_path / "c", "[agent]\ntimeout_sec = 60.0\n")
     script = make_task(tmp_path / "d")
     (script / "tests").mkdir()
@@ -46,9 +50,12 @@ def test_tasks_are_read_from_a_folder_of_them_and_say_what_they_need(tmp_path: P
     for name in ("one", "two"):
         (steps / "steps" / name).mkdir(parents=True)
         (steps / "steps" / name / "instruction.md").write_text(f"Do {name}.")
+    has_builder = shutil.which("buildah") or shutil.which("podman")
     assert {task.name: task.needs for task in read_tasks(tmp_path)} == {
-        "acme/sort": "a container from ubuntu:24.04",
-        "b": "a container from environment/Dockerfile",
+        "acme/sort": "tests/test.sh, which a task with an image has",
+        "acme/ready": "",
+        "b": "" if has_builder else "buildah or podman, to build environment/Dockerfile",
+        "f": "several containers from environment/docker-compose.yaml",
         "c": "",
         "d": "",
         "e": "2 steps",
@@ -66,7 +73,7 @@ async def test_tasks_that_need_a_container_are_refused_or_left_out(tmp_path: Pat
     for number in range(3):
         make_task(tmp_path / f"u{number}", instruction=f"What is {number} + 1?")
     with pytest.raises(
-        ConfigError, match=r"10 of 13 tasks in .*\n  acme/sort0: .* ubuntu:24.04\n(.*\n)+  and 2 more"
+        ConfigError, match=r"10 of 13 tasks in .*\n  acme/sort0: tests/test.sh.*\n(.*\n)+  and 2 more"
     ) as caught:
         sources_of(build_environment(f"harbor:{tmp_path}"), 0)
     assert "skip=true" in caught.value.hint

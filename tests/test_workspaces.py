@@ -379,6 +379,16 @@ def test_changes_are_bounded_in_number_and_bytes(tmp_path: Path):
     for number in range(9):
         (mine / str(number)).write_bytes(bytes(10))
     folder = FolderDescriptor(os.open(mine, os.O_RDONLY), is_overlay=False)
-    found = read_changes(str(tmp_path / "base"), folder, most_changes=4, most_bytes=25)
+    found = read_changes([str(tmp_path / "base")], folder, most_changes=4, most_bytes=25)
     assert [change.after.data for change in found.changes if change.after] == [bytes(10), bytes(10), None, None]
     assert len(found.left_out) == 3
+
+
+def test_what_a_folder_that_was_made_again_no_longer_has_is_a_change(sandbox: SharedPool, base: Path):
+    (base / "package" / "inner").mkdir()
+    (base / "package" / "inner" / "c.py").write_text("1\n")
+    code = "shutil.rmtree('package'); os.makedirs('package/inner'); open('package/inner/d', 'w').close()"
+    changes, _ = changed_by(sandbox, base, f"import os, shutil\n{code}")
+    assert [(change.path, change.after is None) for change in changes.changes] == [
+        *(("package/a.py", True), ("package/b.py", True), ("package/inner/c.py", True), ("package/inner/d", False)),
+    ]

@@ -25,6 +25,7 @@ ENVIRONMENTS: LazyNames[Callable[..., Any]] = LazyNames(
         "python": "forge_rl.worlds.python:PythonEnv",
         "repository": "forge_rl.worlds.repository:RepositoryEnv",
         "shell": "forge_rl.worlds.shell:ShellEnv",
+        "swebench": "forge_rl.worlds.swebench:SweBenchEnv",
         "textarena": "forge_rl.worlds.textarena:TextArena",
         "tools": "forge_rl.envs.bundled_tools:tools",
         "user": "forge_rl.worlds.user:SimulatedUser",

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forge_rl.sandbox.host import Host, SessionStatus, readable, writable
+from forge_rl.sandbox.images.image import Image
 from forge_rl.sandbox.inside import frames, kernel
 from forge_rl.sandbox.inside.overlays import fork_name
 from forge_rl.sandbox.limits import CellError, Limits, SandboxError
@@ -24,9 +26,10 @@ MOST_HARNESS_TEXT = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class OpenWorkspace:
-    """A folder that a session sees as its own."""
+    """A folder, or the root of an image, that a session sees as its own."""
 
-    base: str
+    bases: tuple[str, ...]
+    """The folder; or the layers of the image, the lowest first."""
     changed: FolderDescriptor
     copied: str
     """Why the session works in a copy; "" if it has an overlay, which costs nothing until something changes."""
@@ -42,6 +45,8 @@ class Body:
     watched: SessionStatus
     workspace: OpenWorkspace | None = None
     network: SessionNetwork | None = None
+    image: Image | None = None
+    """What its commands see as their root."""
     folder: str = "0"
     """Name of its own folder, a neighbour of its workspace."""
 
@@ -63,11 +68,11 @@ class Body:
             self.channel.close()
 
 
-async def start_body(name: str, host: Host, limits: Limits, *workspace: int) -> Body:
+async def start_body(name: str, host: Host, limits: Limits, *workspace: int, layers: Sequence[str] = ()) -> Body:
     """Start a session on a server.
 
     Args:
-        workspace: see `Host.begin`.
+        workspace, layers: see `Host.begin`.
 
     Raises:
         SandboxError: the machine is full, or the server is gone.
@@ -76,7 +81,7 @@ async def start_body(name: str, host: Host, limits: Limits, *workspace: int) -> 
     ours.setblocking(False)
     try:
         with theirs:
-            body = Body(name, host, ours, await host.begin(name, limits, theirs, *workspace))
+            body = Body(name, host, ours, await host.begin(name, limits, theirs, *workspace, layers=layers))
     except BaseException:
         ours.close()
         raise
@@ -84,26 +89,33 @@ async def start_body(name: str, host: Host, limits: Limits, *workspace: int) -> 
     return body
 
 
-async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> Body:
-    """Start a session on a server with a folder as its workspace.
+async def start_body_in(name: str, host: Host, limits: Limits, folder: str | Image, layers: Sequence[str] = ()) -> Body:
+    """Start a session on a server with a folder as its workspace, or an image as the root of its commands.
+
+    Args:
+        layers: of the image; see `Host.begin`.
 
     Raises:
-        SandboxError: the folder does not exist, the machine is full, or the server is gone.
+        SandboxError: the folder does not exist, the machine is full or cannot mount images, or the server is gone.
     """
-    base = _detached(folder)
+    image = folder if isinstance(folder, Image) else None
+    bases = tuple(map(str, image.layers)) if image else (str(folder),)
+    base = [] if image else [_detached(str(folder))]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         try:
             with theirs:
-                body = await start_body(name, host, limits, base, theirs.fileno())
+                body = await start_body(name, host, limits, theirs.fileno(), *base, layers=layers)
         finally:
-            os.close(base)
+            for fd in base:
+                os.close(fd)
         try:
             reason, changes = _given_workspace(ours)  # sent before the session was ready
         except BaseException:
             await asyncio.shield(body.end())
             raise
-    return replace(body, workspace=OpenWorkspace(folder, FolderDescriptor(changes, is_overlay=not reason), reason))
+    changed = FolderDescriptor(changes, is_overlay=not reason)
+    return replace(body, workspace=OpenWorkspace(bases, changed, reason), image=image)
 
 
 def _given_workspace(channel: socket.socket) -> tuple[str, int]:
@@ -140,7 +152,7 @@ async def _ready(body: Body, limit_s: float) -> None:
             hello, _ = await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
         if "ready" in hello:
             return
-        cause = body.watched.cause or str(hello.get("failed", "it spoke out of turn"))
+        cause = str(hello.get("failed") or body.watched.cause or "it spoke out of turn")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CAUSE_S):
@@ -201,19 +213,20 @@ async def _prepared(fork: Body, parent: Body, limits: Limits, birth: socket.sock
     """
     if (workspace := parent.workspace) is None:
         return replace(fork, watched=await parent.host.prepare_fork(fork.name, parent.name, limits, birth))
-    base = _detached(workspace.base)
+    base = [] if parent.image else [_detached(*workspace.bases)]
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with mine:
         try:
             with theirs:
-                descriptors = (base, theirs.fileno(), workspace.changed.fd)
+                descriptors = (theirs.fileno(), workspace.changed.fd, *base)
                 is_overlay = workspace.changed.is_overlay
                 prepared = parent.host.prepare_fork(
                     fork.name, parent.name, limits, birth, *descriptors, is_overlay=is_overlay
                 )
-                fork = replace(fork, watched=await prepared)
+                fork = replace(fork, watched=await prepared, image=parent.image)
         finally:
-            os.close(base)
+            for fd in base:
+                os.close(fd)
         try:
             async with asyncio.timeout(_FORK_S):
                 await readable(asyncio.get_running_loop(), mine)

@@ -15,11 +15,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forge_rl.sandbox.images.image import Image
 from forge_rl.sandbox.inside import cells
 from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.pool import Pool
 from forge_rl.sandbox.providers.wire import SandboxWireError, result_from_json, result_to_json
 from forge_rl.sandbox.session import PoolSession
+from forge_rl.sandbox.workspaces.changes import Changes
 from forge_rl.system.result_cache import ResultCache, content_key
 
 T = TypeVar("T")
@@ -107,17 +109,24 @@ class DurableSessions:
         """By key, a session in that state, also those in use."""
         self._parked: OrderedDict[_SessionState, None] = OrderedDict()
 
-    def open(self, *, limits: Limits | None = None) -> DurableSession:
-        """Return a session, which starts nothing before a cell must run; its caller closes it."""
+    def open(self, *, limits: Limits | None = None, image: Image | None = None) -> DurableSession:
+        """Return a session, which starts nothing before a cell must run; its caller closes it.
+
+        Args:
+            limits, image: as of `Pool.open`.
+        """
         limits = limits or self.pool.limits
-        return DurableSession(self, limits, (content_key(self._root, asdict(limits)),), ())
+        about = [self._root, asdict(limits), *([] if image is None else [image.digest])]
+        return DurableSession(self, limits, (content_key(*about),), (), image)
 
     async def close(self) -> None:
         """Close the sessions that are kept."""
         while self._parked:
             await self._drop_parked()
 
-    async def nearest(self, keys: Sequence[bytes], limits: Limits) -> tuple[PoolSession, int]:
+    async def nearest(
+        self, keys: Sequence[bytes], limits: Limits, image: Image | None = None
+    ) -> tuple[PoolSession, int]:
         """Return a new session whose state includes as many of the actions as possible.
 
         Args:
@@ -140,9 +149,9 @@ class DurableSessions:
         session_limits = None if limits == self.pool.limits else limits
         while self._parked:
             with contextlib.suppress(SandboxError):
-                return await self.pool.open(limits=session_limits, wait_s=_PLACE_S), 0
+                return await self.pool.open(limits=session_limits, image=image, wait_s=_PLACE_S), 0
             await self._drop_parked()
-        return await self.pool.open(limits=session_limits), 0
+        return await self.pool.open(limits=session_limits, image=image), 0
 
     def changes(self, live: _SessionState) -> None:
         """Note that a session's state is about to change."""
@@ -177,9 +186,15 @@ class DurableSession:
     """Runs cells one at a time, and survives the death of their processes; made by `DurableSessions.open`."""
 
     def __init__(
-        self, sessions: DurableSessions, limits: Limits, keys: tuple[bytes, ...], log: tuple[_Action, ...]
+        self,
+        sessions: DurableSessions,
+        limits: Limits,
+        keys: tuple[bytes, ...],
+        log: tuple[_Action, ...],
+        image: Image | None = None,
     ) -> None:
         self.limits = limits
+        self.image = image
         self.was_kept: bool | None = None
         """Whether the latest cell's result came from the cache; None without a cache."""
         self._sessions = sessions
@@ -275,7 +290,18 @@ class DurableSession:
         """Return an independent copy, which starts nothing before it must run a cell. The caller closes it."""
         async with self._lock:
             self._check()
-            return DurableSession(self._sessions, self.limits, tuple(self._keys), tuple(self._log))
+            return DurableSession(self._sessions, self.limits, tuple(self._keys), tuple(self._log), self.image)
+
+    async def changes(self) -> Changes:
+        """Return all that differs from the session's image; see `PoolSession.changes`.
+
+        Raises:
+            SandboxError: as `run` does, or there is no image.
+        """
+        async with self._lock:
+            self._check()
+            _, changes = await self._surviving(lambda live: live.session.changes(leave_out=()))
+            return changes
 
     async def branch(self) -> PoolSession:
         """Return a plain session in the same state, which is not rebuilt if it dies. The caller closes it.
@@ -359,7 +385,7 @@ class DurableSession:
             await self._lose()
             live = None
         if live is None:
-            session, self._done = await self._sessions.nearest(self._keys, self.limits)
+            session, self._done = await self._sessions.nearest(self._keys, self.limits, self.image)
             live = self._live = _SessionState(session, self._keys[self._done])
             if self._lost:
                 self._sessions.counts["rebuilt"] += 1

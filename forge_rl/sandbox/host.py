@@ -50,6 +50,8 @@ class ServerSettings:
     """Memory of all its sessions together."""
     processes: int
     """Processes and threads of all its sessions together."""
+    images: str = ""
+    """Folder with the layers of images; "" for none."""
 
 
 class Host:
@@ -119,15 +121,18 @@ class Host:
         host._loop.add_reader(ours, host._receive)
         return host
 
-    async def begin(self, name: str, limits: Limits, control: socket.socket, *workspace: int) -> SessionStatus:
+    async def begin(
+        self, name: str, limits: Limits, control: socket.socket, *workspace: int, layers: Sequence[str] = ()
+    ) -> SessionStatus:
         """Ask for a session that answers on a channel; its descriptor, and the others, may be closed afterwards.
 
         Args:
-            workspace: descriptors of its folder, from `kernel.detached`, and of a channel by which the server sends
-                where changes are kept. None for a session without a workspace.
+            workspace: descriptors of a channel by which the server sends where changes are kept, and of the folder,
+                from `kernel.detached`. None for a session without a workspace, the channel alone for an image.
+            layers: of its image, relative to the settings' folder, the lowest first.
         """
         watched = self.sessions[name] = SessionStatus()
-        message = {"do": "start", "session": name, "limits": _as_json(limits)}
+        message = {"do": "start", "session": name, "limits": _as_json(limits), "layers": list(layers)}
         await self._send(message, [control.fileno(), *workspace])
         return watched
 
@@ -137,7 +142,8 @@ class Host:
         """Ask for the cgroups of a fork, which it enters by the other end of a birth channel; closes this one.
 
         Args:
-            workspace: descriptors as in `begin`, and of the folder with the parent's changes; none without a workspace.
+            workspace: descriptors of the owner's channel, of the folder with the parent's changes, and of the base if
+                there is one; none without a workspace.
             is_overlay: True if the server copies the changes, False if the fork copies its whole workspace.
         """
         watched = self.sessions[name] = SessionStatus()

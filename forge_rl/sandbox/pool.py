@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.bodies import Body, fork_body, start_body, start_body_in, with_network
 from forge_rl.sandbox.host import Host, ServerSettings
+from forge_rl.sandbox.images.image import Image
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.session import PoolSession
@@ -67,6 +68,8 @@ class Pool:
     """Folders of packages that sessions may import, such as a site-packages folder; they can read all of it."""
     preload: Sequence[str] = PRELOADED
     """Modules imported before sessions are forked."""
+    images: str | Path = ""
+    """Folder with the layers of images, such as that of an `ImageStore`; "" for a pool that opens no images."""
     without: Sequence[str] = ()
     """Layers of isolation that may be missing on this machine: "cgroup", "landlock", "seccomp"."""
 
@@ -83,6 +86,7 @@ class Pool:
             raise ConfigError(f"Pool(profile={self.profile!r})", hint="profiles are standard, strict and process")
         if unknown := set(self.without) - set(_OPTIONAL):
             raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
+        self._images = _images(self.images, self.profile) if self.images else ""
         memory_bytes = _available_bytes() * 3 // 4 if self.memory_bytes is None else self.memory_bytes
         self._settings = ServerSettings(
             profile=self.profile,
@@ -90,6 +94,7 @@ class Pool:
             preload=[] if self.profile == "process" else list(self.preload),
             without=list(self.without),
             memory_bytes=memory_bytes // self._num_servers,
+            images=self._images,
             processes=int(Path("/proc/sys/kernel/pid_max").read_text()) // 2 // self._num_servers,
         )
         self.hosts: list[Host] = []
@@ -134,12 +139,13 @@ class Pool:
         limits: Limits | None = None,
         undo: bool = False,
         workspace: str | Path | None = None,
+        image: Image | None = None,
         network: Sequence[str] = (),
         wait_s: float | None = None,
     ) -> AsyncIterator[PoolSession]:
         """Open a session for a block of code; see `open`."""
         async with await self.open(
-            limits=limits, undo=undo, workspace=workspace, network=network, wait_s=wait_s
+            limits=limits, undo=undo, workspace=workspace, image=image, network=network, wait_s=wait_s
         ) as session:
             yield session
 
@@ -149,6 +155,7 @@ class Pool:
         limits: Limits | None = None,
         undo: bool = False,
         workspace: str | Path | None = None,
+        image: Image | None = None,
         network: Sequence[str] = (),
         wait_s: float | None = None,
     ) -> PoolSession:
@@ -160,6 +167,9 @@ class Pool:
             workspace: a folder in which the session works as if it was its own, with its owner's files as the
                 session's. The folder never changes, and nobody should change it meanwhile; many sessions share it.
                 Where the kernel has no overlays for it, each session gets a copy, within its limits, and this warns.
+            image: what commands see as their root, writable, with its variables, user and working folder; its layers
+                never change, and all sessions share them. The image's programs have a loopback of their own and no
+                other network.
             network: addresses that Python code of the session may connect to by TCP, as HOST:PORT, and its forks with
                 it. A name that leads to a private address is refused; name that address itself.
             wait_s: how long to wait for a place; None for as long as it takes.
@@ -173,6 +183,8 @@ class Pool:
                 "commands have no network", hint='use Pool(profile="standard"), whose Python code has one'
             )
         folder = None if workspace is None else _resolved(workspace)
+        if image is not None:
+            self._check_image(image, has_workspace=folder is not None)
         try:
             async with asyncio.timeout(wait_s):
                 await self._places.acquire()
@@ -183,9 +195,9 @@ class Pool:
             ) from None
         try:
             limits = limits or self.limits
-            body = self._take_warm(limits) if folder is None else None
+            body = self._take_warm(limits) if folder is None and image is None else None
             if body is None:
-                body = await self._start(limits, folder)
+                body = await self._start(limits, folder if image is None else image)
             if addresses:
                 body = await with_network(body, addresses)
         except BaseException as error:
@@ -214,7 +226,26 @@ class Pool:
         self.opened["fresh"] += 1
         return None
 
-    async def _start(self, limits: Limits, workspace: str | None = None) -> Body:
+    def _check_image(self, image: Image, *, has_workspace: bool) -> None:
+        """Check that sessions of this pool can have an image as their root.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if self.profile != "process":
+            raise ConfigError(
+                f"a session of the image {image.reference} runs commands, and sessions of {self.profile} run Python",
+                hint='use Pool(profile="process", images=...); its commands may be the image\'s Python',
+            )
+        if has_workspace:
+            raise ConfigError("a session has a workspace or an image", hint="put the files into the image's session")
+        if not image.layers or not all(layer.is_relative_to(self._images or "/dev/null") for layer in image.layers):
+            raise ConfigError(
+                f"the layers of {image.reference} are not in Pool(images={str(self.images)!r})",
+                hint="name the folder of the store that has the image",
+            )
+
+    async def _start(self, limits: Limits, workspace: str | Image | None = None) -> Body:
         async with self._starting:
             if len(self.hosts) < self._num_servers or any(host.lost for host in self.hosts):
                 await self._start_servers()
@@ -222,7 +253,12 @@ class Pool:
             name = str(next(self._names))
             if workspace is None:
                 return await start_body(name, host, limits)
-            body = await start_body_in(name, host, limits, workspace)
+            layers = (
+                [str(layer.relative_to(self._images)) for layer in workspace.layers]
+                if isinstance(workspace, Image)
+                else []
+            )
+            body = await start_body_in(name, host, limits, workspace, layers)
         if body.workspace is not None and (reason := body.workspace.copied) and reason not in self._told:
             self._told.add(reason)
             warnings.warn(f"each session copies {workspace}, as an overlay of it failed: {reason}", stacklevel=2)
@@ -297,6 +333,15 @@ def _packages(folder: str | Path) -> str:
         cause = "is in /tmp, of which sessions have their own" if path.is_dir() else "is no folder"
         raise ConfigError(f"Pool(packages=...): {path} {cause}", hint="name a site-packages folder elsewhere")
     return str(path)
+
+
+def _images(folder: str | Path, profile: str) -> str:
+    if profile != "process":
+        raise ConfigError(f"Pool(profile={profile!r}, images=...)", hint='sessions of images need profile="process"')
+    path = os.path.realpath(folder)
+    if not os.path.isdir(path):
+        raise ConfigError(f"Pool(images=...): {path} is no folder", hint="name the folder of a store of images")
+    return path
 
 
 def _resolved(folder: str | Path) -> str:

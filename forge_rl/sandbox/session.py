@@ -14,10 +14,11 @@ from dataclasses import replace
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.bodies import MOST_HARNESS_TEXT, Body, receive, send, why_ended
+from forge_rl.sandbox.images.image import Image as ContainerImage
 from forge_rl.sandbox.inside import frames
 from forge_rl.sandbox.inside.commands import HOME
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, SandboxError, Usage
-from forge_rl.sandbox.workspaces.changes import APPLY, LEFT_OUT, Change, Changes, packed, read_changes
+from forge_rl.sandbox.workspaces.changes import APPLY, LEFT_OUT, Change, Changes, packed, read_changes, without_mounts
 from forge_rl.sandbox.workspaces.diffs import diff_text
 from forge_rl.system.tasks import TaskGroup
 
@@ -99,8 +100,9 @@ class PoolSession:
             wall_s: seconds for this cell instead of `limits.wall_s`.
             cpu_s: CPU seconds for this cell instead of `limits.cpu_s`.
             stdin: a command's standard input.
-            env: variables of a command, besides PATH, HOME, TMPDIR, LANG, USER and LOGNAME; nothing is inherited.
-            folder: where a command starts, relative to the session's folder.
+            env: variables of a command, besides PATH, HOME, TMPDIR, LANG, USER and LOGNAME, or besides those of its
+                image; nothing is inherited.
+            folder: where a command starts, relative to the session's folder, or to the image's working folder.
             folders: more folders of the session that a command sees, such as {"/app": "app"}: where, and a name, by
                 which files stay for commands that see it at the same place or another. Those that are not named are
                 out of a command's reach.
@@ -117,6 +119,8 @@ class PoolSession:
         if self._body.host.profile == "process":
             message |= {"command": _command(code), "env": _variables(env or {}), "folder": folder}
             message["folders"] = check_folders(folders or {})
+            if (image := self._body.image) is not None:
+                message |= _in_image(image, env or {}, folder, folders)
             data = stdin
         elif isinstance(code, str) and not (stdin or env or folder or folders):
             data = code.encode("utf-8", "replace")
@@ -169,7 +173,7 @@ class PoolSession:
             raise SandboxError(
                 f"{path} has {len(data)} bytes", hint=f"Limits:transfer_bytes is {self.limits.transfer_bytes}"
             )
-        await self._ask({"do": "put", "path": path}, data)
+        await self._ask({"do": "put", "path": self._path(path)}, data)
 
     async def get(self, path: str) -> bytes:
         """Read a file, relative to the session's folder, with the session's own rights.
@@ -177,7 +181,7 @@ class PoolSession:
         Raises:
             SandboxError: the file does not exist, is not regular, or is too large.
         """
-        return await self._ask({"do": "get", "path": path, "most": self.limits.transfer_bytes})
+        return await self._ask({"do": "get", "path": self._path(path), "most": self.limits.transfer_bytes})
 
     async def changes(self, *, leave_out: Collection[str] = LEFT_OUT) -> Changes:
         """Return what differs in the workspace from its base, also after the session was killed, until it is closed.
@@ -194,15 +198,16 @@ class PoolSession:
             state = "is closed" if self._closed else "has no workspace"
             raise SandboxError(f"the session {state}", hint="open it with pool.session(workspace=FOLDER)")
         async with self._lock:
-            return await asyncio.to_thread(
+            changes = await asyncio.to_thread(
                 read_changes,
-                workspace.base,
+                workspace.bases,
                 workspace.changed,
                 leave_out=leave_out,
                 most_file_bytes=self.limits.transfer_bytes,
                 most_bytes=self.limits.scratch_bytes,
                 most_changes=self.limits.scratch_files,
             )
+        return changes if self._body.image is None else without_mounts(changes)
 
     async def diff(self, *, leave_out: Collection[str] = LEFT_OUT) -> str:
         """Return what differs in the workspace from its base as a unified diff of at most 1 MiB; see `changes`.
@@ -219,6 +224,9 @@ class PoolSession:
         Raises:
             SandboxError: they do not fit, or something else is where they belong.
         """
+        if self._body.image is not None:
+            await self._ask({"do": "apply", "path": "changes", "folder": "/"}, packed(changes))
+            return
         runs_python = self._body.host.profile != "process"
         path = f"{'../' + self._body.folder if runs_python else '/tmp'}/.changes-{uuid.uuid4().hex}"
         code = APPLY.format(path=path)
@@ -274,6 +282,11 @@ class PoolSession:
 
     async def __aexit__(self, *raised: object) -> None:
         await asyncio.shield(self.close())
+
+    def _path(self, path: str) -> str:
+        """Return where a file is: of an image's, relative to its working folder."""
+        image = self._body.image
+        return path if image is None else posixpath.join("/", image.settings.working_folder, path)
 
     @property
     def _most_text(self) -> int:
@@ -342,6 +355,25 @@ def _command(code: str | Sequence[str]) -> str | list[str]:
     if not argv or not all(isinstance(part, str) for part in argv):
         raise ConfigError(f"a command is {argv!r:.80}", hint="give a program and its arguments, all strings")
     return argv
+
+
+def _in_image(
+    image: ContainerImage, env: Mapping[str, str], folder: str, folders: Mapping[str, str] | None
+) -> dict[str, object]:
+    """Return what a request to run a command in an image says besides the command.
+
+    Raises:
+        ConfigError: folders are named; an image has its own.
+    """
+    if folders:
+        raise ConfigError("a session of an image has no further folders", hint="use those of the image")
+    settings = image.settings
+    variables = {name: value for name, value in {**settings.env, **env}.items() if "\0" not in name + value}
+    return {
+        "env": _variables(variables),
+        "folder": posixpath.normpath(posixpath.join("/", settings.working_folder, folder)),
+        "user": settings.user,
+    }
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -36,12 +36,13 @@ async def run_code(code: str, *, limits: Limits | None = None) -> Result:
         return await session.run(code)
 
 
-async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = None) -> Pool:
+async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = None, images: str = "") -> Pool:
     """Return the pool of the running event loop, opened on first use; it closes when the loop ends.
 
     Args:
         packages: folders of packages, as of `Pool`; each set of them has a pool of its own.
         profile: of the pool; each has its own. None for `default_profile()`.
+        images: folder of a store of images, as of `Pool`; each has a pool of its own.
 
     Raises:
         SandboxError: this machine cannot isolate sessions, or the pool did not start.
@@ -49,10 +50,10 @@ async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = No
     loop, pools, profile = asyncio.get_running_loop(), _pools(), profile or default_profile()
     for pool_key in [pool_key for pool_key in pools if pool_key[0].is_closed()]:
         pools.pop(pool_key, None)
-    entry = pools.get(key := (loop, tuple(packages), profile))
+    entry = pools.get(key := (loop, tuple(packages), profile, images))
     if entry is None or entry.holder.done():
         opened: asyncio.Future[Pool] = loop.create_future()
-        entry = pools[key] = _PoolEntry(opened, loop.create_task(_hold(opened, packages, profile)))
+        entry = pools[key] = _PoolEntry(opened, loop.create_task(_hold(opened, packages, profile, images)))
     return await asyncio.shield(entry.opened)
 
 
@@ -75,7 +76,7 @@ async def a_cpu_of_shared_pool(profile: Profile | None = None) -> AsyncIterator[
     """Yield the shared pool of a profile to as many users at a time as there are CPUs, so that their time limits are
     fair."""
     pool = await shared_pool(profile=profile)
-    async with _pools()[asyncio.get_running_loop(), (), profile or default_profile()].cpus:
+    async with _pools()[asyncio.get_running_loop(), (), profile or default_profile(), ""].cpus:
         yield pool
 
 
@@ -104,14 +105,14 @@ class _PoolEntry:
 
 
 @functools.lru_cache(maxsize=1)
-def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...], Profile], _PoolEntry]:
+def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...], Profile, str], _PoolEntry]:
     return {}
 
 
-async def _hold(opened: asyncio.Future[Pool], packages: Sequence[str], profile: Profile) -> None:
+async def _hold(opened: asyncio.Future[Pool], packages: Sequence[str], profile: Profile, images: str) -> None:
     """Keep a pool open until the event loop ends, which cancels this task."""
     try:
-        async with Pool(packages=packages, profile=profile) as pool:
+        async with Pool(packages=packages, profile=profile, images=images) as pool:
             opened.set_result(pool)
             await asyncio.get_running_loop().create_future()
     except Exception as error:

@@ -9,6 +9,7 @@ from forge_rl.worlds.programs import Programs as Programs
 from forge_rl.worlds.python import PythonEnv as PythonEnv
 from forge_rl.worlds.repository import RepositoryEnv as RepositoryEnv
 from forge_rl.worlds.shell import ShellEnv as ShellEnv
+from forge_rl.worlds.swebench import SweBenchEnv as SweBenchEnv
 from forge_rl.worlds.textarena import TextArena as TextArena
 from forge_rl.worlds.unit_tests import UnitTests as UnitTests
 from forge_rl.worlds.user import SimulatedUser as SimulatedUser

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
 from forge_rl.sandbox.session import check_folders
 from forge_rl.types import Message, Task
-from forge_rl.worlds.code_world import CodeSettings, CodeWorld
+from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
+from forge_rl.worlds.harbor_image import harbor_container
 from forge_rl.worlds.harbor_trial import HarborSession, working_folder
 from forge_rl.worlds.shell import SHELL_TOOL
 
@@ -31,7 +33,7 @@ _IN_BLOCKS = (
     "You work in a shell. Write commands in a block that begins with ```sh, and you are shown their output. Files "
     "stay; each block starts in the task's folder. Once the task is done, answer without a block: then tests run."
 )
-_IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+_COMPOSED = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
 _NAMED = 8
 """Number of tasks listed in an error."""
 _DEPTH = 4
@@ -43,7 +45,7 @@ class HarborTask:
     """One task folder.
 
     [task] = read_tasks(Path("tasks/hello-world"))
-    task.needs  # "a container from environment/Dockerfile"
+    task.image  # "dockerfile:/tasks/hello-world/environment"
     """
 
     name: str
@@ -60,14 +62,24 @@ class HarborTask:
         return (self.folder / "tests" / "test.sh").is_file()
 
     @property
+    def image(self) -> str:
+        """Name of the task's image, as of `ImageStore.get`; "" if it has none."""
+        if image := (self.config.get("environment") or {}).get("docker_image"):
+            return str(image)
+        folder = self.folder / "environment"
+        return f"dockerfile:{folder.absolute()}" if (folder / "Dockerfile").is_file() else ""
+
+    @property
     def needs(self) -> str:
         """What the task needs that a sandbox session does not have; "" if nothing."""
         environment, verifier = (self.config.get(section) or {} for section in ("environment", "verifier"))
-        if image := environment.get("docker_image"):
-            return f"a container from {image}"
-        requirement = next((name for name in _IMAGES if (self.folder / "environment" / name).is_file()), "")
+        requirement = next((name for name in _COMPOSED if (self.folder / "environment" / name).is_file()), "")
         if requirement:
-            return f"a container from environment/{requirement}"
+            return f"several containers from environment/{requirement}"
+        if self.image and not self.has_script:
+            return "tests/test.sh, which a task with an image has"
+        if self.image.startswith("dockerfile:") and not (shutil.which("buildah") or shutil.which("podman")):
+            return "buildah or podman, to build environment/Dockerfile"
         if self.config.get("steps"):
             return f"{len(self.instructions)} steps"
         if verifier.get("environment") or verifier.get("environment_mode") == "separate":
@@ -80,58 +92,62 @@ class HarborTask:
         variables = [*(environment.get("env") or {}).values(), *(verifier.get("env") or {}).values()]
         if requirement := next((str(value) for value in variables if "${" in str(value)), ""):
             return f"the variable {requirement} of this machine"
-        return _needed_folder(working_folder(environment)) if self.has_script else ""
+        return _needed_folder(working_folder(environment)) if self.has_script and not self.image else ""
 
 
+@dataclass(frozen=True)
 class HarborEnv:
     """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks.
 
-    If a task has tests/test.sh, the model works in a shell, in a sandbox session without a network and with this
-    machine's programs, which begins with the files of the folder `environment` in the working folder (/app unless
+    If a task has tests/test.sh, the model works in a shell, in a sandbox session without a network. A task with an
+    image (`docker_image` in task.toml, or environment/Dockerfile) has a session of that image. Others have this
+    machine's programs, and begin with the files of the folder `environment` in the working folder (/app unless
     task.toml names another). A completion with commands in fenced blocks, or a call of the tool `shell`, runs them;
     any other completion ends the episode. Then test.sh runs in a fresh session with a copy of the model's files, and
-    the number in /logs/verifier/reward.txt or reward.json is the reward. Without a script, the model answers once,
-    and the run's reward scores the answer. Tasks that need a container are rejected.
-
-    Args:
-        folder: a task, or a folder of tasks.
-        skip: skip tasks that need a container, if there are others.
-        max_turns: maximum completions per episode; after the last, the tests run on the files as they are.
-        timeout_s: seconds that the commands of one completion may run.
-        memory_mib: memory of a session, unless task.toml sets memory_mb; a quarter of it is for files.
-        tool: show the model the schema of `shell`, for models trained to call tools. Blocks work as well.
-        held_out_share: share of held-out tasks; which ones depends only on their instructions.
+    the number in /logs/verifier/reward.txt or reward.json is the reward. With an image, changes that would run before
+    or beside the tests are left out: `forge_rl.sandbox.workspaces.image_changes` lists them. Without a script, the
+    model answers once, and the run's reward scores the answer. Tasks that need more, such as several containers or a
+    GPU, are rejected.
 
     Raises:
         ConfigError: the folder has no tasks, or an option is out of range.
         TaskError: a task cannot be read; names the file and the cause.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        skip: bool = False,
-        max_turns: int = 20,
-        timeout_s: float = 60.0,
-        memory_mib: int = 1024,
-        tool: bool = False,
-        held_out_share: float = 0.1,
-    ) -> None:
-        self.folder = Path(folder).expanduser()
-        self.timeout_s, self.memory_mib, self.held_out_share = timeout_s, memory_mib, held_out_share
+    folder: str
+    """A task, or a folder of tasks."""
+    _: KW_ONLY
+    skip: bool = False
+    """Skip tasks that need what a sandbox does not have, if there are others."""
+    max_turns: int = 20
+    """Maximum completions per episode; after the last, the tests run on the files as they are."""
+    timeout_s: float = 60.0
+    """Seconds that the commands of one completion may run."""
+    memory_mib: int = 1024
+    """Memory of a session, unless task.toml sets memory_mb; a part of it is for files."""
+    images: str = "~/.cache/forge_rl/images"
+    """Folder of images, shared by runs."""
+    tool: bool = False
+    """Show the model the schema of `shell`, for models trained to call tools. Blocks work as well."""
+    held_out_share: float = 0.1
+    """Share of held-out tasks; which ones depends only on their instructions."""
+    settings: CodeSettings = field(init=False, repr=False)
+    tasks: Sequence[HarborTask] = field(init=False, repr=False, compare=False)
+    """All tasks of the folder."""
+
+    def __post_init__(self) -> None:
         minimums = {"memory_mib": 64, "held_out_share": 0}
         check_flags(self, "--env harbor:", minimum=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
-        self.tasks = read_tasks(self.folder)
-        self._skip = skip
-        self._settings = CodeSettings(
+        settings = CodeSettings(
             flag="--env harbor:",
-            max_turns=max_turns,
-            timeout_s=timeout_s,
-            instruction="" if tool else _IN_BLOCKS,
+            max_turns=self.max_turns,
+            timeout_s=self.timeout_s,
+            instruction="" if self.tool else _IN_BLOCKS,
             languages=SHELL,
-            shows_schema=tool,
+            shows_schema=self.tool,
         )
+        object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "tasks", read_tasks(Path(self.folder).expanduser()))
 
     @property
     def in_process(self) -> bool:
@@ -142,30 +158,34 @@ class HarborEnv:
         """Make the environment of one episode."""
         if not task.truth["has_script"]:
             return SingleTurn(task)
-        session = HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
-        return CodeWorld(self._settings, task, tool=SHELL_TOOL, session=session)
+        session: CodeSession = (
+            harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
+            if task.truth.get("image")
+            else HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
+        )
+        return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
 
         Raises:
-            ConfigError: some tasks need a container; lists them.
+            ConfigError: some tasks need what a sandbox does not have; lists them.
             SandboxError: this machine cannot isolate the sessions that the others need.
         """
         refused_tasks = [task for task in self.tasks if task.needs]
         usable_tasks = [task for task in self.tasks if not task.needs]
-        if refused_tasks and not (self._skip and usable_tasks):
+        if refused_tasks and not (self.skip and usable_tasks):
             task_lines = "\n".join(f"  {task.name}: {task.needs}" for task in refused_tasks[:_NAMED])
             more = f"\n  and {len(refused_tasks) - _NAMED} more" if len(refused_tasks) > _NAMED else ""
             skip_hint = f"add skip=true to train on the other {len(usable_tasks)}, or " if usable_tasks else ""
             raise ConfigError(
                 f"{len(refused_tasks)} of {len(self.tasks)} tasks in {self.folder} need what a sandbox does not have:\n"
                 f"{task_lines}{more}",
-                hint=f"{skip_hint}run them with your own agent, start(agent=...): the sandbox has no images",
+                hint=f"{skip_hint}run them with your own agent, start(agent=...)",
             )
         if any(task.has_script for task in usable_tasks):
             check_layers("process")
-        name = f"harbor:{self.folder.name}"
+        name = f"harbor:{Path(self.folder).expanduser().name}"
         tasks = [_task(task, name) for task in usable_tasks]
         train, held_out = split(tasks, self.held_out_share, key=lambda task: task.prompt)
         return {name: TaskList(name, train, held_out, seed=seed)}
@@ -231,5 +251,10 @@ def _read(folder: Path) -> HarborTask:
 
 def _task(task: HarborTask, source: str) -> Task:
     messages: tuple[Message, ...] = ({"role": "user", "content": task.instructions[0]},)
-    truth = {"folder": str(task.folder.absolute()), "config": dict(task.config), "has_script": task.has_script}
+    truth = {
+        "folder": str(task.folder.absolute()),
+        "config": dict(task.config),
+        "has_script": task.has_script,
+        **({"image": task.image} if task.image else {}),  # what older checkpoints know of other tasks stays the same
+    }
     return Task(id=task.name, source=source, messages=messages, truth=truth)

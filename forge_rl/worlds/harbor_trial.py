@@ -1,4 +1,7 @@
-"""The shell of one episode of a Harbor task, and the task's own test script, which scores it."""
+"""The shell of one episode of a Harbor task, and the task's own test script, which scores it.
+
+A task without an image works in a session of this machine's programs; one with an image in a session of that.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from forge_rl.worlds.shell import shown_commands
 
 _WORK, _TESTS, _LOGS = "/app", "/tests", "/logs"
 _PROCESSES, _FILES, _SHARE = 128, 20_000, 4
-_TESTS_S = 600.0
+TESTS_S = 600.0
 """Harbor's default for a verifier's timeout."""
 _MOST_LOST = 8
 """How often the tests of one episode may lose their server."""
@@ -29,7 +32,7 @@ _READ = """for name in reward.json reward.txt; do
   if [ -e "/logs/verifier/$name" ]; then echo "$name"; exec head -c 65536 "/logs/verifier/$name"; fi
 done
 tail -c 2000 /logs/verifier/test-stdout.txt; exit 1"""
-_UNTRUSTED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+UNTRUSTED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """Variables of the tests, so that their Python runs nothing from the model's home folder."""
 
 
@@ -113,8 +116,8 @@ class HarborSession(CodeSession):
         variables = {str(name): str(value) for name, value in (self._verifier.get("env") or {}).items()}
         result = await session.run(
             ["/bin/sh", "-c", _VERIFY],
-            wall_s=float(self._verifier.get("timeout_sec") or _TESTS_S),
-            env={**self._variables, **_UNTRUSTED, **variables},
+            wall_s=float(self._verifier.get("timeout_sec") or TESTS_S),
+            env={**self._variables, **UNTRUSTED, **variables},
             folder=self._work,
             folders=folders,
         )

@@ -1,6 +1,7 @@
 """Attacks on the sandbox from inside of a session: each fails, harms no other session and leaves the server healthy."""
 
 import ast
+import contextlib
 import os
 import socket
 import struct
@@ -14,7 +15,8 @@ import pytest
 
 from forge_rl.sandbox import SandboxError
 from forge_rl.sandbox.inside import seccomp
-from tests.sandbox_pool import LIMITS, SharedPool
+from tests.container_images import busybox_layer, carried_python, debian_image, image_of
+from tests.sandbox_pool import LIMITS, SharedPool, opened_pool
 
 CALL = """import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -23,10 +25,37 @@ def call(*a): return libc.syscall(*a), ctypes.get_errno()
 """Then `call(...)` makes a system call, and returns its result and errno."""
 
 
-@pytest.fixture(params=["standard", *(pytest.param(name, marks=pytest.mark.long) for name in ("strict", "process"))])
+_LONG = ("strict", "process", "debian_image")
+
+
+@pytest.fixture(
+    params=[
+        "standard",
+        *(pytest.param(name, marks=pytest.mark.long) for name in _LONG),
+        pytest.param("musl_image", marks=pytest.mark.nightly),
+    ]
+)
 def sandbox(request: pytest.FixtureRequest) -> SharedPool:
-    """The pool of each profile; code runs as a cell, or as a program under bubblewrap."""
+    """The pool of each profile, and of two images; code runs as a cell, or as a program under bubblewrap."""
     return request.getfixturevalue(f"{request.param}_pool")
+
+
+@pytest.fixture(scope="module")
+def debian_image_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPool]:
+    """A pool whose sessions are of an image of Debian, in which they are root."""
+    store = tmp_path_factory.mktemp("store")
+    image = debian_image(store, env={"PYTHONDONTWRITEBYTECODE": "1"}, working_folder="/work")
+    yield from opened_pool("process", image=image, images=store)
+
+
+@pytest.fixture(scope="module")
+def musl_image_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPool]:
+    """A pool whose sessions are of an image with busybox and musl, to which the attacks bring their Python."""
+    store = tmp_path_factory.mktemp("store")
+    carried, python = carried_python(store)
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHOME": "/carried/usr"}
+    image = image_of(busybox_layer(store), carried, env=variables, working_folder="/work")
+    yield from opened_pool("process", image=image, python=python, images=store)
 
 
 @pytest.fixture(autouse=True)
@@ -142,12 +171,13 @@ def test_limits_cannot_be_raised(sandbox: SharedPool):
 
 # Files.
 
+_MACHINES = ("/etc/passwd", "/etc/shadow", "/x")
 _OWN_IN_PROCESS = (*(str(Path.home()), "/proc/1/environ", "/proc/1/mem", "/proc/sys/kernel/core_pattern", "/dev/shm"),)
 
 
 def test_what_a_command_sees_is_its_own(sandbox: SharedPool):
-    if sandbox.profile != "process":
-        pytest.skip("commands only")
+    if sandbox.profile != "process" or sandbox.image is not None:
+        pytest.skip("commands without an image only")
     own = "[open('/proc/1/environ').read(), os.listdir('/dev/shm'), os.listdir('/tmp'), os.listdir('/home')]"
     assert sandbox.value(f"import os; {own}") == "['', [], [], ['sandbox']]"
     seen = ast.literal_eval(sandbox.value(f"import os; sorted(os.walk({str(Path.home())!r}))[:3]") or "[]")
@@ -163,6 +193,8 @@ def test_what_a_command_sees_is_its_own(sandbox: SharedPool):
     ],
 )
 def test_the_machines_files_cannot_be_read(sandbox: SharedPool, path: str):
+    if sandbox.image is not None and any((layer / path[1:]).exists() for layer in sandbox.image.layers):
+        pytest.skip("is the image's own")
     if sandbox.profile == "process" and path in _OWN_IN_PROCESS:
         pytest.skip("is the session's own, or says nothing of others")
     code = f"import os\nos.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()"
@@ -174,11 +206,23 @@ def test_the_machines_files_cannot_be_read(sandbox: SharedPool, path: str):
     ["/etc/x", "/usr/x", "/usr/bin/x", "/x", "/proc/x", "/dev/x", f"{sys.base_prefix}/x", "/proc/self/mem2"],
 )
 def test_nothing_can_be_written_elsewhere(sandbox: SharedPool, path: str):
+    if sandbox.image is not None and not path.startswith(("/proc", "/dev")):
+        written = sandbox.cell(f"open({path!r}, 'w').close()").error
+        assert written is None or written.name == "FileNotFoundError"
+        assert not os.path.lexists(path)
+        assert not any((layer / path[1:]).exists() for layer in sandbox.image.layers)
+        assert sandbox.value(f"import os; os.path.lexists({path!r})") == "False"  # in another session
+        return
     assert sandbox.refused(f"open({path!r}, 'w')") in ("FileNotFoundError", "PermissionError", "OSError")
 
 
 def test_what_all_sessions_run_cannot_be_changed(sandbox: SharedPool):
     for path in ("json.__file__", "'/bin/sh'", "'/etc/passwd'"):
+        if sandbox.image is not None:
+            spoilt = f"import json\nopen({path}, 'r+b').write(b'spoilt'); open({path}, 'rb').read(6)"
+            assert sandbox.value(spoilt) == "b'spoilt'"
+            assert sandbox.value(f"import json\nopen({path}, 'rb').read(6)") != "b'spoilt'"  # in another session
+            continue
         assert sandbox.refused(f"import json\nopen({path}, 'r+b')") in ("PermissionError", "OSError")
 
 
@@ -206,14 +250,25 @@ def test_other_sessions_files_cannot_be_found(sandbox: SharedPool):
 
 @pytest.mark.parametrize("link", ["/etc/shadow", "/proc/1/environ", "../../x", "/dev/zero"])
 def test_links_lead_transfers_nowhere(sandbox: SharedPool, link: str):
+    def machines() -> list[int]:
+        return [os.path.lexists(name) and os.stat(name).st_mtime_ns for name in _MACHINES]
+
+    before = machines()
+
     async def work():
         async with sandbox.pool.session() as session:
             await sandbox.run_in(session, f"import os; os.symlink({link!r}, 'x'); os.symlink('/etc', 'folder')")
-            if (sandbox.profile, link) == ("process", "/proc/1/environ"):
+            if (sandbox.profile, link, sandbox.image) == ("process", "/proc/1/environ", None):
                 assert await session.get("x") == b""
             else:
                 with pytest.raises(SandboxError, match="could not transfer"):
                     await session.get("x")
+            if sandbox.image is not None:  # whose own files these are
+                await session.put("folder/passwd", b"root::0:0::/:/bin/sh")
+                with contextlib.suppress(SandboxError):
+                    await session.put("x", b"1")
+                assert machines() == before
+                return
             with pytest.raises(SandboxError, match="could not transfer"):
                 await session.put("folder/passwd", b"root::0:0::/:/bin/sh")
             if link != "/dev/zero":
@@ -305,9 +360,14 @@ DANGEROUS = {
 }  # fmt: skip
 
 
+_NETWORK_CALLS = ("socket", "bind", "connect", "listen", "setsockopt")
+
+
 def test_dangerous_system_calls_are_refused(sandbox: SharedPool):
     column = list(seccomp.ARCHITECTURES).index(os.uname().machine)
     numbers = {name: pair[column] for name, pair in DANGEROUS.items() if pair[column] >= 0}
+    if sandbox.image is not None:  # whose network is empty
+        numbers = {name: number for name, number in numbers.items() if name not in _NETWORK_CALLS}
     code = f"{CALL}{{name: call(n, 0, 0, 0, 0, 0, 0) for name, n in {numbers}.items()}}"
     result = ast.literal_eval(sandbox.value(code))
     assert {name for name, answer in result.items() if answer != (-1, 1)} == set()
@@ -350,6 +410,10 @@ def test_no_privileges_are_held_or_gained(sandbox: SharedPool):
     assert {status[f"Cap{kind}"] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
     assert (status["NoNewPrivs"], status["Seccomp"], status["Groups"].strip()) == ("1", "2", "")
     assert len(set(status["Uid"].split())) == 1
+    if sandbox.image is not None:  # whose root is another user outside
+        uids = [line.split() for line in ast.literal_eval(sandbox.value("open('/proc/self/uid_map').readlines()"))]
+        assert [(inside, count) for inside, _, count in uids] == [("0", "1")]
+        return
     assert int(status["Uid"].split()[0]) not in (0, os.getuid())
 
 
@@ -369,7 +433,37 @@ def test_programs_with_setuid_stay_what_they_are(sandbox: SharedPool):
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
 def test_no_sockets(sandbox: SharedPool, family: str):
+    if sandbox.image is not None and family in ("AF_INET", "AF_INET6", "AF_UNIX"):
+        pytest.skip("an image's programs have a network of their own")
+    if sandbox.image is not None:
+        assert sandbox.refused(f"import socket; socket.socket(socket.{family})") == "OSError"
+        return
     assert sandbox.refused(f"import socket; socket.socket(socket.{family})") == "PermissionError"
+
+
+def test_the_network_of_an_image_leads_nowhere(sandbox: SharedPool):
+    """Its programs reach each other, and neither this machine nor another."""
+    if sandbox.image is None:
+        pytest.skip("other sessions have no sockets")
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        port = listener.getsockname()[1]
+        code = f"""
+            import socket
+            def reached(host, port):
+                try: return bool(socket.create_connection((host, port), 2).close() or True)
+                except OSError as error: return error.errno
+            mine = socket.create_server(("127.0.0.1", 0))
+            hosts = ["127.0.0.1", "10.0.0.1", "169.254.169.254", "1.1.1.1", "{socket.gethostname()}"]
+            [reached(host, {port}) for host in hosts], reached("localhost", mine.getsockname()[1])
+        """
+        result = sandbox.cell(textwrap.dedent(code))
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert result.error is None, result
+    outside, inside = ast.literal_eval(result.value)
+    assert True not in outside
+    assert inside is True
 
 
 def test_abstract_sockets_of_the_machine_cannot_be_reached(sandbox: SharedPool):
@@ -384,10 +478,13 @@ def test_abstract_sockets_of_the_machine_cannot_be_reached(sandbox: SharedPool):
             f"a.sendto(b'x', {name + b'd'!r})",
             f"socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {name + b'd'!r})",
             f"a.sendmsg([b'x'], [], 0, {name + b'd'!r})",
+            f"socket.socket(socket.AF_UNIX).connect({name!r})",
+            f"socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', {name + b'd'!r})",
         ):
             assert sandbox.refused(f"import socket\na, b = socket.socketpair()\n{attack}") in (
                 "PermissionError",
                 "OSError",
+                "ConnectionRefusedError",  # in an empty network
             )
         with pytest.raises(BlockingIOError):
             box.recv(1)
@@ -424,9 +521,11 @@ def test_no_descriptors_are_inherited(sandbox: SharedPool):
 
 
 def test_no_variables_are_inherited(sandbox: SharedPool):
-    assert set(ast.literal_eval(sandbox.value("import os; list(os.environ)"))) == {
-        *("PATH", "LANG", "USER", "LOGNAME", "HOME", "TMPDIR", "PWD")
-    }
+    seen_names = set(ast.literal_eval(sandbox.value("import os; list(os.environ)")))
+    if sandbox.image is not None:
+        assert seen_names - {"PWD", "LC_CTYPE"} == {"PATH", "HOME", *sandbox.image.settings.env}
+        return
+    assert seen_names == {*("PATH", "LANG", "USER", "LOGNAME", "HOME", "TMPDIR", "PWD")}
     if sandbox.profile != "process":
         assert sandbox.refused("open('/proc/self/environ').read()") == "PermissionError"
     seen = sandbox.value("import subprocess; subprocess.check_output(['cat', '/proc/self/environ'])")

@@ -18,7 +18,19 @@ _ATTACKS = (
 @needs_root
 @pytest.mark.long
 @pytest.mark.usefixtures("process_pool")
-def test_the_attacks_fail_without_root(tmp_path: Path):
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["-m", "long", "tests/security/test_sandbox_escapes.py", "-k", f"(strict or process) and ({_ATTACKS})"],
+        ["tests/test_image_sessions.py"],
+        pytest.param(
+            ["-m", "long", "tests/security/test_sandbox_escapes.py", "-k", f"debian_image and ({_ATTACKS})"],
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["attacks", "images", "attacks in an image"],
+)
+def test_sessions_hold_without_root(tests: list[str]):
     python = python_of_all()
     if python is None:
         pytest.skip("other users can run no Python of this version here")
@@ -26,9 +38,8 @@ def test_the_attacks_fail_without_root(tmp_path: Path):
     home.mkdir()
     os.chown(home, NOBODY, NOBODY)
     packages = next(path for path in sys.path if path.endswith("site-packages"))
-    attacks = ["tests/security/test_sandbox_escapes.py", "-k", f"(strict or process) and ({_ATTACKS})"]
     done = subprocess.run(
-        [python, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "long", *attacks],
+        [python, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
         cwd=ROOT,
         env={"HOME": str(home), "TMPDIR": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{packages}"},
         user=NOBODY,

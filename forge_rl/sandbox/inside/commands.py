@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from forge_rl.sandbox.inside import cells, cgroups, frames, kernel
+from forge_rl.sandbox.inside import cells, cgroups, frames, images, kernel
 
 HOME, WORKSPACE = "/home/sandbox", "/workspace"
 INSIDE_UID = 1000
@@ -34,8 +34,7 @@ _ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 _CONFINED = (
-    *("--unshare-user", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)),
-    *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--cap-drop", "ALL", "--new-session", "--die-with-parent", "--clearenv"),
 )
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -102,6 +101,8 @@ class _Command:
     """Where it starts, below the workspace or its home."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Folders of the session to mount: the name of each, by the path at which the command sees it."""
+    user: str = ""
+    """User of an image that it is."""
 
 
 @dataclass
@@ -133,8 +134,11 @@ class Commands:
     """The folder in which commands start instead of their home; "" for none."""
     home: str = field(default_factory=os.getcwd)
     """The folder with what commands see as their home and as /tmp."""
+    has_image: bool = False
+    """Whether the workspace is what commands see as their root."""
 
     def __post_init__(self) -> None:
+        self._users: dict[str, images.User] = {}
         for name in ("home", "tmp"):
             os.mkdir(name, 0o700)
         self._bwrap = bubblewrap()
@@ -142,7 +146,10 @@ class Commands:
         self._programs = [path for folder in self.folders if os.path.isdir(path := os.path.join(folder, "bin"))]
 
     def serve(self) -> NoReturn:
-        cells.serve(self, {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork})
+        answers: dict[str, cells.Answer] = {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork}
+        if self.has_image:
+            answers |= {"put": self._put_in_image, "get": self._get_of_image, "apply": self._apply}
+        cells.serve(self, answers)
 
     def check(self) -> str:
         """Run a command; return why bubblewrap cannot, or ""."""
@@ -151,9 +158,10 @@ class Commands:
 
     def _run(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         line = message["command"]
-        argv = [self._shell, "-c", line] if isinstance(line, str) else list(map(str, line))
         error: list[str] | None = None
         try:
+            shell = images.shell(self._root()) if self.has_image and isinstance(line, str) else self._shell
+            argv = [shell, "-c", line] if isinstance(line, str) else list(map(str, line))
             command = _Command(
                 argv=argv,
                 stdin=data,
@@ -163,6 +171,7 @@ class Commands:
                 env=message["env"] or {},
                 folder=str(message["folder"]),
                 folders=message["folders"],
+                user=str(message.get("user") or ""),
             )
             ended = self._execute(command)
         except (OSError, ValueError) as raised:
@@ -207,6 +216,30 @@ class Commands:
             return frames.encode({"failed": f"more than {max_bytes} bytes"})
         return frames.encode({}, ended.out)
 
+    def _root(self) -> images.Root:
+        return images.Root(self.workspace)
+
+    def _put_in_image(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        """Write a file of the image's root by this process: the image may have no program that could."""
+        try:
+            self._root().write(str(message["path"]), data)
+        except (OSError, ValueError) as error:
+            return frames.encode({"failed": str(error)})
+        return frames.encode({})
+
+    def _get_of_image(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        try:
+            return frames.encode({}, self._root().read(str(message["path"]), int(message["most"])))
+        except (OSError, ValueError) as error:
+            return frames.encode({"failed": str(error)})
+
+    def _apply(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        try:
+            self._root().apply(data, str(message["folder"]))
+        except (OSError, ValueError) as error:
+            return frames.encode({"failed": str(error)})
+        return frames.encode({})
+
     def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         def settle(fds: list[int]) -> None:
             old = list(self.meters.values())
@@ -227,7 +260,12 @@ class Commands:
             ValueError: an argument or variable contains a NUL.
         """
         start_cpu_s, start_kills = self._cpu_s(), self._count("kills")
-        arguments = [*self._confinement(command.env, command.folder, command.folders), "--", *command.argv]
+        confinement = (
+            self._image_confinement(command)
+            if self.has_image
+            else self._confinement(command.env, command.folder, command.folders)
+        )
+        arguments = [*confinement, "--", *command.argv]
         if any("\0" in argument for argument in arguments):
             raise ValueError("a command contains a NUL")
         running, stdin = self._start(arguments, command.output_bytes, command.cpu_s)
@@ -248,9 +286,33 @@ class Commands:
             memory_bytes=int(memory),
         )
 
+    def _image_confinement(self, command: _Command) -> list[str]:
+        """Return bubblewrap's arguments for a command of an image: its root, with /proc, /dev and /etc/hosts of ours.
+
+        Raises:
+            OSError: the image does not know its user.
+        """
+        if command.user not in self._users:
+            self._users[command.user] = images.user(self._root(), command.user)
+            with open(f"{self.home}/hosts", "w") as file:
+                file.write(images.HOSTS)
+            os.chmod(f"{self.home}/hosts", 0o644)
+        user = self._users[command.user]
+        arguments = ["bwrap", *_CONFINED, "--uid", str(user.uid), "--gid", str(user.gid)]
+        for name, value in {"PATH": images.PATH, "HOME": user.home, **command.env}.items():
+            arguments += ["--setenv", name, value]
+        arguments += ["--bind", self.workspace, "/", "--proc", "/proc", "--tmpfs", "/dev"]
+        for name in _DEVICES:
+            arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        for target, place in _LINKS:
+            arguments += ["--symlink", target, place]
+        arguments += ["--bind", f"{self.home}/tmp", "/dev/shm", "--ro-bind", f"{self.home}/hosts", "/etc/hosts"]
+        arguments += ["--dir", "/tmp", "--dir", command.folder]
+        return [*arguments, "--remount-ro", "/proc", "--remount-ro", "/dev", "--chdir", command.folder]
+
     def _confinement(self, env: dict[str, str], folder: str, folders: Mapping[str, str]) -> list[str]:
         """Return bubblewrap's arguments: what a command sees, and nothing else."""
-        arguments = ["bwrap", *_CONFINED]
+        arguments = ["bwrap", *_CONFINED, "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)]
         path = ":".join([_SEARCHED, *self._programs])
         for name, value in {**_ENVIRONMENT, "PATH": path, **env}.items():
             arguments += ["--setenv", name, value]
@@ -320,6 +382,8 @@ class Commands:
             kernel.open_to_own_user(True)
             with open("/proc/self/oom_score_adj", "w") as file:  # commands are killed before this session's own process
                 file.write("1000")
+            if self.has_image:
+                os.umask(0o022)  # programs of images are used to it, and nobody else gets into the session's folder
             if cpu_s is not None:
                 seconds = int(cpu_s) + 2
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

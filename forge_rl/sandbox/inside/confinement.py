@@ -36,6 +36,10 @@ class Lineage:
     members: dict[str, list[str]] = field(default_factory=dict)
     """Sessions, each with the names of its folders in the scratch folder: its own, and its workspace if it has one."""
     has_workspace: bool = False
+    layers: list[str] = field(default_factory=list)
+    """Paths of its image's layers in the server's store, the lowest first; empty without an image."""
+    space: int = -1
+    """Descriptor of its mount namespace, if it has an image."""
     to_copy: int = -1
     """Descriptor of the workspace's base if its first process has to copy it."""
 
@@ -51,6 +55,8 @@ class Confinement:
     def __init__(self, config: dict[str, Any], *, has_cgroups: bool) -> None:
         missing = config["missing"]
         self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
+        # Programs of images have the loopback of a network namespace of their own, and nothing else.
+        self.image_filter = b"" if "seccomp" in missing else seccomp.session_filter(has_network=True)
         self.landlock = 0 if "landlock" in missing or config["profile"] == "process" else kernel.landlock_version()
         self.strict = config["profile"] == "strict"
         self.process = config["profile"] == "process"
@@ -127,7 +133,7 @@ class Confinement:
                 os.closerange(low + 1, high)
             resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
             if self.process:
-                self._serve_commands(channel, workspace, limits, meters)
+                self._serve_commands(channel, workspace, limits, meters, has_image=bool(lineage.layers))
             cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"], workspace).serve()
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -136,9 +142,16 @@ class Confinement:
             os._exit(1)
 
     def _serve_commands(
-        self, channel: socket.socket, workspace: str, limits: dict[str, Any], meters: Sequence[cgroups.Meter]
+        self,
+        channel: socket.socket,
+        workspace: str,
+        limits: dict[str, Any],
+        meters: Sequence[cgroups.Meter],
+        *,
+        has_image: bool,
     ) -> NoReturn:
-        served = commands.Commands(channel, limits["output_bytes"], self.filter, self.packages)
+        filter_program = self.image_filter if has_image else self.filter
+        served = commands.Commands(channel, limits["output_bytes"], filter_program, self.packages, has_image=has_image)
         served.meters = {meter.kind: meter for meter in meters}
         served.workspace = workspace
         served.serve()

@@ -21,6 +21,7 @@ READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 3
 """Flags of `mount`."""
 _INTO_CGROUP, _PARENT, _CHILD_SETTID, _CHILD_CLEARTID = 0x200000000, 0x8000, 0x01000000, 0x00200000
 _MOUNT_SETATTR, _CLONE3, _OPEN_TREE, _MOVE_MOUNT = 442, 435, 428, 429  # the same everywhere, as are Landlock's
+_OPENAT2 = 437
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -72,15 +73,16 @@ def detached(folder: str) -> int:
     return _checked(_libc.syscall(_OPEN_TREE, -100, os.fsencode(folder), clone | close_on_exec), "open_tree")
 
 
-def attach(tree: int, target: str, users: int) -> None:
+def attach(tree: int, target: str, users: int | None) -> None:
     """Mount a detached folder read-only, with its files' owners as a user namespace maps them.
 
     Args:
         tree: from `detached`; attached only once.
-        users: descriptor of the user namespace, whose own ids are those on the disk.
+        users: descriptor of the user namespace, whose own ids are those on the disk; None to leave them.
     """
     at_itself, owners_mapped, from_itself = 0x1000, 0x100000, 4
-    attributes = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES | owners_mapped, 0, 0, users)
+    flags = READ_ONLY | NO_SETUID | NO_DEVICES | (0 if users is None else owners_mapped)
+    attributes = struct.pack("QQQQ", flags, 0, 0, users or 0)
     _checked(_libc.syscall(_MOUNT_SETATTR, tree, b"", at_itself, attributes, len(attributes)), "mount_setattr")
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, target.encode(), from_itself), "move_mount")
 
@@ -89,6 +91,13 @@ def attach_at(tree: int, place: int) -> None:
     """Mount a detached folder at an open folder, which may have been renamed since it was opened."""
     from_itself, at_itself = 4, 0x40
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", place, b"", from_itself | at_itself), "move_mount")
+
+
+def open_within(root: int, path: str, flags: int, mode: int = 0) -> int:
+    """Open a path as if an open folder was the root, for links and `..` too, also while they are changed."""
+    in_root = 0x10
+    options = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, in_root)
+    return _checked(_libc.syscall(_OPENAT2, root, os.fsencode(path), options, len(options)), path)
 
 
 def enter_mounts(space: int) -> None:

@@ -1,6 +1,7 @@
-"""Shows a folder of the owner's to one session as its own, writable, while the folder itself never changes.
+"""Shows a folder of the owner's, or an image's layers, to one session as its own, writable, while they never change.
 
-Runs in the fork server, or in a session's init, and imports nothing of this library but its neighbour.
+Runs in the fork server, in a session's init or in its first process, and imports nothing of this library but its
+neighbour.
 """
 
 from __future__ import annotations
@@ -14,16 +15,29 @@ from typing import BinaryIO, NamedTuple
 
 from forge_rl.sandbox.inside import kernel
 
-HIDDEN = ("/base", "/changes", "/merged")
+HIDDEN = ("/base", "/changes", "/links", "/merged")
 """Empty folders of the server's root, only root's, where parts of an overlay are mounted while it is made."""
+LAYERS = "/layers"
+"""The store of images in the server's root, only root's."""
 NAME = "workspace"
 """The folder inside of a session's scratch folder."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A renamed folder is copied by programs, as between disks: all changes are then plain files in one place.
-_OPTIONS = "lowerdir=/base,upperdir=/changes/upper,workdir=/changes/work,redirect_dir=off,metacopy=off,index=off"
+_OPTIONS = "upperdir=/changes/upper,workdir=/changes/work,index=off"
+_MOST_OPTIONS = 3500
+"""Bytes of the names of layers in the options of a mount, of which the kernel takes a page."""
+_OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 
 
-_OPAQUE = "trusted.overlay.opaque"
+class Lower(NamedTuple):
+    """What an overlay shows where nothing has changed."""
+
+    tree: int
+    """Descriptor from `kernel.detached`: the folder, or the one that has the layers."""
+    users: int | None
+    """Descriptor of the user namespace that maps its owner to the session; None if they are the same."""
+    layers: Sequence[str] = ()
+    """Paths below `tree`, the lowest first, of an image; nothing if the tree itself is shown."""
 
 
 class ForkFolder(NamedTuple):
@@ -45,28 +59,52 @@ def mount(base: int, scratch: str, uid: int, *, most_bytes: int, most_files: int
     Raises:
         OSError: this kernel, or the base's file system, cannot do it.
     """
-    place, users = os.path.join(scratch, NAME), _user_namespace(base, uid)
-    return _mounted(base, users, place, uid, None, most_bytes=most_bytes, most_files=most_files)
+    place, lower = os.path.join(scratch, NAME), Lower(base, _user_namespace(base, uid))
+    return _mounted(lower, place, uid, None, most_bytes=most_bytes, most_files=most_files)
 
 
-def mount_fork(base: int, changes: int, place: ForkFolder, space: int, *, most_bytes: int, most_files: int) -> int:
+def mount_image(layers: Sequence[str], scratch: str, uid: int, *, most_bytes: int, most_files: int) -> int:
+    """Mount an image's layers at the empty NAME in a session's scratch folder; return a descriptor of its changes.
+
+    Args:
+        layers: paths below LAYERS, the lowest first.
+        most_bytes, most_files: limits on what changes, copies of changed files included.
+
+    Raises:
+        OSError: a layer is missing, or this kernel, or the file system of the store, cannot do it.
+    """
+    place = os.path.join(scratch, NAME)
+    return _mounted(image_lower(layers, uid), place, uid, None, most_bytes=most_bytes, most_files=most_files)
+
+
+def image_lower(layers: Sequence[str], uid: int) -> Lower:
+    """Open the store of images for one overlay of layers."""
+    tree = kernel.detached(LAYERS)
+    is_own = os.stat(tree).st_uid == uid  # without root, this user's number is that of all its sessions
+    return Lower(tree, None if is_own else _user_namespace(tree, uid), tuple(layers))
+
+
+def mount_fork(
+    base: int | Sequence[str], changes: int, place: ForkFolder, space: int, *, most_bytes: int, most_files: int
+) -> int:
     """Mount an overlay with a copy of another's changes; return a descriptor of its own folder of changes.
 
     Sessions run in the scratch folder meanwhile, and may do anything there. Leaves this process in their namespace.
 
     Args:
-        base: a descriptor of its own from `kernel.detached`.
+        base: a descriptor of its own from `kernel.detached`; or the layers of an image, as of `mount_image`.
         changes: the descriptor that `mount` returned for the other.
         space: descriptor of the mount namespace in which the scratch folder is seen.
 
     Raises:
         OSError: the changes do not fit, or the folder exists.
     """
-    users = _user_namespace(base, place.uid)  # while /proc is this process's
+    # While /proc is this process's.
+    lower = Lower(base, _user_namespace(base, place.uid)) if isinstance(base, int) else image_lower(base, place.uid)
     kernel.enter_mounts(space)
     folder = make_folder(*place)
     kernel.unshare(kernel.NEW_MOUNTS)  # others make overlays by the same hidden folders
-    changes_fd = _mounted(base, users, "/merged", place.uid, changes, most_bytes=most_bytes, most_files=most_files)
+    changes_fd = _mounted(lower, "/merged", place.uid, changes, most_bytes=most_bytes, most_files=most_files)
     overlay = kernel.detached("/merged")
     kernel.enter_mounts(space)
     kernel.attach_at(overlay, folder)
@@ -104,30 +142,47 @@ def remove(scratch: str, names: Sequence[str]) -> None:
         shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)  # follows no link
 
 
-def _mounted(
-    base: int, users: int, place: str, uid: int, changes: int | None, *, most_bytes: int, most_files: int
-) -> int:
+def _mounted(lower: Lower, place: str, uid: int, changes: int | None, *, most_bytes: int, most_files: int) -> int:
     hidden = kernel.NO_SETUID | kernel.NO_DEVICES
-    base_status = os.stat(base)
+    base_mode = 0o755 if lower.layers else stat.S_IMODE(os.stat(lower.tree).st_mode)
     mounted = []
     try:
-        kernel.attach(base, "/base", users)
+        kernel.attach(lower.tree, "/base", lower.users)
         mounted.append("/base")
         kernel.mount("tmpfs", "/changes", "tmpfs", hidden, f"size={most_bytes},nr_inodes={most_files},mode=700")
         mounted.append("/changes")
         for name in ("upper", "work"):
             os.mkdir(f"/changes/{name}", 0o700)
         os.chown("/changes/upper", uid, uid)
-        os.chmod("/changes/upper", stat.S_IMODE(base_status.st_mode) | 0o700)
+        os.chmod("/changes/upper", base_mode | 0o700)
         upper = os.open("/changes/upper", _FOLDER)
         if changes is not None:
             _copy_changes(changes, upper, uid)
-        kernel.mount("overlay", place, "overlay", hidden, _OPTIONS)
+        kernel.mount("overlay", place, "overlay", hidden, f"{_lower_option(lower.layers, mounted)},{_OPTIONS}")
         return upper
     finally:  # the overlay keeps its own hold of both
-        os.close(users)
+        if lower.users is not None:
+            os.close(lower.users)
+        os.chdir("/")
         for path in mounted:
             kernel.unmount(path)
+
+
+def _lower_option(layers: Sequence[str], mounted: list[str]) -> str:
+    """Return the part of an overlay's options that names what is below; appends what it mounts for that."""
+    if not layers:
+        return "redirect_dir=off,metacopy=off,lowerdir=/base"
+    names = list(layers)
+    os.chdir("/base")
+    if sum(len(name) + 1 for name in names) > _MOST_OPTIONS:
+        kernel.mount("tmpfs", "/links", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=700")
+        mounted.append("/links")
+        os.chdir("/links")
+        for place, name in enumerate(names):
+            os.symlink(f"/base/{name}", str(place))
+        names = [str(place) for place in range(len(names))]
+    # With marks in attributes of users, the kernel neither redirects folders nor copies metadata alone.
+    return f"userxattr,lowerdir={':'.join(reversed(names))}"
 
 
 def _copy_changes(source: int, target: int, uid: int) -> None:
@@ -140,8 +195,9 @@ def _copy_changes(source: int, target: int, uid: int) -> None:
             with _opened(name, source) as inner_source, _opened(name, target) as inner_target:
                 _copy_changes(inner_source, inner_target, uid)
                 os.fchmod(inner_target, status.st_mode & 0o777)
-                with contextlib.suppress(OSError):  # no such mark
-                    os.setxattr(inner_target, _OPAQUE, os.getxattr(inner_source, _OPAQUE))
+                for mark in _OPAQUE:
+                    with contextlib.suppress(OSError):  # no such mark
+                        os.setxattr(inner_target, mark, os.getxattr(inner_source, mark))
         elif kind == stat.S_IFLNK:
             os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
         elif kind == stat.S_IFREG:

@@ -83,7 +83,9 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
             surroundings.enter_namespaces()
         else:
             kernel.unshare(surroundings.NAMESPACES)
-        surroundings.build_root([sys.base_prefix, *config["packages"]], config["profile"], config["rootless"])
+        surroundings.build_root(
+            [sys.base_prefix, *config["packages"]], config["profile"], config["rootless"], config["images"]
+        )
         server = os.fork()
         if server == 0:
             config["number"] = keeper
@@ -225,7 +227,7 @@ class _SessionServer:
         name, do = str(message["session"]), message["do"]
         try:
             if do == "start":
-                yield from self._start(name, message["limits"], *fds)
+                yield from self._start(name, message["limits"], message["layers"], *fds)
             elif do == "fork":
                 birth = socket.socket(fileno=os.dup(fds[0]))
                 self._prepare_fork(name, message, birth, fds[1:])
@@ -242,18 +244,29 @@ class _SessionServer:
             for fd in fds:
                 os.close(fd)
 
-    def _start(self, name: str, limits: dict[str, Any], control: int, *workspace: int) -> Iterator[None]:
+    def _start(
+        self, name: str, limits: dict[str, Any], layers: list[str], control: int, *workspace: int
+    ) -> Iterator[None]:
+        """Start a session.
+
+        Args:
+            layers: of its image, below LAYERS; none without an image.
+            workspace: descriptors of the owner's channel and of the base; the channel alone with an image.
+        """
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
         lineage = self.sessions[name] = Lineage(
-            folder="/tmp" if self.strict else f"/tmp/{name}", uid=uid, has_workspace=bool(workspace)
+            folder="/tmp" if self.strict or layers else f"/tmp/{name}",
+            uid=uid,
+            has_workspace=bool(workspace),
+            layers=layers,
         )
         lineage.members[name] = ["0", overlays.NAME] if workspace else ["0"]
         # Beside many busy processes, a new group may wait long for its first turns: it is entered when all is ready.
         doors, last = self.tree.doors(name, "memory", "pids"), self.tree.doors(name, "cpu")
         unified = self.tree.unified(name)
         try:
-            if not self.strict:
+            if not (self.strict or layers):
                 os.mkdir(lineage.folder, 0o700)
                 _mount_scratch(lineage, limits)
                 if workspace:
@@ -272,14 +285,34 @@ class _SessionServer:
                 birth.close()
                 self.inits[lineage.init] = lineage
             else:
-                pid = kernel.fork_into(unified)
+                # A session of an image has mounts of its own: those of a thousand others would slow down its commands.
+                pid = kernel.fork_into(unified, kernel.NEW_MOUNTS if layers else 0)
                 if pid == 0:
+                    if layers:
+                        self._enter_image(lineage, limits, control, *workspace)
                     meters = self.tree.meters(name) if self.process else []
                     self.confinement.become_session(lineage, limits, control, doors, last, meters)
                 self.pids[pid] = name
+                if layers:
+                    lineage.space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             for fd in [*doors, *last, *([unified] if unified is not None else [])]:
                 os.close(fd)
+
+    def _enter_image(self, lineage: Lineage, limits: dict[str, Any], control: int, owner: int) -> None:
+        """Make the root of a session's commands, in the process and the mount namespace of the session."""
+        try:
+            kernel.unmount("/tmp")
+            _mount_scratch(lineage, limits)
+            os.mkdir(os.path.join(lineage.folder, overlays.NAME), 0o700)
+            bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
+            _tell_of_workspace(
+                owner, b"workspace", overlays.mount_image(lineage.layers, lineage.folder, lineage.uid, **bounds)
+            )
+        except OSError as error:
+            with contextlib.suppress(OSError), socket.socket(fileno=control) as channel:
+                channel.sendall(frames.encode({"failed": f"its image cannot be mounted here: {error}"}))
+            os._exit(1)
 
     def _become_init(
         self,
@@ -329,7 +362,8 @@ class _SessionServer:
         """Make a fork's cgroups and workspace, before its session forks. It waits until its birth channel lets it in.
 
         Args:
-            workspace: descriptors of the base, of the owner's channel, and of the changes to copy, if there is one.
+            workspace: descriptors of the owner's channel, of the changes to copy, and of the base, if there is one; an
+                image has no base.
         """
         try:
             if message["of"] not in self.sessions:
@@ -346,7 +380,7 @@ class _SessionServer:
             self._fork_workspace(lineage, name, message, *workspace)
 
     def _fork_workspace(
-        self, lineage: Lineage, name: str, message: dict[str, Any], base: int, owner: int, changes: int
+        self, lineage: Lineage, name: str, message: dict[str, Any], owner: int, changes: int, *base: int
     ) -> None:
         """Copy a workspace for a fork, in a process in the fork's cgroups, which tells the owner."""
         doors, unified = self.tree.doors(name, *cgroups.CONTROLLERS), self.tree.unified(name)
@@ -361,7 +395,8 @@ class _SessionServer:
                     place = overlays.ForkFolder(lineage.folder, overlays.fork_name(name), lineage.uid)
                     space = self._space_of(lineage)
                     if message["is_overlay"]:
-                        changes_fd = overlays.mount_fork(base, changes, place, space, **bounds)
+                        lower = lineage.layers or base[0]
+                        changes_fd = overlays.mount_fork(lower, changes, place, space, **bounds)
                     else:  # the fork itself copies it
                         kernel.enter_mounts(space)
                         changes_fd = overlays.make_folder(*place)
@@ -376,6 +411,8 @@ class _SessionServer:
 
     def _space_of(self, lineage: Lineage) -> int:
         """Open the mount namespace in which a lineage's folders are seen."""
+        if lineage.space >= 0:
+            return os.dup(lineage.space)
         return os.open(f"/proc/{lineage.init or 'self'}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
     def _expect(self, name: str, birth: socket.socket, *, fork: bool) -> None:
@@ -474,7 +511,9 @@ class _SessionServer:
             return
         if lineage.init:
             os.kill(lineage.init, signal.SIGKILL)
-        elif not self.strict:
+        elif lineage.space >= 0:
+            os.close(lineage.space)  # with which the last of its mounts go
+        elif not (self.strict or lineage.layers):
             with contextlib.suppress(OSError):  # it may have failed to be mounted
                 kernel.unmount(lineage.folder)
             with contextlib.suppress(OSError):
@@ -526,7 +565,7 @@ def _uids(number: int) -> tuple[int, int]:
     return first_uid + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
 
 
-def _show_workspace(lineage: Lineage, limits: dict[str, Any], base: int, owner: int) -> None:
+def _show_workspace(lineage: Lineage, limits: dict[str, Any], owner: int, base: int) -> None:
     """Make a session's workspace; send its owner the folder with the changes, and the reason if it is a copy."""
     reason = ""
     place = os.path.join(lineage.folder, overlays.NAME)

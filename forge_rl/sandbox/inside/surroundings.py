@@ -43,14 +43,19 @@ def enter_namespaces() -> None:
         ) from None
 
 
-def build_root(folders: list[str], profile: str, rootless: bool) -> None:
-    """Make a root that shows only the system's programs, Python and empty folders, in this mount namespace."""
+def build_root(folders: list[str], profile: str, rootless: bool, images: str = "") -> None:
+    """Make a root that shows only the system's programs, Python and empty folders, in this mount namespace.
+
+    Args:
+        images: the store of images, for `overlays.mount_image`; "" for none.
+    """
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     root = "/tmp"  # exists everywhere, and is hidden by this from here on
     # Java does not start without its folders in /etc.
     etc_names = [*_ETC, *(name for name in os.listdir("/etc") if name.startswith("java"))]
     etc = {name: os.path.join("/etc", name) for name in etc_names if os.path.exists(os.path.join("/etc", name))}
     opened = {path: os.open(path, os.O_PATH) for path in folders if os.path.isdir(path)}
+    store = os.open(images, os.O_PATH) if images else -1
     kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SETUID, "size=16m,mode=755")
     for path in SYSTEM:
         if os.path.islink(path):
@@ -74,6 +79,10 @@ def build_root(folders: list[str], profile: str, rootless: bool) -> None:
         os.mkdir(root + name, 0o711)
     for name in overlays.HIDDEN:
         os.mkdir(root + name, 0o700)
+    if images:
+        os.mkdir(root + overlays.LAYERS, 0o700)
+        kernel.bind_read_only(f"/proc/self/fd/{store}", root + overlays.LAYERS)
+        os.close(store)
     if rootless:  # the kernel lets it mount /proc only where it sees one
         kernel.mount("/proc", f"{root}/proc", flags=kernel.BIND | kernel.RECURSIVE)
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=711")

@@ -17,7 +17,9 @@ LEFT_OUT = (".git", "__pycache__", ".pytest_cache")
 """Names of files and folders whose changes are left out by default."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_DEPTH = 100
-_OPAQUE = "trusted.overlay.opaque"
+_OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
+_MOUNTED = ("proc", "dev", "etc/hosts")
+"""What commands of an image see of ours in place of its own."""
 
 
 class FolderDescriptor:
@@ -45,6 +47,10 @@ class Entry:
     """Content of a file, or target of a link; None if it has none, or was too large to be read."""
 
 
+_WHITEOUT = Entry(mode=stat.S_IFCHR)
+"""How overlays and their layers delete. Sessions can make no devices."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A path that a session has changed. Path and content were chosen by the session: they may be anything."""
@@ -66,8 +72,18 @@ class Changes:
     """What is missing above, each with the reason."""
 
 
+def without_mounts(changes: Changes) -> Changes:
+    """Return the changes of an image's root without the places where something is mounted for its commands."""
+    kept_changes = [
+        change
+        for change in changes.changes
+        if not any(change.path == place or change.path.startswith(f"{place}/") for place in _MOUNTED)
+    ]
+    return Changes(changes=kept_changes, left_out=changes.left_out)
+
+
 def read_changes(
-    base: str,
+    bases: Sequence[str],
     session_folder: FolderDescriptor,
     *,
     leave_out: Collection[str] = LEFT_OUT,
@@ -78,7 +94,7 @@ def read_changes(
     """Compare a workspace with its base.
 
     Args:
-        base: folder of the base.
+        bases: folder of the base; or the layers of an image, the lowest first.
         session_folder: folder with what the session changed, or with its whole workspace.
         leave_out: names of files and folders to leave out wherever they are.
         most_file_bytes: content of larger files is left out.
@@ -86,11 +102,11 @@ def read_changes(
         most_changes: paths that are listed.
     """
     reader = _ChangeReader(session_folder.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
-    root = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        changes = list(reader.folder("", root, session_folder.fd, merged=session_folder.is_overlay, depth=0))
-    finally:
-        os.close(root)
+    with contextlib.ExitStack() as stack:
+        roots = [os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for base in reversed(bases)]
+        for root in roots:
+            stack.callback(os.close, root)
+        changes = list(reader.folder("", roots, session_folder.fd, merged=session_folder.is_overlay, depth=0))
     return Changes(changes=changes, left_out=reader.left_out)
 
 
@@ -104,22 +120,23 @@ class _ChangeReader:
     left_out: list[str] = field(default_factory=list)
 
     def folder(
-        self, path: str, base: int | None, session_fd: int | None, *, merged: bool, depth: int
+        self, path: str, bases: Sequence[int], session_fd: int | None, *, merged: bool, depth: int
     ) -> Iterator[Change]:
         """Compare two open folders, either of which may not exist.
 
         Args:
+            bases: what the base has of it, each layer's above those that it hides; nothing if it does not exist.
             merged: True if entries that `session_fd` lacks are unchanged, rather than deleted.
         """
         if depth > _MOST_DEPTH:
             self.left_out.append(f"{path}: below {_MOST_DEPTH} folders")
             return
         names = set() if session_fd is None else set(os.listdir(session_fd))
-        if base is not None and not merged:
-            names |= set(os.listdir(base))
+        if not merged:
+            names |= {name for base in bases for name in os.listdir(base)}
         for name in sorted(names - self.leave_out):
-            before, after = self._entry(name, base), self._entry(name, session_fd)
-            if self.is_overlay and after == Entry(mode=stat.S_IFCHR):  # a whiteout, by which overlays delete
+            before, after = self._base_entry(name, bases), self._entry(name, session_fd)
+            if self.is_overlay and after == _WHITEOUT:
                 after = None
             unread = [entry for entry in (before, after) if entry and stat.S_ISREG(entry.mode) and entry.data is None]
             if before != after or unread:
@@ -130,23 +147,34 @@ class _ChangeReader:
                 if unread:
                     self.left_out.append(f"content of {path}{name}: too large, or not readable")
                 yield Change(path=path + name, before=before, after=self._within_bounds(path + name, after))
+            below_bases = bases if _is_folder(before) else ()
             yield from self._below(
-                path, name, base if _is_folder(before) else None, session_fd if _is_folder(after) else None, depth
+                path, name, below_bases, session_fd if _is_folder(after) else None, merged=merged, depth=depth
             )
 
-    def _below(self, path: str, name: str, base: int | None, session_fd: int | None, depth: int) -> Iterator[Change]:
-        if base is None and session_fd is None:
+    def _below(
+        self, path: str, name: str, bases: Sequence[int], session_fd: int | None, *, merged: bool, depth: int
+    ) -> Iterator[Change]:
+        if not bases and session_fd is None:
             return
         with contextlib.ExitStack() as stack:
-            folders = [None if folder_fd is None else _open_folder(name, folder_fd) for folder_fd in (base, session_fd)]
-            for fd in folders:
-                if fd is not None:
-                    stack.callback(os.close, fd)
-            if session_fd is not None and folders[1] is None:
+            base_folders = _base_folders(name, bases, stack)
+            folder = None if session_fd is None else _open_folder(name, session_fd)
+            if folder is not None:
+                stack.callback(os.close, folder)
+            elif session_fd is not None:
                 self.left_out.append(f"{path}{name}: a folder that cannot be read")
                 return
-            merged = self.is_overlay and folders[1] is not None and not _is_opaque(folders[1])
-            yield from self.folder(f"{path}{name}/", *folders, merged=merged, depth=depth + 1)
+            # What is in a folder that hides the base's is no longer compared with it, and has no mark of its own.
+            merged = merged and folder is not None and not _is_opaque(folder)
+            yield from self.folder(f"{path}{name}/", base_folders, folder, merged=merged, depth=depth + 1)
+
+    def _base_entry(self, name: str, bases: Sequence[int]) -> Entry | None:
+        """Read what the highest layer has that has anything of this name."""
+        for base in bases:
+            if (entry := self._entry(name, base)) is not None:
+                return None if entry == _WHITEOUT else entry
+        return None
 
     def _entry(self, name: str, folder: int | None) -> Entry | None:
         """Read a file or link, or what else there is; None if there is nothing."""
@@ -192,12 +220,30 @@ def _open_folder(name: str, parent: int) -> int | None:
         return None
 
 
+def _base_folders(name: str, bases: Sequence[int], stack: contextlib.ExitStack) -> list[int]:
+    """Open what the layers of a base have of a folder, down to the first that hides those below it."""
+    folders = list[int]()
+    for base in bases:
+        try:
+            status = os.stat(name, dir_fd=base, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISDIR(status.st_mode) or (folder := _open_folder(name, base)) is None:
+            break
+        stack.callback(os.close, folder)
+        folders.append(folder)
+        if _is_opaque(folder):
+            break
+    return folders
+
+
 def _is_opaque(folder: int) -> bool:
-    """Return True if an overlay hides what the base has in this folder. Only the kernel can write this mark."""
-    try:
-        return os.getxattr(folder, _OPAQUE) == b"y"
-    except OSError:
-        return False
+    """Return True if an overlay hides what is below it in this folder. Only the kernel can write these marks."""
+    for mark in _OPAQUE:
+        with contextlib.suppress(OSError):
+            if os.getxattr(folder, mark) == b"y":
+                return True
+    return False
 
 
 def _read(fd: int, max_bytes: int) -> bytes:

@@ -1,0 +1,133 @@
+"""Which changes of an image's root count when tests judge them, and folders of this machine as changes to apply.
+
+Tests run in a fresh session of the image, with the image's own shell and interpreters. A change that would run before
+or beside them does not count: another program in place of one of the image's, a library or module that its programs
+load, a start-up file, a plugin or configuration of pytest.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import posixpath
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from forge_rl.sandbox.images.image import Image
+from forge_rl.sandbox.inside.images import PATH
+from forge_rl.sandbox.workspaces.changes import Change, Entry
+
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
+"""Folders in which what the image has stays as it is."""
+_NEVER = ("logs", "tests", "proc", "dev", "sys", "run", "etc/ld.so.*", "etc/profile*", "etc/bash*", "etc/environment")
+"""What tests, or all programs, read at their start; as patterns of the first parts of a path."""
+_LOADED = (
+    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.dist-info", "*.egg-info", "pytest.py"),
+    *("_pytest", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pluggy", "__pycache__", "*.pyc"),
+)
+"""Names that Python or pytest load without being asked, as patterns."""
+_AT_ROOT = ("tox.ini", "setup.cfg", "pyproject.toml", "setup.py", "*.py")
+"""Names that pytest or Python read in the root folder, where tests are one folder below."""
+_HOME = (".local", ".bash*", ".profile", ".config", ".cache", ".cargo", ".zsh*", ".pythonrc*", ".pydistutils.cfg")
+"""What shells, installers and interpreters read in a home folder."""
+_RUNNERS = (
+    *("apt", "apt-get", "bash", "conda", "curl", "dash", "env", "git", "make", "node", "npm", "npx", "pip", "pip3"),
+    *("pipx", "poetry", "py.test", "pytest", "python", "python3", "sh", "tox", "uv", "uvx", "wget"),
+)
+"""Programs by which test scripts start tests: none is added where the image has none."""
+_DEFAULT_HOMES = ("root", "home/*")
+
+
+def counted(changes: Sequence[Change], image: Image) -> list[Change]:
+    """Return the changes that count when tests judge them, in order."""
+    folders = [posixpath.normpath(path).lstrip("/") for path in image.settings.env.get("PATH", PATH).split(":")]
+    programs = _ProgramFolders(image, frozenset(folders))
+    counted_changes, dropped_folders = list[Change](), list[str]()
+    for change in changes:
+        is_below = any(change.path.startswith(f"{folder}/") for folder in dropped_folders)
+        if is_below or not _counts(change, programs):
+            if not is_below and change.after is not None:
+                dropped_folders.append(change.path)
+            continue
+        counted_changes.append(change)
+    return counted_changes
+
+
+class _ProgramFolders:
+    """The programs of an image.
+
+    Args:
+        folders: in which they are looked up.
+    """
+
+    def __init__(self, image: Image, folders: frozenset[str]) -> None:
+        self.image, self.folders = image, folders
+
+    def hides(self, path: str) -> bool:
+        """Return True if a new file would be run in place of one of the image's programs, or of one that is missing."""
+        folder, name = posixpath.split(path)
+        if folder not in self.folders:
+            return False
+        return name in _RUNNERS or any(
+            os.path.lexists(layer / other / name) for layer in self.image.layers for other in self.folders
+        )
+
+    def holds(self, path: str) -> bool:
+        """Return True if a path is a folder of programs, or above one."""
+        return any(folder == path or folder.startswith(f"{path}/") for folder in self.folders)
+
+
+def _counts(change: Change, programs: _ProgramFolders) -> bool:
+    path, name = change.path, posixpath.basename(change.path)
+    parts = path.split("/")
+    is_folder = change.after is not None and stat.S_ISDIR(change.after.mode)
+    if _matches("/".join(parts[:1]), _NEVER) or _matches("/".join(parts[:2]), _NEVER):
+        return False
+    if parts[0] in _SYSTEM and change.before is not None and not (is_folder and stat.S_ISDIR(change.before.mode)):
+        return False
+    if programs.holds(path) and not is_folder:
+        return False
+    is_hidden = any(_matches(part, _LOADED) for part in parts) or (len(parts) == 1 and _matches(name, _AT_ROOT))
+    return not (is_hidden or programs.hides(path) or _is_start_file(parts))
+
+
+def _is_start_file(parts: Sequence[str]) -> bool:
+    for home in _DEFAULT_HOMES:
+        depth = home.count("/") + 1
+        if _matches("/".join(parts[:depth]), (home,)) and len(parts) > depth and _matches(parts[depth], _HOME):
+            return True
+    return False
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def folder_changes(folder: Path, target: str) -> list[Change]:
+    """Return the files, links and folders below a folder of this machine as changes that put them into a root.
+
+    Args:
+        target: absolute path of the folder there.
+    """
+    place = target.strip("/")
+    return [*_folders_above(place), *_entries(folder, place)]
+
+
+def _folders_above(place: str) -> Iterator[Change]:
+    for depth in range(1, place.count("/") + 2):
+        path = "/".join(place.split("/")[:depth])
+        yield Change(path=path, before=None, after=Entry(mode=stat.S_IFDIR))
+
+
+def _entries(folder: Path, place: str) -> Iterator[Change]:
+    for path in sorted(folder.iterdir()):
+        status, name = path.lstat(), f"{place}/{path.name}"
+        if stat.S_ISLNK(status.st_mode):
+            yield Change(path=name, before=None, after=Entry(mode=stat.S_IFLNK, data=os.fsencode(os.readlink(path))))
+        elif stat.S_ISDIR(status.st_mode):
+            yield Change(path=name, before=None, after=Entry(mode=stat.S_IFDIR))
+            yield from _entries(path, name)
+        elif stat.S_ISREG(status.st_mode):
+            mode = 0o100755 if status.st_mode & stat.S_IXUSR else 0o100644
+            yield Change(path=name, before=None, after=Entry(mode=mode, data=path.read_bytes()))

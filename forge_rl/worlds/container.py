@@ -1,0 +1,138 @@
+"""The shell of one episode in a session of an image, and the fresh session in which its tests run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forge_rl.sandbox import DurableSession, DurableSessions, Limits, Pool, PoolSession, SandboxError, shared_pool
+from forge_rl.sandbox.images import Image, ImageStore
+from forge_rl.sandbox.workspaces.changes import Change
+from forge_rl.worlds.code_world import CodeSession
+from forge_rl.worlds.shell import shown_commands
+
+_MOST_LOST = 8
+"""How often the tests of one episode may lose their server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """What a task says of the container in which the model works.
+
+    container = Container(reference="ubuntu:24.04", store="~/images", limits=Limits(), timeout_s=60)
+    """
+
+    reference: str
+    """Of the image."""
+    store: str
+    """Folder of images."""
+    limits: Limits
+    timeout_s: float
+    """Seconds that the commands of one completion may run."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of commands, besides the image's."""
+    folder: str = ""
+    """Where commands start; "" for the image's working folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What the model has done, for the tests."""
+
+    image: Image
+    changes: Sequence[Change]
+    """All that it has changed of the image's root."""
+
+
+Judge = Callable[[PoolSession, Attempt], Awaitable[tuple[float, Mapping[str, float]]]]
+"""Runs the tests of a task in a fresh session; returns the reward and its parts."""
+
+
+class ContainerSession(CodeSession):
+    """The shell of one episode, opened with its first commands.
+
+    Args:
+        judge: scores what the commands have changed, in another session, once this one has ended.
+        hidden: paths that are deleted before the first commands, such as tests that the image has.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        judge: Judge,
+        *,
+        hidden: Sequence[str] = (),
+        session: DurableSession | None = None,
+    ) -> None:
+        self._container, self._judge = container, judge
+        self._hidden = hidden
+        self._session = session
+        self._held = contextlib.AsyncExitStack()
+
+    async def run(self, commands: str) -> str:
+        """Run command lines in the image's shell; return what the model is shown.
+
+        Raises:
+            SandboxError: the image cannot be had, or the sandbox failed; a `DivergedError` if the files were lost, and
+                commands showed something else when they were rerun.
+        """
+        session = self._session or await self._open()
+        container = self._container
+        result = await session.run(commands, wall_s=container.timeout_s, env=container.env, folder=container.folder)
+        return shown_commands(session, result)
+
+    async def fork(self) -> ContainerSession:
+        """Return a session with a copy of this one's files."""
+        session = None if self._session is None else await self._session.fork()
+        fork = ContainerSession(self._container, self._judge, hidden=self._hidden, session=session)
+        if session is not None:
+            await fork._image()
+        return fork
+
+    async def close(self) -> None:
+        """End the session."""
+        try:
+            if self._session is not None:
+                await self._session.close()
+        finally:
+            await self._held.aclose()
+
+    async def _open(self) -> DurableSession:
+        pool, image = await self._image()
+        self._session = DurableSessions(pool).open(limits=self._container.limits, image=image)
+        if self._hidden:
+            await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
+        return self._session
+
+    async def _image(self) -> tuple[Pool, Image]:
+        """Fetch the image, which the store keeps until this session is closed."""
+        store = image_store(self._container.store)
+        image = await self._held.enter_async_context(store.use(self._container.reference))
+        return await shared_pool(profile="process", images=str(store.folder)), image
+
+    async def score(self) -> tuple[float, Mapping[str, float]]:
+        """Stop the model's session, and judge its changes in a fresh one; return the reward and its parts."""
+        changes: Sequence[Change] = ()
+        pool, image = await self._image()
+        if self._session is not None:
+            model, self._session = self._session, None
+            async with model:
+                changes = (await model.changes()).changes
+        attempt = Attempt(image=image, changes=changes)
+        for retries_left in range(_MOST_LOST, -1, -1):
+            async with pool.session(limits=self._container.limits, image=image) as session:
+                try:
+                    return await self._judge(session, attempt)
+                except SandboxError:
+                    if not retries_left or not session.lost:
+                        raise
+        raise AssertionError("unreachable")
+
+
+@functools.lru_cache(maxsize=8)
+def image_store(folder: str) -> ImageStore:
+    """Return the store of images in a folder."""
+    return ImageStore(Path(folder).expanduser())

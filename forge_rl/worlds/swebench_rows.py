@@ -1,0 +1,169 @@
+"""Rows of SWE-bench, SWE-Gym and R2E-Gym: their images, test scripts and expected outcomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_rl.errors import ConfigError, TaskError
+from forge_rl.types import Message, Task
+
+START, END, EXIT_CODE = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
+"""Lines between which the test scripts of SWE-bench print what is read, and the status of the tests' program."""
+_PATCH_END = "EOF_114329324912"
+_ACTIVATED = """if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate; conda activate testbed; fi
+cd {folder}"""
+_R2E_TESTS = ("r2e_tests", "run_tests.sh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """What rows do not say themselves."""
+
+    image: str
+    """Image of rows that name none; see `SweBenchEnv.image`."""
+    folder: str
+    """Folder of the repository in images."""
+    command: str
+    """Test command of rows that have no script."""
+
+
+def read_rows(file: Path, settings: RowSettings) -> list[Task]:
+    """Read the tasks of a file with a JSON object on each line, or one list of objects.
+
+    Raises:
+        ConfigError: it cannot be read, or has no tasks.
+        TaskError: a row has not what is needed; names its place.
+    """
+    try:
+        text = file.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", hint="--env swebench: takes a JSONL file") from None
+    tasks = list[Task]()
+    try:
+        lines = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", hint="write a JSON object on each line") from None
+    for number, line in enumerate(lines, 1):
+        if isinstance(line, str) and not line.strip():
+            continue
+        try:
+            row = json.loads(line) if isinstance(line, str) else line
+            tasks.append(_task(row, f"swebench:{file.stem}", settings))
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            cause = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            raise TaskError(f"{file}:{number}: {cause}", hint="see docs/doors/world.md, SWE-bench") from None
+    if not tasks:
+        raise ConfigError(f"{file} has no tasks", hint="write a JSON object on each line")
+    return tasks
+
+
+def _task(row: Mapping[str, Any], source: str, settings: RowSettings) -> Task:
+    expected = row.get("expected_output_json")
+    name = str(row.get("instance_id") or f"{row['repo_name']}__{row['commit_hash']}")
+    truth: dict[str, Any] = {
+        "id": name,
+        "image": _image(row, name, settings),
+        "folder": settings.folder,
+        "repo": str(row.get("repo") or row.get("repo_name") or ""),
+        "version": str(row.get("version") or ""),
+        "parser": str(row.get("log_parser") or ""),
+        "eval_type": str(row.get("eval_type") or "pass_and_fail"),
+        "test_patch": str(row.get("test_patch") or ""),
+        "hidden": [],
+    }
+    if expected is not None:  # R2E-Gym
+        statuses = json.loads(expected) if isinstance(expected, str) else dict(expected)
+        truth["fail_to_pass"] = [str(test) for test, status in statuses.items() if status == "PASSED"]
+        truth["pass_to_pass"] = []
+        truth["short_names"] = True
+        truth["hidden"] = [*(f"{settings.folder}/{path}" for path in _R2E_TESTS), "/r2e_tests"]
+        truth["script"] = _script(
+            settings.folder, "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests", "bash run_tests.sh"
+        )
+    else:
+        truth["fail_to_pass"], truth["pass_to_pass"] = _tests(row["FAIL_TO_PASS"]), _tests(row.get("PASS_TO_PASS"))
+        truth["short_names"] = False
+        truth["script"] = with_exit_code(str(row.get("eval_script") or "")) or _own_script(row, truth, settings)
+    if not truth["fail_to_pass"]:
+        raise ValueError("it names no test that has to pass")
+    messages: tuple[Message, ...] = ({"role": "user", "content": str(row["problem_statement"])},)
+    return Task(id=name, source=source, messages=messages, truth=truth)
+
+
+def _tests(value: object) -> list[str]:
+    tests = json.loads(value) if isinstance(value, str) and value else value or []
+    if not isinstance(tests, list):
+        raise TypeError(f"tests are {tests!r:.80}, not a list")
+    return [str(test) for test in tests]
+
+
+def _image(row: Mapping[str, Any], name: str, settings: RowSettings) -> str:
+    for column in ("image", "docker_image", "image_name"):
+        if row.get(column):
+            return str(row[column])
+    lower = name.lower()
+    return settings.image.replace("{id}", lower.replace("__", "_1776_")).replace("{id_s}", lower.replace("__", "_s_"))
+
+
+def _own_script(row: Mapping[str, Any], truth: Mapping[str, Any], settings: RowSettings) -> str:
+    """Return the test script of a row that has none: it runs the test files that the row's patch or tests name."""
+    command = str(row.get("test_cmd") or row.get("test_command") or settings.command)
+    files = dict.fromkeys(
+        [line[6:] for line in truth["test_patch"].splitlines() if line.startswith("+++ b/")]
+        or [test.partition("::")[0] for test in truth["fail_to_pass"]]
+    )
+    quoted_files = " ".join(f"'{file}'" for file in files if "'" not in file)
+    patch = f"git apply -v - <<'{_PATCH_END}'\n{truth['test_patch']}\n{_PATCH_END}" if truth["test_patch"] else ":"
+    return _script(settings.folder, patch, command.replace("{files}", quoted_files))
+
+
+def _script(folder: str, prepare: str, command: str) -> str:
+    lines = ["#!/bin/bash", "set -uo pipefail", _ACTIVATED.format(folder=folder), prepare]
+    return with_exit_code("\n".join([*lines, f"echo '{START}'", command, f"echo '{END}'", ""]))
+
+
+def with_exit_code(script: str) -> str:
+    """Return a test script that also prints the status of its tests behind the lines that are read.
+
+    Raises:
+        ValueError: it does not mark where its output begins and ends.
+    """
+    if not script:
+        return ""
+    if START not in script or END not in script:
+        raise ValueError(f"its eval_script prints no {START!r} and {END!r}")
+    lines: list[str] = []
+    for line in script.splitlines():
+        if END in line:
+            lines += ["SWEBENCH_TEST_EXIT_CODE=$?", line, f'echo "{EXIT_CODE}: $SWEBENCH_TEST_EXIT_CODE"']
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def statuses_of(log: str, *, short_names: bool) -> dict[str, str]:
+    """Read the outcomes that `pytest -rA` lists, one a line: "PASSED test_a.py::test_b".
+
+    Args:
+        short_names: name tests as R2E-Gym does, without their file and with dots: "Class.test_b".
+    """
+    statuses = dict[str, str]()
+    for line in log.splitlines():
+        status, _, rest = line.partition(" ")
+        if status in ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS") and rest:
+            test = rest.partition(" - ")[0].strip()
+            statuses[".".join(test.split("::")[1:]) if short_names else test] = status
+    return statuses
+
+
+def passed_tests(statuses: Mapping[str, str], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]) -> list[str]:
+    """Return which tests have the outcome that they must have; one that passed before may be skipped."""
+    passing = ("PASSED", "XFAIL")
+    return [
+        *(test for test in fail_to_pass if statuses.get(test) in passing),
+        *(test for test in pass_to_pass if statuses.get(test) in (*passing, "SKIPPED")),
+    ]

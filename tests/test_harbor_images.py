@@ -1,0 +1,115 @@
+"""Harbor tasks that have an image: solutions are rewarded, nothing is not, and neither are tricks."""
+
+import asyncio
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forge_rl.envs.env_flag import build_environment, sources_of
+from forge_rl.envs.protocol import reset_env, step_env
+from forge_rl.sandbox.images.image import ImageSettings
+from forge_rl.sandbox.workspaces.changes import Change, Entry
+from forge_rl.sandbox.workspaces.image_changes import counted
+from tests.container_images import host_layer, image_of, layer, written_layout
+from tests.harbor_tasks import FILES, TASKS, TRICKS, write_tasks
+from tests.sandbox_pool import loop_with_pool
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    yield from loop_with_pool("process")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The flag of the ten tasks, with a store of their image."""
+    folder = tmp_path_factory.mktemp("harbor")
+    layers = [host_layer(folder / "made"), layer(folder / "made", "files", FILES)]
+    (layers[1] / "app" / "run.sh").chmod(0o644)
+    write_tasks(folder / "tasks", written_layout(folder / "layout", layers, WorkingDir="/app", Env=["A=b"]))
+    return f"harbor:{folder / 'tasks'},images={folder / 'store'},held_out_share=0"
+
+
+def rewards(loop: asyncio.Runner, environment: str, names: list[str], commands: dict[str, str]) -> dict[str, float]:
+    """Play an episode of each task at the same time; return the rewards."""
+    factory = pickle.loads(pickle.dumps(build_environment(environment)))
+    [source] = sources_of(factory, 0).values()
+    tasks = {task.id: task for task in (source.draw() for _ in TASKS)}
+
+    async def play(name: str) -> float:
+        env = factory(tasks[name])
+        try:
+            await reset_env(env)
+            texts = [f"```sh\n{commands[name]}\n```", "Done."] if name in commands else ["Done."]
+            for text in texts:
+                step = await step_env(env, text, parsed=(text, ()))
+            assert step.done
+            assert step.reward is not None
+            return step.reward
+        finally:
+            await env.close()
+
+    async def work() -> list[float]:
+        return await asyncio.gather(*map(play, names))
+
+    return dict(zip(names, loop.run(work()), strict=True))
+
+
+def test_solutions_are_rewarded_and_nothing_is_not(loop: asyncio.Runner, environment: str):
+    names = [*TASKS]
+    solutions = {name: f"cd /app\n{solution}" for name, (_, solution, _) in TASKS.items()}
+    assert rewards(loop, environment, names, solutions) == dict.fromkeys(names, 1.0)
+    assert rewards(loop, environment, names, {}) == dict.fromkeys(names, 0.0)
+
+
+@pytest.mark.parametrize("trick", [*TRICKS])
+def test_tricks_are_not_rewarded(loop: asyncio.Runner, environment: str, trick: str):
+    names = [*TASKS]
+    assert rewards(loop, environment, names, dict.fromkeys(names, TRICKS[trick])) == dict.fromkeys(names, 0.0)
+
+
+@pytest.mark.parametrize("trick", [*TRICKS])
+def test_a_solution_counts_beside_a_trick(loop: asyncio.Runner, environment: str, trick: str):
+    commands = {"sort": f"cd /app\n{TASKS['sort'][1]}\n{TRICKS[trick]}"}
+    assert rewards(loop, environment, ["sort"], commands) == {"sort": 1.0}
+
+
+def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
+    files = {"usr/bin/python3": "", "usr/lib/python3/json.py": "", "usr/local/lib/x.py": "", "bin/sh": ""}
+    image = image_of(layer(tmp_path, "layer", files), env={"PATH": "/opt/venv/bin:/usr/bin:/bin"})
+    assert isinstance(image.settings, ImageSettings)
+    file, folder = Entry(mode=0o100755, data=b""), Entry(mode=0o040000)
+    link = Entry(mode=0o120000, data=b"/app")
+    added = {
+        "app/main.py": True,
+        "app/pyproject.toml": True,
+        "usr/bin/new-program": True,
+        "usr/local/lib/y.py": True,
+        "etc/nginx.conf": True,
+        "home/bob/notes": True,
+        "root/.gitconfig": True,
+        "srv/a/bin/python3": True,
+        "usr/bin/pytest": False,
+        "opt/venv/bin/python3": False,
+        "opt/venv/bin/sh": False,
+        "conftest.py": False,
+        "json.py": False,
+        "app/sitecustomize.py": False,
+        "usr/lib/python3/evil.pth": False,
+        "usr/lib/python3/plugin-1.dist-info/entry_points.txt": False,
+        "home/bob/.bashrc": False,
+        "root/.local/bin/env": False,
+        "logs/verifier/reward.txt": False,
+        "tests/test.sh": False,
+        "etc/ld.so.preload": False,
+    }
+    changes = [Change(path=path, before=None, after=file) for path in added]
+    changes += [Change(path="usr/bin/python3", before=file, after=file)]
+    changes += [Change(path="usr/lib/python3/json.py", before=file, after=None)]
+    changes += [Change(path="usr/local/lib", before=folder, after=folder)]
+    changes += [Change(path="opt", before=None, after=link), Change(path="usr/local", before=folder, after=link)]
+    changes += [Change(path="usr/local/later", before=None, after=file)]  # below what does not count
+    paths = [path for path, counts in added.items() if counts] + ["usr/local/lib"]
+    assert [change.path for change in counted(changes, image)] == paths

@@ -1,0 +1,243 @@
+"""Sessions whose commands see an image as their root: its settings, files, changes and forks."""
+
+import contextlib
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox import Limits, Pool, PoolSession, SandboxError
+from forge_rl.sandbox.images import Image, ImageSettings, ImageStore
+from forge_rl.sandbox.workspaces.snapshots import layer_of
+from tests import images
+from tests.container_images import host_layer, image_of, layer, packed_folder
+from tests.images import write_layout
+
+LIMITS = Limits(wall_s=20, memory_bytes=128 << 20, processes=24, scratch_bytes=8 << 20, scratch_files=3000)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def image(store: Path) -> Image:
+    """Three layers: the second deletes a file of the first and hides what a folder of it had, the third adds."""
+    base = layer(store, "base", {"data/one": "1\n", "data/two": "2\n", "hidden/old": "o\n", "gone/x": "x\n"})
+    second = layer(store, "second", {"data/one": None, "hidden/new": "n\n", "gone": None})
+    os.setxattr(second / "hidden", "user.overlay.opaque", b"y")
+    third = layer(store, "third", {"data/three": "3\n", "srv/app/run": "#!/bin/sh\necho ran\n"})
+    settings = {"env": {"GREETING": "hi"}, "user": "bob", "working_folder": "/srv/app"}
+    return image_of(host_layer(store), base, second, third, **settings)
+
+
+@pytest.fixture
+async def pool(store: Path):
+    without = [] if os.geteuid() == 0 else ["cgroup"]
+    try:
+        async with Pool(profile="process", images=store, limits=LIMITS, warm=0, servers=1, without=without) as pool:
+            yield pool
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+async def text(session: PoolSession, command: str) -> str:
+    result = await session.run(command)
+    assert (result.error, result.status) == (None, 0), result
+    return result.stdout
+
+
+def snapshot(folder: Path) -> list[tuple[str, int, int]]:
+    return [(str(path), path.lstat().st_mode, path.lstat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
+
+
+async def test_commands_are_the_images_user_in_its_folder_with_its_variables(pool: Pool, image: Image):
+    async with pool.session(image=image) as session:
+        assert await text(session, "id -u; id -g; pwd; echo $GREETING $HOME; ./run") == (
+            "1001\n1002\n/srv/app\nhi /home/bob\nran\n"
+        )
+        assert await text(session, "cat /data/* /hidden/* /etc/hosts") == (
+            "3\n2\nn\n127.0.0.1 localhost sandbox\n::1 localhost\n"
+        )
+        folders = {path.name for layer in image.layers for path in layer.iterdir()} - {"gone"}
+        assert set((await text(session, "ls /")).split()) == folders | {"dev", "proc", "tmp"}
+        result = await session.run(["./run"], env={"GREETING": "x"})
+        assert (result.stdout, result.status) == ("ran\n", 0)
+
+
+async def test_the_settings_of_an_image_may_be_numbers_groups_or_nothing(pool: Pool, image: Image):
+    for user, expected in (("", "0\n0\n/root\n"), ("1234:77", "1234\n77\n/\n"), ("bob:5", "1001\n5\n/home/bob\n")):
+        other = replace(image, settings=ImageSettings(user=user))
+        async with pool.session(image=other) as session:
+            assert await text(session, "id -u; id -g; echo $HOME") == expected
+    async with pool.session(image=replace(image, settings=ImageSettings(user="alice"))) as session:
+        result = await session.run("true")
+        assert result.error is not None
+        assert result.error.name == "NotStarted"
+        assert "'alice' is not in its /etc/passwd" in result.error.message
+
+
+async def test_changes_are_the_sessions_own_and_apply_in_another(pool: Pool, image: Image):
+    before = [snapshot(folder) for folder in image.layers]
+    change = (
+        "rm /data/two; echo more >> /data/three; rm -r /hidden; mkdir -p /hidden/deep; echo d > /hidden/deep/d;"
+        "ln -s /data /link; chmod 700 run; rm -r /usr/bin 2>/dev/null; echo tmp > /tmp/t; echo x > /gone"
+    )
+    async with pool.session(image=image) as first, pool.session(image=image) as second:
+        await first.run(change)
+        changes = await first.changes(leave_out=())
+        paths = {entry.path: entry for entry in changes.changes}
+        assert {"data/two", "data/three", "hidden/new", "hidden/deep/d", "link", "tmp/t", "gone"} <= paths.keys()
+        assert not {path for path in paths if path.startswith(("dev", "proc", "etc"))}
+        assert paths["data/two"].after is None
+        assert paths["data/three"].before is not None
+        assert paths["data/three"].before.data == b"3\n"
+        assert "hidden/old" not in paths  # which the image itself has deleted
+        await second.apply([entry for entry in changes.changes if not entry.path.startswith("usr")])
+        assert await text(second, "cat /data/* /hidden/deep/d /link/three; ls -A /hidden; stat -c %a run") == (
+            "3\nmore\nd\n3\nmore\ndeep\n755\n"
+        )
+        assert "usr" not in {entry.path.split("/")[0] for entry in (await second.changes()).changes}
+    assert [snapshot(folder) for folder in image.layers] == before
+
+
+async def test_a_fork_has_a_copy_of_the_changes(pool: Pool, image: Image):
+    async with pool.session(image=image) as session:
+        await session.run("echo 1 > a; rm /data/two; rm -r /hidden; mkdir /hidden; ln -s a b")
+        async with await session.fork() as fork:
+            await session.run("echo 2 > a")
+            assert await text(fork, "cat a b; ls -A /hidden /data; echo 3 > a") == ("1\n1\n/data:\nthree\n\n/hidden:\n")
+            assert await text(session, "cat b") == "2\n"
+            await session.close()
+            assert await text(fork, "cat b") == "3\n"
+            assert {"srv/app/a", "data/two"} <= {entry.path for entry in (await fork.changes()).changes}
+
+
+async def test_files_go_in_and_out_without_a_program_of_the_image(pool: Pool, store: Path):
+    empty = image_of(layer(store, "empty", {"x": "1", "bin/sh-is-not-here": ""}), working_folder="/work")
+    async with pool.session(image=empty) as session:
+        await session.put("made/of/folders", b"data")
+        assert await session.get("/work/made/of/folders") == b"data"
+        assert await session.get("../x") == b"1"
+        result = await session.run("echo hi")
+        assert result.error is not None
+        assert result.error.message.endswith("the image has no shell: give a program and its arguments")
+        result = await session.run(["/bin/echo", "hi"])
+        assert result.status != 0
+        async with pool.session(image=empty) as other:
+            await other.apply((await session.changes()).changes)
+            assert await other.get("made/of/folders") == b"data"
+
+
+async def test_links_of_an_image_lead_transfers_nowhere_outside(pool: Pool, store: Path, tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    links = {"abs": f"-> {secret}", "up": f"-> ../../../../..{secret}", "tree": f"-> {tmp_path}", "loop": "-> loop"}
+    links |= {"self": "-> /proc/self/root", "opt/etc": "-> ../../../etc"}
+    hostile = image_of(layer(store, "links", links))
+    async with pool.session(image=hostile) as session:
+        for path in ("abs", "up", "tree/secret", "loop", f"self{secret}", "opt/etc/passwd", f"../../..{secret}"):
+            with pytest.raises(SandboxError, match="could not transfer"):
+                await session.get(path)
+        await session.put(f"{tmp_path}/other", b"")
+        await session.put(f"{tmp_path}/other", b"")
+        for path in ("abs", "up", "tree/secret"):
+            await session.put(path, b"mine")  # in the session's own root
+            assert await session.get(path) == b"mine"
+    assert secret.read_text() == "s"
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+async def test_more_layers_than_fit_into_one_page_of_options(pool: Pool, store: Path):
+    names = [f"{number:03d}-{'long-name-of-a-layer' * 6}" for number in range(60)]
+    layers = [layer(store, name, {f"{number}": str(number), "last": str(number)}) for number, name in enumerate(names)]
+    async with pool.session(image=image_of(*layers)) as session:
+        assert (await session.get("/0"), await session.get("/59")) == (b"0", b"59")
+        assert await session.get("/last") == b"59"
+
+
+async def test_what_a_pool_cannot_open_is_refused_by_name(pool: Pool, image: Image, store: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="are not in Pool"):
+        await pool.open(image=image_of(layer(tmp_path, "elsewhere", {})))
+    with pytest.raises(ConfigError, match="workspace or an image"):
+        await pool.open(image=image, workspace=tmp_path)
+    with pytest.raises(ConfigError, match="commands have no network"):
+        await pool.open(image=image, network=["example.org:443"])
+    with pytest.raises(SandboxError, match="cannot be mounted here"):
+        await pool.open(image=replace(image, layers=(store / "nowhere" / "files",)))
+    with pytest.raises(ConfigError, match="images=") as raised:
+        Pool(images=store)
+    assert "process" in raised.value.hint
+    async with pool.session(image=image) as session:
+        with pytest.raises(ConfigError, match="no further folders"):
+            await session.run("true", folders={"/app": "app"})
+
+
+async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Image):
+    def mounts() -> int:
+        return len(Path(f"/proc/{os.getpid()}/mountinfo").read_text().splitlines())
+
+    before, files = mounts(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        async with pool.session(image=image) as session:
+            await session.run("sleep 100 & echo hi > x")
+            async with await session.fork() as fork:
+                assert await text(fork, "cat x") == "hi\n"
+    assert mounts() == before
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert not pool.hosts[0].sessions
+    assert stat.S_ISDIR(image.layers[0].stat().st_mode)
+
+
+async def test_a_snapshot_is_a_layer_of_an_image(image: Image, tmp_path: Path):
+    """Another host fetches it, and goes on where the session was."""
+    made = [packed_folder(folder) for folder in image.layers]
+    store, without = ImageStore(tmp_path / "store"), [] if os.geteuid() == 0 else ["cgroup"]
+    settings = {"WorkingDir": "/srv/app"}
+    write_layout(tmp_path / "first", images.image(made[:1], settings, compress=bytes))
+    pool = Pool(profile="process", images=store.folder, limits=LIMITS, warm=0, servers=1, without=without)
+    async with pool, store.use(f"oci:{tmp_path / 'first'}") as base:
+        async with pool.session(image=base) as session:
+            await session.run("echo 1 > a; ln -s a b; chmod +x a; rm -r /home; rm /usr/bin/wc; mkdir -p /home/new/x")
+            changes = await session.changes(leave_out=())
+            snapshot = layer_of(changes)
+            assert layer_of(await session.changes(leave_out=())) == snapshot
+        write_layout(tmp_path / "second", images.image([made[0], snapshot], settings, compress=bytes))
+        async with store.use(f"oci:{tmp_path / 'second'}") as image_after:
+            assert image_after.layers[0] == base.layers[0]  # which is kept once
+            async with pool.session(image=image_after) as session:
+                assert await text(session, "cat b; ls /home /home/new; ls /usr/bin/wc || stat -c %a a") == (
+                    "1\n/home:\nnew\n\n/home/new:\nx\n755\n"
+                )
+                assert not (await session.changes()).changes
+                await session.run("mkfifo pipe")
+                with pytest.raises(SandboxError, match=r"pipe.* is no file, link or folder"):
+                    layer_of(await session.changes())
+
+
+@pytest.mark.parametrize("name", ["proc", "dev", "etc", "tmp", "work"])
+async def test_links_in_place_of_an_images_folders_lead_nowhere(pool: Pool, image: Image, tmp_path: Path, name: str):
+    """Bubblewrap mounts over these, before the image's root is all that it sees."""
+    (tmp_path / "secret").write_text("secret")
+    store = image.layers[0].parents[1]
+    targets = (f"/oldroot{tmp_path}", f"../../../..{tmp_path}", "/oldroot/tmp/0", "/oldroot/layers", "/proc/1/root")
+    for number, target in enumerate(targets):
+        content = {name: f"-> {target}"} if name != "etc" else {name: None}
+        links = layer(store, f"links-{name}-{number}", content)
+        if name == "etc":
+            (links / "etc").unlink()
+            (links / "etc").symlink_to(target)
+        hostile = replace(image, layers=(image.layers[0], links), settings=ImageSettings(working_folder="/work"))
+        async with pool.session(image=hostile) as session:
+            result = await session.run(f"ls -la /{name}/ /oldroot; cat /{name}/secret; echo mine > /{name}/secret")
+            assert "secret" not in result.stdout
+            with contextlib.suppress(SandboxError):
+                await session.put(f"/{name}/secret", b"mine")
+    async with pool.session(image=image) as session:
+        assert await text(session, "echo 1") == "1\n"
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert os.listdir(tmp_path) == ["secret"]
