@@ -15,11 +15,9 @@ from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress
-from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS, model_files, read_object
+from forge_rl.models.hf_folder import model_files, read_object
+from forge_rl.models.hub import download, is_hub_model
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
-"""Files that are not: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
 _INDEX = "model.safetensors.index.json"
 _OBJECTS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -31,11 +29,6 @@ _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def is_hub_id(name: str) -> bool:
-    """Return True if a name has the form of a hub id, such as openai/gsm8k."""
-    return _HUB_ID.fullmatch(name) is not None
-
-
 def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> Path:
     """Return the folder with a model's config.json, safetensors and tokenizer.
 
@@ -44,8 +37,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     An adapter in PEFT's format is merged with its base model, once, into the cache.
 
     Args:
-        name: bundled model, hub id, or folder of a model, an adapter or a checkpoint. Downloads are kept in the hub's
-            own cache.
+        name: bundled model, hub id with or without @revision, or folder of a model, an adapter or a checkpoint.
+            Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
 
     Raises:
@@ -59,8 +52,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
             raise ModelError(f"{folder} is a run, not a model", hint=f"name one of its checkpoints, such as {newest}")
         model = model_in(folder)
         return _merged(model, cache, progress) if is_adapter(model) else _checked(model)
-    if is_hub_id(name):
-        return _checked(_download(name))
+    if is_hub_model(name):
+        return _checked(download(name, progress))
     if "/" in name:
         raise ModelError(f"no such folder: {name}", hint='give an existing folder, or a hub id "org/name"')
     close = difflib.get_close_matches(name.lower(), BUNDLED, n=1, cutoff=0.4)
@@ -245,24 +238,3 @@ def _check_header(path: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
-
-
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(MODEL_FILES), ignore_patterns=list(_OTHERS)))
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        match error:
-            case errors.GatedRepoError():
-                cause, hint = "access to it is gated", "request access on its page, log in with `hf auth login`"
-            case errors.RepositoryNotFoundError():
-                cause, hint = "the model does not exist or is private", "check the name, log in with `hf auth login`"
-            case errors.LocalEntryNotFoundError():
-                cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
-            case _:
-                cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"
-        raise ModelError(
-            f"cannot get {hub_id!r} from the hub: {cause}",
-            hint=f"{hint}, or give a folder or a bundled model ({', '.join(BUNDLED)})",
-        ) from error

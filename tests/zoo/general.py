@@ -131,7 +131,10 @@ GENERAL_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
         "block_auto_adjust_ff_dim": False,
+        "block_dim": 64,
         "block_ff_dim": 128,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
         "conv_L_cache": 3,
         "conv_bias": False,
         "conv_dim": 64,
