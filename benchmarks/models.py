@@ -32,6 +32,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -106,7 +107,7 @@ def measure(config: Config, report: Report) -> None:
         for name, folder in folders.items():
             row = new_rows[name] | gaps_by_name.get(name, {})
             if config.whole_runs:
-                row |= _whole_run(name, folder, config.timeout_s)
+                row |= whole_run(name, folder, config.timeout_s)
             print(json.dumps(row), flush=True)
             if (path := paths[name]) is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,8 +172,8 @@ def _engine_gaps(folders: Mapping[str, Path], timeout_s: int) -> dict[str, dict[
     }
 
 
-def _whole_run(name: str, zoo: Path, timeout_s: int) -> dict[str, object]:
-    """Run GRPO for two steps, and compare the saved folder with the one that the run started from."""
+def whole_run(name: str, zoo: Path, timeout_s: int) -> dict[str, Any]:
+    """Run GRPO for two steps on what `tests.zoo.trained.prepare` wrote, and compare the saved folder with that one."""
     from tests.zoo.engine import dtype_of
     from tests.zoo.trained import check_files, modelling_of
 

@@ -23,7 +23,16 @@ from forge_rl.run.run_config import RunConfig
 ROOT = Path(__file__).parent.parent
 FILES = [*(ROOT / "recipes").glob("[a-z]*.py"), *(ROOT / "apps").glob("[a-z]*.py")]
 PROGRAMS = [f"{path.parent.name}.{path.stem}" for path in FILES]
-LOOKING = ("apps.compare", "apps.dashboard", "apps.join", "apps.merge", "apps.report", "apps.runs", "apps.show")
+LOOKING = (
+    "apps.compare",
+    "apps.dashboard",
+    "apps.join",
+    "apps.merge",
+    "apps.push",
+    "apps.report",
+    "apps.runs",
+    "apps.show",
+)
 """Programs of a few flags, which nobody puts into a file."""
 NEEDS = {"apps.evaluate": ["a-model"], "apps.openenv_serve": ["game"]}
 SEEDLESS = {"apps.openenv_serve": "--port", "apps.sandbox": "--port", "apps.doctor": "--model"}
