@@ -28,8 +28,8 @@ def is_hub_id(name: str) -> bool:
 
 def is_hub_model(name: str) -> bool:
     """Return True if a name has the form of a hub id with or without a revision, such as Qwen/Qwen3-0.6B@main."""
-    hub_id, at, revision = name.partition("@")
-    return is_hub_id(hub_id) and (not at or _REVISION.fullmatch(revision) is not None)
+    hub_id, separator, revision = name.partition("@")
+    return is_hub_id(hub_id) and (not separator or _REVISION.fullmatch(revision) is not None)
 
 
 def download(name: str, progress: Progress | None = None) -> Path:
