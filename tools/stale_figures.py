@@ -32,7 +32,6 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "long_rows": ("forge_rl/engines/titan", "forge_rl/engines/costs.py"),
     "long_run": ("forge_rl/metrics", "forge_rl/rollout", "forge_rl/runtime/processes.py"),
     "methods": ("forge_rl/algorithms", "forge_rl/packing"),
-    "models": ("forge_rl/engines", "forge_rl/packing", "forge_rl/weights", "tests/zoo"),
     "numerics": ("forge_rl/engines/titan", "forge_rl/engines/vllm"),
     "overhead": ("forge_rl/rollout", "forge_rl/runtime", "forge_rl/services", "forge_rl/metrics", "forge_rl/packing"),
     "recording": ("forge_rl/metrics", "forge_rl/run/records/recording.py"),
