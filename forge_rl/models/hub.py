@@ -50,12 +50,13 @@ def download(name: str, progress: Progress | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     hub_id, _, revision = name.partition("@")
-    options: dict[str, Any] = {"revision": revision} if revision else {}
+    options: dict[str, Any] = {"allow_patterns": list(MODEL_FILES), "ignore_patterns": list(_OTHERS)}
+    if revision:
+        options["revision"] = revision
     if progress is not None:
         options["tqdm_class"] = _bars(name, progress)
     with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({_bundled()})"):
-        patterns = {"allow_patterns": list(MODEL_FILES), "ignore_patterns": list(_OTHERS)}
-        return Path(snapshot_download(hub_id, **patterns, **options))
+        return Path(str(snapshot_download(hub_id, **options)))
 
 
 def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
@@ -111,9 +112,9 @@ def _bundled() -> str:
 
 def _bars(name: str, progress: Progress) -> type:
     """Return a class of bars for the hub's client, of which the one that counts bytes on disk reports to `progress`."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             self._counts_bytes = options.get("unit") == "B" and "Reconstructing" in options.get("desc", "")
             super().__init__(*args, **(options | {"disable": True}))
