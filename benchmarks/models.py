@@ -8,20 +8,31 @@ For each published checkpoint, a small random model with the quirks of its folde
                         larger of rows with and without shared prefixes
     gradient_deviation  of the gradients, relative to each weight's largest entry
     files_equal         whether a saved folder has the names, shapes, config and tokenizer of the one it was loaded from
+    round_trips         whether the tokenizer's stops are the folder's, and a rendered chat decodes to its text
     engine_gap          of an engine's logprobs from logprobs of the trainer's saved folder, after loading two published
-                        and attested versions, in units of the expected rounding (--engines)
-    whole_run           whether a GRPO run of two steps ends well (--whole-runs)
+                        and attested versions, in units of the expected rounding
+    whole_run           whether a GRPO run of two steps trains in both, with attested weights, and saves equal files
+    run_gap             largest difference of a logprob between engine and trainer in that run, for tokens of the newest
+                        version
+
+`--rows` keeps what was measured of each model, so that several processes can share the work:
+
+    python -m benchmarks.models --rows rows --models google/gemma-3-1b-it
+    python -m benchmarks.models --rows rows --json out.json
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,11 +42,27 @@ from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_bench
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import init_distributed
 
+NATIVE = (
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen2.5-7B",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "unsloth/gpt-oss-20b-BF16",
+    "moonshotai/Moonlight-16B-A3B-Instruct",
+)
+"""One checkpoint of each native family."""
 _RUN = (
     "--groups-per-batch 2 --group-size 4 --steps 2 --evaluation.every 0 --checkpoint-every 2 --display plain "
-    "--tasks chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1 --reward tests.tiny:share_of_vowels "
+    "--tasks chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1 --reward tests.zoo.trained:mean_code "
     "--generator.max-model-len 240 --generator.max-tokens 16 --generator.kv-cache-gib 0.1"
 )
+
+
+def default_models() -> tuple[str, ...]:
+    """Return the checkpoints that are measured by default."""
+    from tests.zoo.general import GENERAL
+
+    return (*NATIVE, *GENERAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +70,14 @@ class Config(BenchmarkConfig):
     """Compare models with transformers and with engines, by name."""
 
     models: tuple[str, ...] = ()
-    """Names of published checkpoints, as in tests/zoo; by default all without a native family."""
+    """Names of published checkpoints, as in tests/zoo; by default all without a native family, and one of each of
+    these."""
+    rows: Path | None = None
+    """Folder with what was measured of each model; those of this commit are not measured again."""
     engines: bool = True
     """Load published versions into an engine of each model."""
-    whole_runs: int = 1000
-    """Number of models that also do a whole run, from the first; 0 for none."""
+    whole_runs: bool = True
+    """Do a whole run of each model."""
     timeout_s: int = 900
     """Seconds that an engine or a run may take."""
 
@@ -57,31 +87,40 @@ class Config(BenchmarkConfig):
 
         if unknown := set(self.models) - (CHECKPOINTS | GENERAL).keys():
             raise BenchmarkError(f"there is no model {min(unknown)!r}", hint="see tests/zoo for the names")
-        if self.whole_runs < 0 or self.timeout_s < 1:
-            raise BenchmarkError(
-                f"--whole-runs is {self.whole_runs} and --timeout-s {self.timeout_s}",
-                hint="set --whole-runs to 0 or more, --timeout-s to 1 or more",
-            )
+        if self.timeout_s < 1:
+            raise BenchmarkError(f"--timeout-s is {self.timeout_s}", hint="set it to 1 or more")
 
 
 def measure(config: Config, report: Report) -> None:
     """Try each model, and print a table."""
-    from tests.zoo.general import GENERAL
-
-    init_distributed(0, 1, "127.0.0.1", 0)
-    try:
-        for number, name in enumerate(config.models or tuple(GENERAL)):
-            with tempfile.TemporaryDirectory() as scratch:
-                report.rows.append(_try_model(config, name, Path(scratch), runs=number < config.whole_runs))
-            print(json.dumps(report.rows[-1]), flush=True)
-    finally:
-        torch.distributed.destroy_process_group()
+    names = config.models or default_models()
+    paths = {name: config.rows and config.rows / (re.sub(r"\W+", "-", name) + ".json") for name in names}
+    rows = {name: row for name in names if (row := _measured(paths[name], report.commit))}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: Path(scratch) / str(number) for number, name in enumerate(names) if name not in rows}
+        init_distributed(0, 1, "127.0.0.1", 0)
+        try:
+            new_rows = {name: _compare(name, folder) for name, folder in folders.items()}
+        finally:
+            torch.distributed.destroy_process_group()
+        gaps_by_name = _engine_gaps(folders, config.timeout_s) if config.engines and folders else {}
+        for name, folder in folders.items():
+            row = new_rows[name] | gaps_by_name.get(name, {})
+            if config.whole_runs:
+                row |= whole_run(name, folder, config.timeout_s)
+            print(json.dumps(row), flush=True)
+            if (path := paths[name]) is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps({"commit": report.commit, "row": row}))
+            rows[name] = row
+    report.rows += [rows[name] for name in names]
     deviations = [float(str(row[key])) for row in report.rows for key in ("forward_deviation", "gradient_deviation")]
     gaps = [float(str(row["engine_gap"])) for row in report.rows if row.get("engine_gap") is not None]
     report.results |= {
         "models": len(report.rows),
         "worst_deviation": max(deviations),
         "models_with_equal_files": sum(bool(row["files_equal"]) for row in report.rows),
+        "models_with_round_trips": sum(bool(row["round_trips"]) for row in report.rows),
         "models_with_engines": len(gaps),
         "models_with_whole_runs": sum(row.get("whole_run") is True for row in report.rows),
     }
@@ -90,51 +129,66 @@ def measure(config: Config, report: Report) -> None:
     Console(highlight=False).print(_table(report))
 
 
-def _try_model(config: Config, name: str, scratch: Path, *, runs: bool) -> dict[str, object]:
-    """Measure one model; the row keeps the error of an engine or a run that fails."""
-    from tests.zoo.checkpoints import CHECKPOINTS
-    from tests.zoo.general import GENERAL
-    from tests.zoo.packed import compare, engine_of, rows_of
-    from tests.zoo.trained import prepare
-
-    family = (CHECKPOINTS | GENERAL)[name].family
-    prepare(name, scratch / "zoo")
-    model = scratch / "zoo" / "model"
-    engine = engine_of(model, "transformers" if name in GENERAL else "auto")
-    deviations = [compare(engine, model, rows_of(share_prefixes=shared)) for shared in (True, False)]
-    row: dict[str, object] = {
-        "model": name,
-        "family": family,
-        "modelling": "transformers" if engine.architecture.family.general else "native",
-        "forward_deviation": max(deviation.forward for deviation in deviations),
-        "gradient_deviation": max(deviation.gradient for deviation in deviations),
-        "files_equal": True,  # else prepare fails
-    }
-    if config.engines:
-        row |= _engine_gap(scratch / "zoo", config.timeout_s)
-    if runs:
-        row |= _whole_run(model, str(row["modelling"]), scratch / "run", config.timeout_s)
+def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
+    """Return a model's row if it was measured at this commit."""
+    if path is None or not path.exists():
+        return None
+    measured = json.loads(path.read_text())
+    row: dict[str, object] | None = measured["row"] if measured["commit"] == commit else None
     return row
 
 
-def _engine_gap(folder: Path, timeout_s: int) -> dict[str, object]:
-    """Serve the model, load two versions and serve the saved folder, see tests/zoo/engine.py."""
-    command = [sys.executable, "-m", "tests.zoo.engine", str(folder)]
+def _compare(name: str, folder: Path) -> dict[str, object]:
+    """Train a model and compare its packed rows and its files; the row has what was measured."""
+    from tests.zoo.packed import compare, engine_of, rows_of
+    from tests.zoo.trained import ALL, modelling_of, prepare, round_trips
+
+    prepare(name, folder)
+    modelling = modelling_of(name)
+    engine = engine_of(folder / "model", modelling)
+    deviations = [compare(engine, folder / "model", rows_of(share_prefixes=shared)) for shared in (True, False)]
+    return {
+        "model": name,
+        "family": ALL[name].family,
+        "modelling": modelling,
+        "forward_deviation": max(deviation.forward for deviation in deviations),
+        "gradient_deviation": max(deviation.gradient for deviation in deviations),
+        "files_equal": True,  # else prepare fails
+        "round_trips": round_trips(name, folder / "model"),
+    }
+
+
+def _engine_gaps(folders: Mapping[str, Path], timeout_s: int) -> dict[str, dict[str, object]]:
+    """Serve each model, load two versions and serve the saved folder, see tests/zoo/engine.py."""
+    command = [sys.executable, "-m", "tests.zoo.engine", *map(str, folders.values())]
     process = _finished(command, timeout_s, decode_environment(0, replicas=1))
-    lines = [line for line in process.stdout.splitlines() if line.startswith('{"started"')]
-    if process.returncode or not lines:
-        return {"engine_gap": None, "engine_failed": _last_line(process)}
-    gaps = json.loads(lines[-1])
-    return {"engine_gap": max(gaps[name] for name in ("started", "loaded", "restarted"))}
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith(('{"started"', '{"failed"'))]
+    lines += [{"failed": _last_line(process)}] * (len(folders) - len(lines))
+    return {
+        name: {"engine_gap": None, "engine_failed": gaps["failed"]}
+        if "failed" in gaps
+        else {"engine_gap": max(gaps[place] for place in ("started", "loaded", "restarted"))}
+        for name, gaps in zip(folders, lines, strict=True)
+    }
 
 
-def _whole_run(model: Path, modelling: str, out: Path, timeout_s: int) -> dict[str, object]:
-    command = [sys.executable, "-m", "recipes.grpo", "--model", str(model.resolve()), "--out", str(out), *_RUN.split()]
-    command += ["--trainer.modelling", modelling]
+def whole_run(name: str, zoo: Path, timeout_s: int) -> dict[str, Any]:
+    """Run GRPO for two steps on what `tests.zoo.trained.prepare` wrote, and compare the saved folder with that one."""
+    from tests.zoo.engine import dtype_of
+    from tests.zoo.trained import check_files, modelling_of
+
+    model, out = (zoo / "model").resolve(), zoo / "run"
+    command = [sys.executable, "-m", "recipes.grpo", "--model", str(model), "--out", str(out), *_RUN.split()]
+    command += ["--trainer.modelling", modelling_of(name), "--generator.dtype", dtype_of(zoo)]
     process = _finished(command, timeout_s, {})
-    if process.returncode == 0:
-        return {"whole_run": True}
-    return {"whole_run": False, "run_failed": _last_line(process)}
+    if process.returncode:
+        return {"whole_run": False, "run_failed": _last_line(process)}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    trained = sum(line.get("grad_norm", 0.0) > 0 for line in lines)
+    if trained < 2:
+        return {"whole_run": False, "run_failed": f"it trained in {trained} of 2 steps"}
+    check_files(name, model, out / "checkpoints" / "step-000002" / "model")
+    return {"whole_run": True, "run_gap": max(line.get("logprob_gap/max", 0.0) for line in lines)}
 
 
 def _finished(command: list[str], timeout_s: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -148,19 +202,19 @@ def _finished(command: list[str], timeout_s: int, environment: dict[str, str]) -
 
 def _last_line(process: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in (process.stdout + process.stderr).splitlines() if line.strip()]
-    errors = [line for line in lines if "rror" in line] or lines
+    errors = [line for line in lines if "rror" in line and "errors.pydantic" not in line] or lines
     return errors[-1][:300] if errors else f"exit status {process.returncode}"
 
 
 def _table(report: Report) -> Table:
-    table = Table("model", "modelling", "forward", "gradient", "files equal", "engine gap", "whole run")
+    table = Table("model", "modelling", "forward", "gradient", "files equal", "engine gap", "whole run", "run gap")
     for row in report.rows:
         forward, gradient = (f"{float(str(row[key])):.0e}" for key in ("forward_deviation", "gradient_deviation"))
-        gap = row.get("engine_gap")
+        gaps = [row.get(key) for key in ("engine_gap", "run_gap")]
+        texts = ["-" if gap is None else f"{float(str(gap)):.2g}" for gap in gaps]
         table.add_row(
             *(str(row["model"]), str(row["modelling"]), forward, gradient, "yes" if row["files_equal"] else "no"),
-            "-" if gap is None else f"{float(str(gap)):.2f}",
-            {True: "yes", False: "no", None: "-"}[row.get("whole_run")],  # type: ignore[index]
+            *(texts[0], {True: "yes", False: "no", None: "-"}[row.get("whole_run")], texts[1]),  # type: ignore[index]
         )
     return table
 

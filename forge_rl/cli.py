@@ -22,7 +22,7 @@ from forge_rl.system.streams import outlive_readers
 
 PLACES = ("recipes", "apps")
 """Packages whose modules are commands; each module has a `Config` and a `main`."""
-_QUICK = ("compare", "dashboard", "data", "images", "merge", "report", "runs", "show")
+_QUICK = ("compare", "dashboard", "data", "images", "merge", "push", "report", "runs", "show")
 """Commands that start no service."""
 _SHOWS_ONLY = ("compare", "data", "runs", "show")
 """Commands that do nothing but print."""

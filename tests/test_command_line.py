@@ -24,7 +24,14 @@ ROOT = Path(__file__).parent.parent
 FILES = [*(ROOT / "recipes").glob("[a-z]*.py"), *(ROOT / "apps").glob("[a-z]*.py")]
 PROGRAMS = [f"{path.parent.name}.{path.stem}" for path in FILES]
 LOOKING = (
-    *("apps.compare", "apps.dashboard", "apps.images", "apps.join", "apps.merge", "apps.report", "apps.runs"),
+    "apps.compare",
+    "apps.dashboard",
+    "apps.images",
+    "apps.join",
+    "apps.merge",
+    "apps.push",
+    "apps.report",
+    "apps.runs",
     "apps.show",
 )
 """Programs of a few flags, which nobody puts into a file."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import layouts
+from benchmarks import layouts, models
 from forge_rl.engines.architecture import check_weights, read_architecture, read_served
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
@@ -18,14 +18,13 @@ from forge_rl.engines.families.general import COMPARED
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError, ModelError
-from forge_rl.models.bundled import bundled_model, default_cache
-from tests.commands import Command, metrics, tiny_run
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import share_angles
-from tests.tiny import make_tiny_model
+from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
-from tests.zoo.general import GENERAL
+from tests.zoo.general import GENERAL, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
+from tests.zoo.trained import prepare
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -142,7 +141,6 @@ def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
         ({"model_type": "mistral", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"model_type": "mistral", "num_attention_heads": "four"}, "mistral|num_attention_heads"),
         ({"model_type": "bloom"}, "bloom"),
-        ({"model_type": "afmoe"}, "chooses experts by biases in float32"),
         ({"model_type": "llama4_text"}, "attn_temperature_tuning"),
         ({"model_type": "gemma4_text"}, "heads of different sizes"),
     ],
@@ -248,25 +246,21 @@ def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float |
         assert (trees[0] - dense[0]).abs().max() < 1e-12
 
 
+HYBRIDS = ("ibm-granite/granite-4.0-h-1b", "LiquidAI/LFM2-1.2B")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "config"),
+    "name",
     [
-        ("olmo2", {}),
-        ("gemma3_text", {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32, "dtype": "float32"}),
+        pytest.param(name, marks=() if name in HYBRIDS else pytest.mark.nightly)
+        for name in GENERAL
+        if name not in UNSERVED
     ],
 )
-def test_a_whole_run_of_two_steps(family: str, config: dict, tmp_path: Path, commands: list[Command]):
-    from transformers import AutoModelForCausalLM
-
-    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), family=family, **config)
-    out = tmp_path / "run"
-    run = tiny_run(commands, model, out, "--steps", "2", "--checkpoint-every", "2")
-    assert run.end(900) == 0, run.output
-    assert [line["step"] for line in metrics(out)][-1] == 2
-    assert max(line["logprob_gap/max"] for line in metrics(out) if "logprob_gap/max" in line) < 1e-2
-    saved = max((out / "checkpoints").glob("*/model"))
-    AutoModelForCausalLM.from_pretrained(saved)
-    before, after = load_file(model / "model.safetensors"), load_file(saved / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert any(not torch.equal(before[name].float(), after[name].float()) for name in before)
+def test_a_whole_run_of_two_steps(name: str, tmp_path: Path):
+    prepare(name, tmp_path / "zoo")
+    row = models.whole_run(name, tmp_path / "zoo", 900)
+    assert row["whole_run"] is True, row
+    if dtype_of(tmp_path / "zoo") == "float32":
+        assert row["run_gap"] < 1e-2

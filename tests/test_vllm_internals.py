@@ -377,3 +377,38 @@ def test_vllm_reads_a_served_engines_command_as_a_runs_settings(tmp_path: Path) 
     different = {name for name, value in vars(expected).items() if (vars(found)[name] or None) != (value or None)}
     different.discard("mm_device_do_normalize")  # of images, with another default in vLLM's server
     assert different == {"additional_config", "disable_log_stats"}, "the owner, and the loggers"
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_experts_are_chosen_by_biases_also_without_groups_on_cpu(scoring: str):
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    from forge_rl.engines.vllm.cpu import patch
+
+    logits, bias = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)), torch.linspace(1, -1, 8)
+    layer = torch.nn.Module()
+    layer.router = CPURouter(top_k=2, global_num_experts=8, scoring_func=scoring, e_score_correction_bias=bias)  # type: ignore[assignment]
+    patch(layer)
+    weights, chosen = layer.router._compute_routing(logits, logits, None)  # type: ignore[operator, union-attr]
+    scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid()
+    expected = (scores + bias).topk(2, dim=-1).indices
+    assert torch.equal(chosen.sort(dim=-1).values.long(), expected.sort(dim=-1).values)
+    assert not torch.equal(expected.sort(dim=-1).values, scores.topk(2, dim=-1).indices.sort(dim=-1).values)
+    unbiased = scores.gather(1, chosen.long())
+    assert torch.allclose(weights, unbiased / unbiased.sum(dim=-1, keepdim=True))
+
+
+def test_engines_are_told_how_queries_are_scaled_and_share_no_states_on_cpu(tmp_path: Path):
+    from forge_rl.engines.vllm.engine import engine_arguments
+
+    def arguments(**config: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return engine_arguments(tmp_path, DecodeSettings(), 0)
+
+    rope = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16, "rope_type": "yarn", "factor": 16.0}
+    scaled, plain = arguments(model_type="ministral3", rope_parameters=rope), arguments(model_type="llama")
+    assert scaled.hf_overrides["llama_4_scaling"] == {"beta": 0.1, "original_max_position_embeddings": 16}
+    assert "llama_4_scaling" not in plain.hf_overrides
+    assert plain.enable_prefix_caching
+    states = arguments(model_type="lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    assert not states.enable_prefix_caching

@@ -28,7 +28,7 @@ from forge_rl.flags import user_code
 from forge_rl.flags.categories import Operational
 from forge_rl.flags.options import check_keys
 from forge_rl.flags.texts import FlagText, parse
-from forge_rl.models.resolve import is_hub_id
+from forge_rl.models.hub import is_hub_id
 
 ONE_DIGIT_ADDITION = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _AGAIN = "download or export the model again"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
+RECORD = "forge_rl.json"
+"""File that a run writes with each model that it exports: flags, data, versions and scores of that run."""
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Named chat templates other than the default one."""
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", TEMPLATES)
@@ -137,7 +139,7 @@ def complete_folder(
         untied: the weights have an output projection of their own, even if the other folder's config.json ties it.
     """
     for path in (*source.iterdir(), *source.glob(TEMPLATES)):
-        if path.is_file() and path.suffix in _COPIED and path.name != _INDEX:
+        if path.is_file() and path.suffix in _COPIED and path.name not in (_INDEX, RECORD):
             copy = target / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(path, copy)

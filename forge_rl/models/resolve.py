@@ -15,11 +15,9 @@ from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress
-from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS, model_files, read_object
+from forge_rl.models.hf_folder import model_files, read_object
+from forge_rl.models.hub import download, is_hub_model
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
-"""Files that are not: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
 _INDEX = "model.safetensors.index.json"
 _OBJECTS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -31,12 +29,7 @@ _CHECKPOINT = re.compile(r"step-(\d{6,})")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def is_hub_id(name: str) -> bool:
-    """Return True if a name has the form of a hub id, such as openai/gsm8k."""
-    return _HUB_ID.fullmatch(name) is not None
-
-
-def resolve_model(name: str, cache: Path, progress: Progress | None = None, *, revision: str = "") -> Path:
+def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> Path:
     """Return the folder with a model's config.json, safetensors and tokenizer.
 
         folder = resolve_model("Qwen/Qwen3-0.6B", default_cache())
@@ -44,8 +37,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None, *, r
     An adapter in PEFT's format is merged with its base model, once, into the cache.
 
     Args:
-        name: bundled model, hub id, or folder of a model, an adapter or a checkpoint. Downloads are kept in the hub's
-            own cache.
+        name: bundled model, hub id with or without @revision, or folder of a model, an adapter or a checkpoint.
+            Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
         revision: branch, tag or commit of a model on the hub; by default its main branch.
 
@@ -60,8 +53,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None, *, r
             raise ModelError(f"{folder} is a run, not a model", hint=f"name one of its checkpoints, such as {newest}")
         model = model_in(folder)
         return _merged(model, cache, progress) if is_adapter(model) else _checked(model)
-    if is_hub_id(name):
-        return _checked(_download(name, revision))
+    if is_hub_model(name):
+        return _checked(download(name, progress))
     if "/" in name:
         raise ModelError(f"no such folder: {name}", hint='give an existing folder, or a hub id "org/name"')
     close = difflib.get_close_matches(name.lower(), BUNDLED, n=1, cutoff=0.4)
@@ -161,14 +154,16 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
         ModelError: it does not exist, or is an adapter itself.
     """
     adapter = Adapter.read(folder)
-    base, revision = (name, "") if name else (adapter.base, adapter.revision)
+    base = name or adapter.base
     if not base:
         raise ModelError(f"{folder} names no base model", hint="name it: forge-rl merge ADAPTER OUT --base FOLDER")
     place = Path(base).expanduser()
     if place.is_dir() and is_adapter(model_in(place)):
         raise ModelError(f"{folder} adapts {base}, an adapter itself", hint="merge that one first: forge-rl merge")
+    if not name and adapter.revision and is_hub_model(base) and not place.is_dir():
+        base = f"{base}@{adapter.revision}"
     try:
-        return resolve_model(base, cache, progress, revision=revision)
+        return resolve_model(base, cache, progress)
     except ModelError as error:
         raise ModelError(
             f"the base model of {folder} is not usable: {error.message}",
@@ -247,26 +242,3 @@ def _check_header(path: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
-
-
-def _download(hub_id: str, revision: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        wanted, others = list(MODEL_FILES), list(_OTHERS)
-        folder = snapshot_download(hub_id, revision=revision or None, allow_patterns=wanted, ignore_patterns=others)
-        return Path(folder)
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        match error:
-            case errors.GatedRepoError():
-                cause, hint = "access to it is gated", "request access on its page, log in with `hf auth login`"
-            case errors.RepositoryNotFoundError():
-                cause, hint = "the model does not exist or is private", "check the name, log in with `hf auth login`"
-            case errors.LocalEntryNotFoundError():
-                cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
-            case _:
-                cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"
-        raise ModelError(
-            f"cannot get {hub_id!r} from the hub: {cause}",
-            hint=f"{hint}, or give a folder or a bundled model ({', '.join(BUNDLED)})",
-        ) from error

@@ -54,7 +54,7 @@ class RunConfig:
     UNUSED: ClassVar[tuple[str, ...]] = ()
     """Fields that the recipe ignores: `--help` and config files leave them out, and they must keep their defaults."""
     model: str = "smollm2-135m"
-    """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint."""
+    """Name of a bundled model, Hugging Face id with or without @revision, or folder of a model or a checkpoint."""
     steps: Tunable[int] = 10
     """Number of batches to train on; each takes minibatches x epochs optimizer steps, by default one."""
     groups_per_batch: int = 8

@@ -18,6 +18,8 @@ from forge_rl.weights.slices import TensorSlice
 
 VALUE_HEAD = "score.weight"
 """Name of a value head, as in transformers' models for sequence classification."""
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Ends of the names of biases that choose experts, as transformers has them: they stay float32, as in DeepSeek-V3."""
 _TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -66,7 +68,8 @@ class SameNames:
         tensor_slice = tensor_slice or TensorSlice.whole(shape)
         if name not in self.stacks:
             hf_name = self.head if name == "lm_head.weight" else self.renamed.get(name, name)
-            yield Part(name=hf_name, shape=tuple(shape), tensor_slice=tensor_slice)
+            float32 = name.endswith(ROUTER_BIASES)
+            yield Part(name=hf_name, shape=tuple(shape), tensor_slice=tensor_slice, float32=float32)
             return
         assert tensor_slice.size[1:] == tuple(shape[1:]), "FSDP splits stacks between experts"
         templates = self.stacks[name]

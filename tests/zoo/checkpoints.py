@@ -289,7 +289,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "also takes images",
     ),
     "meta-llama/Llama-4-Scout-17B-16E": ({"model_type": "llama4", "vision_config": {}}, "also takes images"),
-    "zai-org/GLM-4.5-Air": ({"model_type": "glm4_moe", "use_qk_norm": False}, "chooses experts by biases"),
     "lmsys/vicuna-7b-v1.5-16k, dynamic": (
         {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}},
         "rope_type 'dynamic'",

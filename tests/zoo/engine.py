@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,9 +127,9 @@ def gap(measured: torch.Tensor, expected: Expected, dtype: Dtype) -> float:
 
 
 def dtype_of(folder: Path) -> Dtype:
-    """vLLM's latent attention has no float32 on CPUs with AMX."""
-    latent = json.loads((folder / "model" / "config.json").read_text())["model_type"] == "deepseek_v3"
-    return "bfloat16" if latent else "float32"
+    """vLLM's latent attention has no float32 on CPUs with AMX, and its Gated DeltaNet has none on any."""
+    model_type = json.loads((folder / "model" / "config.json").read_text())["model_type"]
+    return "bfloat16" if model_type in ("deepseek_v3", "qwen3_next") else "float32"
 
 
 def try_folder(folder: Path, expected: tuple[Expected, Expected]) -> dict[str, float]:
@@ -155,14 +156,22 @@ def try_folder(folder: Path, expected: tuple[Expected, Expected]) -> dict[str, f
 
 
 def main(folders: list[Path]) -> None:
-    """Try folders one after the other, and print a line for each."""
+    """Try folders one after the other, and print a line for each, also for one that vLLM does not serve."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
     expected: dict[Path, tuple[Expected, Expected]] = {}
     for folder in folders:
         models = folder / "model", folder / "saved" / "model"
         first, last = (expected_logprobs(model, dtype_of(folder)) for model in models)
         expected[folder] = first, last
     for folder in folders:
-        print(json.dumps(try_folder(folder, expected[folder])), flush=True)
+        try:
+            measured: dict[str, Any] = {**try_folder(folder, expected[folder])}
+        except Exception as error:
+            traceback.print_exc()
+            measured = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            cleanup_dist_env_and_memory()
+        print(json.dumps(measured), flush=True)
 
 
 if __name__ == "__main__":

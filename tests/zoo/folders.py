@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from forge_rl.weights.names import ROUTER_BIASES
 from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, FP8, Checkpoint
 from tests.zoo.general import GENERAL, GENERAL_FAMILIES
 
@@ -73,14 +74,13 @@ def _random_weights(folder: Path) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved)
         state = load_file(Path(saved) / "model.safetensors")
-    exact = ".e_score_correction_bias"
-    return {name: values if name.endswith(exact) else values.to(dtype) for name, values in state.items()}
+    return {name: values if name.endswith(ROUTER_BIASES) else values.to(dtype) for name, values in state.items()}
 
 
 def _add_extras(checkpoint: Checkpoint, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
     embedding, layers = state["model.embed_tokens.weight"], config["num_hidden_layers"]
     for name in state:
-        if name.endswith(".e_score_correction_bias"):
+        if name.endswith(ROUTER_BIASES):
             state[name] = torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1)) * 0.2
     if checkpoint.head != "as configured":
         state["lm_head.weight"] = embedding.clone()

@@ -8,17 +8,38 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from forge_rl import Task
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import Modelling, TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
+from forge_rl.tokens.tokenizer import Tokenizer
 from tests.fakes import hf_weights, packed, random_batch, train_batch
 from tests.zoo.checkpoints import CHECKPOINTS
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
 
 ALL = CHECKPOINTS | GENERAL
+
+
+def modelling_of(name: str) -> Modelling:
+    """Return the code that computes a checkpoint's model."""
+    return "transformers" if name in GENERAL else "native"
+
+
+def round_trips(name: str, folder: Path) -> bool:
+    """Return whether the tokenizer stops where the folder says, and a rendered chat decodes to its text."""
+    tokenizer = Tokenizer(folder)
+    stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    ids = tokenizer.render([{"role": "user", "content": "2+3? é"}])
+    expected = "<|start|>user\n2+3? é" + ALL[name].stops[0]
+    return set(tokenizer.stop_ids) == set(stops) and tokenizer.decode(ids, skip_special=False).startswith(expected)
+
+
+def mean_code(task: Task, text: str) -> float:
+    """Reward of whole runs, in which the bytes that a random model writes differ."""
+    return sum(map(ord, text)) / (256 * max(1, len(text)))
 
 
 def prepare(name: str, folder: Path) -> None:
@@ -34,7 +55,7 @@ def prepare(name: str, folder: Path) -> None:
             dtype="float32",
             seq_len=128,
             optimizer=OptimizerConfig(lr=1e-2),
-            modelling="transformers" if name in GENERAL else "native",
+            modelling=modelling_of(name),
         ),
     )
     for version in (1, 2):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from forge_rl.engines.families.family import Architecture, Family
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
 from forge_rl.models.quantized import refusal
-from forge_rl.weights.names import SameNames
+from forge_rl.weights.names import ROUTER_BIASES, SameNames
 
 _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers whose masks `titan.general_attention` makes."""
@@ -31,16 +32,16 @@ _MIXERS = ("linear_attn", "mamba", "conv", "mixer")
 """Names of the module with the state in transformers' layers of these kinds."""
 COMPARED = frozenset(
     (
-        *("apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "diffllama", "ernie4_5", "exaone4"),
-        *("flex_olmo", "gemma2", "gemma3_text", "glm", "glm4", "granite", "granitemoehybrid", "hunyuan_v1_dense"),
-        *("hyperclovax", "jetmoe", "lfm2", "llama", "ministral", "ministral3", "mistral", "mixtral", "nanochat"),
-        *("nemotron", "olmo", "olmo2", "olmo3", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe"),
-        *("qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+        *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "diffllama", "ernie4_5"),
+        *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
+        *("granite", "granitemoehybrid", "hunyuan_v1_dense", "hyperclovax", "jetmoe", "lfm2", "lfm2_moe"),
+        *("llama", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron"),
+        *("olmo", "olmo2", "olmo3", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+        "vaultgemma",
     )
 )
 """Types whose packed rows were compared with transformers, one episode at a time; see docs/running/models.md."""
-_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Ends of the names of biases in float32 that choose experts, as in DeepSeek-V3 and AFMoE."""
 _SUPPORTED = "the trainer takes decoders of full, sliding-window, chunked and linear attention, and short convolutions"
 
 
@@ -121,8 +122,6 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
         problem = "has no model.embed_tokens"
     elif not isinstance(head, nn.Linear) or head.bias is not None:
         problem = "has no lm_head without bias"
-    elif any(name.endswith(_ROUTER_BIASES) for name, _ in causal.named_parameters()):
-        problem = "chooses experts by biases in float32, which only native families keep so"
     else:
         try:
             recurrent_mixers(causal)
@@ -134,7 +133,9 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
             hint="use a model of another architecture",
         )
     tied = causal.config.tie_word_embeddings
-    return {name: weight.shape for name, weight in causal.named_parameters() if not (tied and name == HEAD)}
+    biases = ((name, buffer) for name, buffer in causal.named_buffers() if name.endswith(ROUTER_BIASES))
+    weights = itertools.chain(causal.named_parameters(), biases)
+    return {name: weight.shape for name, weight in weights if not (tied and name == HEAD)}
 
 
 def file_names(folder: Path) -> SameNames:
@@ -162,7 +163,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
         for rename in renames:
             for source, target in zip(rename.source_patterns, rename.target_patterns, strict=False):
                 if name.format(0) not in stored_names:
-                    name = name.replace(target, source)
+                    name = name.replace(target, source.replace("\\.", "."))  # patterns may escape dots
         return name if name.format(0) in stored_names else original
 
     renamed, stacks = dict[str, str](), dict[str, tuple[str, ...]]()
@@ -190,7 +191,8 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
 def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
     """Build transformers' model of a folder with its weights on the meta device and its buffers in memory.
 
-    Weights have torch's default dtype. Buffers that the files hold become weights that are not trained.
+    Weights have torch's default dtype. Buffers that the files hold become weights that are not trained, except biases
+    that choose experts: these are buffers in float32, which no pass casts.
 
     Args:
         tied: whether embedding and head are one weight; by default as config.json says.
@@ -213,6 +215,8 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
         raise
     except Exception as error:
         raise _unreadable(folder / "config.json", error) from error
+    for parameter in causal.parameters():  # routers may ask for float32
+        parameter.data = parameter.to(torch.get_default_dtype())
     if torch.get_default_dtype() == torch.float64:
         causal.set_experts_implementation("eager")  # torch's product of groups has no float64
     if config.tie_word_embeddings:
@@ -222,6 +226,9 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
             buffer = module._buffers.pop(name)
             if buffer is not None:
                 module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
+        for name in [name for name in module._parameters if name.endswith(ROUTER_BIASES)]:
+            bias = cast(nn.Parameter, module._parameters.pop(name))
+            module.register_buffer(name, torch.zeros(bias.shape, dtype=torch.float32))
     return causal
 
 
@@ -311,6 +318,15 @@ def recurrent_mixers(causal: Any) -> list[nn.Module]:
                 raise LookupError(f"has layers of {kind} whose state is in none of {', '.join(_MIXERS)}")
             mixers.append(getattr(layer, names[0]))
     return mixers
+
+
+def has_states(folder: Path) -> bool:
+    """Return whether a model has layers with a state (linear attention, state spaces, short convolutions)."""
+    try:
+        config = _load_config(folder / "config.json")
+    except ModelError:
+        return False
+    return any(kind in _RECURRENT_KINDS for kind in getattr(config, "layer_types", None) or ())
 
 
 def _rope_types(config: Any) -> set[str]:

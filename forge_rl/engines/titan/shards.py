@@ -15,11 +15,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.errors import ConfigError
 from forge_rl.weights.manifest import TensorSpec
-from forge_rl.weights.names import Names, SameNames
+from forge_rl.weights.names import ROUTER_BIASES, Names, SameNames
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
-_BIAS = ".expert_bias_E"
+_BIASES = (".expert_bias_E", *ROUTER_BIASES)
+"""Ends of the names of biases that choose experts, torchtitan's and transformers'."""
 ADAPTERS = "lora_A", "lora_B"
 """Names of a linear layer's adapter, see `lora.py`: [rank, inputs] and [outputs, rank]."""
 
@@ -40,7 +41,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient, and no adapters.
     """
-    steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIAS))
+    steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIASES))
     for name, weight in itertools.chain(model.named_parameters(), steering):
         if name.endswith(ADAPTERS):
             continue
@@ -61,7 +62,7 @@ def specs(model: Any) -> tuple[TensorSpec, ...]:
             shape=part.shape,
             changed=parameter.requires_grad
             or (name in adapted and not model.adapters.travel)
-            or (name.endswith(_BIAS) and bool(model.steers)),
+            or (name.endswith(_BIASES) and bool(model.steers)),
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)

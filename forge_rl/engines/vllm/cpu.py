@@ -20,6 +20,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -40,6 +41,8 @@ def patch(model: nn.Module) -> None:
             layer._forward_method = functools.partial(_normalize, layer)
         elif type(layer) is SiluAndMul:
             layer._forward_method = _silu_and_mul
+        elif isinstance(router := getattr(layer, "router", None), CPURouter):
+            _heed_biases(router)
     experts: Any = CPUUnquantizedExperts
     if not hasattr(experts.apply, "__wrapped__"):
         experts.apply = _with_expert_map(experts.apply)
@@ -51,6 +54,16 @@ def patch(model: nn.Module) -> None:
     wrapper.add_lora_linear = _add_lora
     communicator: Any = CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
+
+
+def _heed_biases(router: Any) -> None:
+    """Have a router choose experts by its biases, which vLLM 0.32 heeds on CPU only where experts are in groups.
+
+    A single group is the same as none. Without it, ERNIE 4.5 would go to other experts, and MiniMax M2 not run.
+    """
+    plain = not router.use_grouped_topk and router.custom_routing_function is None
+    if plain and router.e_score_correction_bias is not None and router.scoring_func in ("softmax", "sigmoid"):
+        router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
 
 
 def unlink_shared_memory(worker: int) -> None:

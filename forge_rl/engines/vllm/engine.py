@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge_rl.engines import ENGINE_DIED, ENGINE_STALLED
 from forge_rl.engines.devices import device_type
+from forge_rl.engines.families.general import has_states
 from forge_rl.engines.parts import EnginePart
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
@@ -53,6 +54,7 @@ from forge_rl.engines.vllm.steps import watch_steps
 from forge_rl.engines.vllm.transfer import Owner, WorkerExtension, WorkerReport
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
+from forge_rl.models.hf_folder import read_object
 from forge_rl.runtime.processes import clean_up_after, when_process_ends
 from forge_rl.runtime.signals import children_outlive_stop_signals
 from forge_rl.token_arrays import MOST_TOP, Chunk, ScoredTokens, TokenIds
@@ -442,8 +444,9 @@ def engine_arguments(
         logprobs_mode="processed_logprobs",
         max_logprobs=MOST_TOP,
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
-        hf_overrides={"head_dtype": "float32"},
-        enable_prefix_caching=True,
+        hf_overrides={"head_dtype": "float32", **_scaled_queries(folder)},
+        # vLLM caches the states of such layers only with prompts in chunks.
+        enable_prefix_caching=not (on_cpu and has_states(folder)),
         kv_transfer_config=read_kv_transfer(settings.kv_transfer_config),
         speculative_config=speculation and speculative_config(speculation),
         per_request_spec_decode_metrics="summary" if speculation else "none",
@@ -457,6 +460,20 @@ def engine_arguments(
         **lora_arguments(folder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank),
         **_where(part),
     )
+
+
+def _scaled_queries(folder: Path) -> dict[str, Any]:
+    """Return how a Ministral 3 scales queries by position, under the key where vLLM looks for it.
+
+    vLLM 0.32 reads it from folders in Mistral's own format alone: from one in Hugging Face's format it would serve
+    queries unscaled, and episodes longer than `original_max_position_embeddings` by another model than is trained.
+    """
+    path = folder / "config.json"
+    rope = read_object(path).get("rope_parameters") if path.is_file() else None
+    if not isinstance(rope, dict) or "llama_4_scaling_beta" not in rope:
+        return {}
+    name = "original_max_position_embeddings"
+    return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], name: rope[name]}}
 
 
 def _where(part: EnginePart | None) -> dict[str, Any]:

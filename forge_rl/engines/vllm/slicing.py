@@ -153,6 +153,8 @@ class SliceWatch(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             if (located := self._locate(args[1])) is not None and self._copies(args[0], args[1], located):
                 return args[0]
+            if located is None and args[0].is_meta:
+                self._overwritten(args[0])
         elif not func.is_view:
             for value in args:
                 if isinstance(value, torch.Tensor) and (located := self._locate(value)) is not None:
@@ -180,6 +182,14 @@ class SliceWatch(TorchDispatchMode):
         if key not in self._fingerprints:
             self._copied[key] = Move(None, located.values, entry.shape, tensor_slice)
         return False
+
+    def _overwritten(self, target: torch.Tensor) -> None:
+        """Count a parameter's slices as repacked, as its loader replaces them: Mamba's A_log by -exp(A_log)."""
+        name = self._names.get(id(target.untyped_storage()))
+        for slices in self._places.values():
+            slices.update(
+                (part, None) for part, place in slices.items() if place is not None and place.parameter == name
+            )
 
     def _take_fingerprints(self) -> None:
         """Fingerprint copied slices while their bytes are still there."""

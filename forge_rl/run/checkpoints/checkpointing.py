@@ -18,6 +18,7 @@ from forge_rl.run.checkpoints.kept import KeptObjects
 from forge_rl.run.checkpoints.parts import RunParts
 from forge_rl.run.live.settings import is_live_state
 from forge_rl.run.lora_settings import checkpoint_bytes
+from forge_rl.run.records.model_card import write_card
 from forge_rl.run.records.run_dir import read_object, write_json
 from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
@@ -244,6 +245,8 @@ class Checkpointer:
                 await trainer.finish_save()
                 if trainer.lora.rank:
                     await asyncio.to_thread(name_base, place / "model", model)
+            run, scores = self.checkpoints.folder.parent, dict(self._evaluator.scores)
+            await asyncio.to_thread(write_card, folder / "model", run, step=step, scores=scores)
         self.saved = step
         if self.checkpoints.unremoved:
             self._warn(f"an old checkpoint cannot be removed: {self.checkpoints.unremoved}")

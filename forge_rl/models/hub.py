@@ -1,0 +1,127 @@
+"""Models on the Hugging Face hub: downloads by id and revision, and uploads."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from forge_rl.errors import ModelError
+from forge_rl.models.bundled import BUNDLED
+from forge_rl.models.cache import Progress
+from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS
+
+CARD = "README.md"
+"""A model card, which a run writes with each model that it exports."""
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*")
+_OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
+"""Files that are not: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Return True if a name has the form of a hub id, such as openai/gsm8k."""
+    return _ID.fullmatch(name) is not None
+
+
+def is_hub_model(name: str) -> bool:
+    """Return True if a name has the form of a hub id with or without a revision, such as Qwen/Qwen3-0.6B@main."""
+    hub_id, separator, revision = name.partition("@")
+    return is_hub_id(hub_id) and (not separator or _REVISION.fullmatch(revision) is not None)
+
+
+def download(name: str, progress: Progress | None = None) -> Path:
+    """Return the folder of a model in the hub's own cache, which is completed if needed.
+
+        download("Qwen/Qwen3-0.6B@main")
+
+    An interrupted download goes on where it ended. Without a network, or with HF_HUB_OFFLINE=1, a complete model in the
+    cache is used as it is. Gated models need a token: HF_TOKEN, or `hf auth login`.
+
+    Args:
+        name: hub id, or hub id@revision: a branch, a tag or a commit.
+        progress: called with the share that is there of the bytes of all files that have begun.
+
+    Raises:
+        ModelError: the hub does not give the model, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    hub_id, _, revision = name.partition("@")
+    options: dict[str, Any] = {"allow_patterns": list(MODEL_FILES), "ignore_patterns": list(_OTHERS)}
+    if revision:
+        options["revision"] = revision
+    if progress is not None:
+        options["tqdm_class"] = _bars(name, progress)
+    with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({_bundled()})"):
+        return Path(str(snapshot_download(hub_id, **options)))
+
+
+def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
+    """Upload a model's folder, creating the repository if needed; return the address of the commit.
+
+    Args:
+        repo: hub id.
+        private: whether a new repository is private.
+        message: of the commit.
+
+    Raises:
+        ModelError: the hub refuses it, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    with _named_errors(f"cannot upload {folder} to {repo!r}", "`hf auth login` with a token that may write"):
+        api.create_repo(repo, private=private, exist_ok=True)
+        patterns = [*MODEL_FILES, CARD]
+        commit = api.upload_folder(
+            repo_id=repo, folder_path=folder, allow_patterns=patterns, commit_message=message, ignore_patterns=[".*"]
+        )
+    return str(commit.commit_url)
+
+
+@contextlib.contextmanager
+def _named_errors(problem: str, way_out: str) -> Iterator[None]:
+    """Raise the hub's errors as a ModelError with cause and hint."""
+    from httpx import HTTPError
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (errors.HfHubHTTPError, errors.HFValidationError, errors.OfflineModeIsEnabled, HTTPError, OSError) as error:
+        login = "log in with `hf auth login`, or set HF_TOKEN"
+        match error:
+            case errors.GatedRepoError():
+                cause, hint = "access to it is gated", f"request access on its page, {login}"
+            case errors.RevisionNotFoundError():
+                cause, hint = "it has no such revision", "name a branch, a tag or a commit after the @"
+            case errors.RepositoryNotFoundError():
+                cause, hint = "the model does not exist or is private", f"check the name, {login}"
+            case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() | HTTPError():
+                cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
+            case _:
+                cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"
+        raise ModelError(f"{problem}: {cause}", hint=f"{hint}, {way_out}") from error
+
+
+def _bundled() -> str:
+    return ", ".join(BUNDLED)
+
+
+def _bars(name: str, progress: Progress) -> type:
+    """Return a class of bars for the hub's client, of which the one that counts bytes on disk reports to `progress`."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts_bytes = options.get("unit") == "B" and "Reconstructing" in options.get("desc", "")
+            super().__init__(*args, **(options | {"disable": True}))
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts_bytes and self.total:
+                self.n += n or 0
+                progress(f"downloading {name}", min(1.0, self.n / self.total))
+
+    return Bar

@@ -1,0 +1,114 @@
+"""Models by hub id: a local stand-in of the hub's API, the real client, and what a user is told."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ModelError
+from forge_rl.models.hf_folder import RECORD
+from forge_rl.models.hub import CARD, is_hub_model
+from forge_rl.run.records.model_card import write_card
+from tests.hub_server import COMMITS, Hub, serving
+from tests.zoo.folders import write
+
+_RESOLVE = """
+import sys
+from pathlib import Path
+from forge_rl.errors import ForgeError
+from forge_rl.models.resolve import resolve_model
+for name in sys.argv[1:]:
+    shares = []
+    try:
+        folder = resolve_model(name, Path("unused"), lambda step, share: shares.append(share))
+        print("folder", folder, len(shares) > 1 and min(shares) > 0, max(shares, default=0))
+    except ForgeError as error:
+        print("error", str(error).replace("\\n", " "))
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = write("Qwen/Qwen3-0.6B", tmp_path / "hf")
+    (folder / "pytorch_model.bin").write_text("a pickle")
+    return folder
+
+
+def python(hub: Hub, home: Path, *arguments: str, **variables: str) -> list[str]:
+    """Run Python with the hub's address; returns the lines of its output."""
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": "", **variables}
+    ended = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert not ended.returncode, ended.stderr[-3000:] + ended.stdout[-1000:]
+    return ended.stdout.splitlines()
+
+
+def test_models_come_from_the_hub_by_revision_and_then_from_the_cache(model: Path, tmp_path: Path):
+    names = ["org/name@v1", "org/name", "org/name@other", "org/absent"]
+    with serving(Hub({"org/name": model})) as hub:
+        by_tag, main, other, absent = python(hub, tmp_path / "home", "-c", _RESOLVE, *names)
+        assert f"snapshots/{COMMITS['v1']} True 1.0" in by_tag
+        assert f"snapshots/{COMMITS['main']}" in main
+        assert "it has no such revision" in other
+        assert "the model does not exist or is private" in absent
+        assert not any("pytorch_model.bin" in request for request in hub.requests)
+        hub.requests.clear()
+        lines = python(hub, tmp_path / "home", "-c", _RESOLVE, "org/name@v1", "org/other", HF_HUB_OFFLINE="1")
+        assert COMMITS["v1"] in lines[0]
+        assert "the hub cannot be reached, and the model is not in its cache" in lines[1]
+        assert not hub.requests
+
+
+def test_a_gated_model_needs_a_token_and_an_interrupted_download_goes_on(model: Path, tmp_path: Path):
+    (model / "large.txt").write_bytes(os.urandom(16 << 20))  # the client writes pieces of 10 MiB
+    with serving(Hub({"org/name": model}, token="hf_secret", breaks_after=12 << 20)) as hub:
+        (gated,) = python(hub, tmp_path / "home", "-c", _RESOLVE, "org/name")
+        assert "access to it is gated" in gated
+        assert "HF_TOKEN" in gated
+        (line,) = python(hub, tmp_path / "home", "-c", _RESOLVE, "org/name", HF_TOKEN="hf_secret")
+        assert COMMITS["main"] in line
+        ranges = [request.rpartition("=")[2] for request in hub.requests if "large.txt bytes=" in request]
+        assert ranges
+        assert int(ranges[0].rstrip("-")) > 0
+    (snapshot,) = (tmp_path / "home").rglob("snapshots/*/large.txt")
+    assert snapshot.read_bytes() == (model / "large.txt").read_bytes()
+
+
+def test_a_run_is_pushed_with_card_and_record(model: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-000002" / "model"
+    checkpoint.parent.mkdir(parents=True)
+    model.rename(checkpoint)
+    flags = {"model": "Qwen/Qwen3-0.6B@main", "tasks": ["chain_sum|<b>"], "out": "/home/me/secret", "steps": 2}
+    (run / "config.json").write_text(json.dumps(flags))
+    (run / "versions.json").write_text(json.dumps({"torch": "2.13"}))
+    write_card(checkpoint, run, step=2, scores={0: 0.25, 2: 0.5, 3: 0.9})
+    with serving(Hub({}, token="hf_secret")) as hub:
+        command = ("-m", "apps.push", str(run), "me/model", "--private")
+        assert any(hub.url in line for line in python(hub, tmp_path / "home", *command, HF_TOKEN="hf_secret"))
+    assert hub.uploads.keys() == {path.name for path in checkpoint.iterdir()} - {"pytorch_model.bin"}
+    assert hub.uploads["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+    record, card = json.loads(hub.uploads[RECORD]), hub.uploads[CARD].decode()
+    assert record["scores"] == {"0": 0.25, "2": 0.5}
+    assert record["data"] == {"tasks": ["chain_sum|<b>"]}
+    assert "secret" not in json.dumps(record)
+    assert 'base_model: "Qwen/Qwen3-0.6B"\n' in card
+    assert "| 2 | 0.5 |" in card
+    assert "<b>" not in card
+
+
+def test_only_ids_with_a_plain_revision_are_names_of_the_hub():
+    assert is_hub_model("org/name")
+    assert is_hub_model("org/name@refs/pr/1")
+    assert not any(map(is_hub_model, ("name", "org/name@", "org/name@a b", "../name", "org/name@../x/@")))
+
+
+def test_a_folder_without_a_model_is_not_pushed(tmp_path: Path):
+    from apps.push import find_trained
+
+    with pytest.raises(ModelError, match="holds no model"):
+        find_trained(tmp_path)
