@@ -239,7 +239,7 @@ def _open_nursery() -> None:
         pid: int = execute(path, words, fds)
         return pid
 
-    multiprocessing_util.spawnv_passfds = spawn
+    vars(multiprocessing_util)["spawnv_passfds"] = spawn
 
 
 def _fork_by(nursery: socket.socket, program: Program, fds: Mapping[int, int]) -> int:
