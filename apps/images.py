@@ -27,7 +27,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.gateway.keys import read_key
 from forge_rl.models.bundled import default_cache
 from forge_rl.run.launch import launch
-from forge_rl.sandbox.images import ImageStore, Peers
+from forge_rl.sandbox.images import ImageStore, LayerPeers
 from forge_rl.sandbox.images.layers import LayerProgress
 from forge_rl.system.terminal import clipped
 
@@ -84,7 +84,7 @@ async def main(config: Config) -> None:
             console.print(f"serving the layers of {config.store} at http://{config.address}:{port}")
             await asyncio.Event().wait()
     if config.action == "pull":
-        peers = Peers(addresses=config.peer, key=key) if config.peer else None
+        peers = LayerPeers(addresses=config.peer, key=key) if config.peer else None
         with _layers_progress(console) as (progress, show):
             store = ImageStore(config.store, max_bytes, mirrors=mirrors, progress=show, peers=peers)
             for name in config.images:

@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.errors import check_flags
 from forge_rl.sandbox import Limits, Pool, PoolSession
-from forge_rl.sandbox.images import Image, ImageSettings
+from forge_rl.sandbox.images import ContainerImage, ImageSettings
 
 _PROGRAMS = ("bash", "cat", "ls", "mkdir", "rm", "seq", "touch")
 _AT_A_TIME = 64
@@ -64,7 +64,7 @@ def measure(config: Config, report: Report) -> None:
         asyncio.run(measure_sessions(config, report, store, images))
 
 
-async def measure_sessions(config: Config, report: Report, store: Path, images: Sequence[Image]) -> None:
+async def measure_sessions(config: Config, report: Report, store: Path, images: Sequence[ContainerImage]) -> None:
     """Measure sessions of images, which have a shell.
 
     Args:
@@ -92,7 +92,7 @@ async def measure_sessions(config: Config, report: Report, store: Path, images: 
         report.results["mib_a_session_after_commands"] = (before - _available_mib()) / config.sessions
 
 
-async def _measure_diffs(config: Config, report: Report, pool: Pool, image: Image) -> None:
+async def _measure_diffs(config: Config, report: Report, pool: Pool, image: ContainerImage) -> None:
     diffs = []
     async with pool.session(image=image) as session:
         await session.run(f"mkdir /work; cd /work; for n in $(seq {config.changed_files}); do echo $n > $n; done")
@@ -118,7 +118,7 @@ async def _answer_with_their_own_state(sessions: Sequence[PoolSession]) -> None:
     await asyncio.gather(*(ask(index, session) for index, session in enumerate(sessions)))
 
 
-def _measure_peer(config: Config, report: Report, image: Image) -> None:
+def _measure_peer(config: Config, report: Report, image: ContainerImage) -> None:
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         raise BenchmarkError("bubblewrap is not installed", hint="apt-get install bubblewrap")
@@ -131,7 +131,7 @@ def _measure_peer(config: Config, report: Report, image: Image) -> None:
     report.measure("bubblewrap_command_ms", durations)
 
 
-def _make_images(store: Path, count: int, layers: int) -> list[Image]:
+def _make_images(store: Path, count: int, layers: int) -> list[ContainerImage]:
     """Make images of this machine's shell; half of the layers of each are shared by all."""
     base = store / "base" / "files"
     paths = [path for name in _PROGRAMS if (path := shutil.which(name, path="/usr/bin:/bin"))]
@@ -149,7 +149,9 @@ def _make_images(store: Path, count: int, layers: int) -> list[Image]:
         folders = (*shared, *(_make_layer(store, name) for name in place_names))
         digest = hashlib.sha256(str(number).encode()).hexdigest()
         settings = ImageSettings(working_folder="/root")
-        images.append(Image(reference=f"{number}", digest=f"sha256:{digest}", layers=folders, settings=settings))
+        images.append(
+            ContainerImage(reference=f"{number}", digest=f"sha256:{digest}", layers=folders, settings=settings)
+        )
     return images
 
 

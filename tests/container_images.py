@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.sandbox.images import Image, ImageSettings
+from forge_rl.sandbox.images import ContainerImage, ImageSettings
 from tests.images import image, write_layout
 
 _PROGRAMS = (
@@ -30,10 +30,10 @@ PYTHON = ("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib")
 """Packages of Debian 12."""
 
 
-def image_of(*layers: Path, **settings: object) -> Image:
+def image_of(*layers: Path, **settings: object) -> ContainerImage:
     """An image of layers in a store, `STORE/NAME/files`."""
     digest = hashlib.sha256("".join(map(str, layers)).encode()).hexdigest()
-    return Image(
+    return ContainerImage(
         reference="/".join(layer.parent.name for layer in layers),
         digest=f"sha256:{digest}",
         layers=layers,
@@ -95,7 +95,7 @@ def packages_layer(store: Path, name: str, packages: Sequence[str]) -> Path:
     return folder
 
 
-def debian_image(store: Path, **settings: object) -> Image:
+def debian_image(store: Path, **settings: object) -> ContainerImage:
     """Debian's shell, programs and Python, in two layers."""
     base = packages_layer(store, "debian", DEBIAN)
     passwd = "root:x:0:0:root:/root:/bin/bash\nbob:x:1001:1002::/home/bob:/bin/sh\n"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from forge_rl.sandbox import CellError, Limits, Pool, PoolSession, Result, SandboxError, shared_pool
-from forge_rl.sandbox.images import Image
+from forge_rl.sandbox.images import ContainerImage
 from forge_rl.sandbox.pool import Profile
 
 T = TypeVar("T")
@@ -42,7 +42,12 @@ class SharedPool:
     """Runs coroutines beside an open pool."""
 
     def __init__(
-        self, profile: str, *, image: Image | None = None, python: Sequence[str] = ("python3",), **settings: Any
+        self,
+        profile: str,
+        *,
+        image: ContainerImage | None = None,
+        python: Sequence[str] = ("python3",),
+        **settings: Any,
     ) -> None:
         self.profile = profile
         self.image = image

@@ -18,7 +18,7 @@ from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan.adapter_engine import AdapterEngine
+from forge_rl.engines.titan.adapter_engine import TitanAdapters
 from forge_rl.engines.titan.lora import adapted_modules_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError, LossError
@@ -40,9 +40,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def adapters_of(base: Path, rank: int = 4, **settings: Any) -> AdapterEngine:
+def adapters_of(base: Path, rank: int = 4, **settings: Any) -> TitanAdapters:
     options = {"dtype": "float32", "seq_len": 64, **settings}
-    return AdapterEngine(TitanEngine(base, TrainSettings(lora=LoRAConfig(rank=rank), **options)), base)
+    return TitanAdapters(TitanEngine(base, TrainSettings(lora=LoRAConfig(rank=rank), **options)), base)
 
 
 def minibatch(seed: int) -> Minibatch:
@@ -57,7 +57,7 @@ def poisoned(rows: Minibatch) -> Minibatch:
     return replace(rows, rows=(replace(first, advantages=bad), *rows.rows[1:]))
 
 
-def train(adapters: AdapterEngine, name: str, seeds: range) -> list[float]:
+def train(adapters: TitanAdapters, name: str, seeds: range) -> list[float]:
     norms = []
     for seed in seeds:
         adapters.run(name, minibatch(seed), LOSS)
@@ -65,7 +65,7 @@ def train(adapters: AdapterEngine, name: str, seeds: range) -> list[float]:
     return norms
 
 
-def factors(adapters: AdapterEngine, name: str, folder: Path) -> dict[str, torch.Tensor]:
+def factors(adapters: TitanAdapters, name: str, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir(parents=True)
     adapters.save(name, folder)
     return load_file(folder / "adapter_model.safetensors") | load_file(folder / "training.safetensors")

@@ -10,7 +10,7 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Limits, Pool, PoolSession, SandboxError
-from forge_rl.sandbox.images import Image, ImageSettings, ImageStore
+from forge_rl.sandbox.images import ContainerImage, ImageSettings, ImageStore
 from forge_rl.sandbox.workspaces.snapshots import layer_of
 from tests import images
 from tests.container_images import host_layer, image_of, layer, packed_folder
@@ -25,7 +25,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def image(store: Path) -> Image:
+def image(store: Path) -> ContainerImage:
     """Three layers: the second deletes a file of the first and hides what a folder of it had, the third adds."""
     base = layer(store, "base", {"data/one": "1\n", "data/two": "2\n", "hidden/old": "o\n", "gone/x": "x\n"})
     second = layer(store, "second", {"data/one": None, "hidden/new": "n\n", "gone": None})
@@ -55,7 +55,7 @@ def snapshot(folder: Path) -> list[tuple[str, int, int]]:
     return [(str(path), path.lstat().st_mode, path.lstat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
 
 
-async def test_commands_are_the_images_user_in_its_folder_with_its_variables(pool: Pool, image: Image):
+async def test_commands_are_the_images_user_in_its_folder_with_its_variables(pool: Pool, image: ContainerImage):
     async with pool.session(image=image) as session:
         assert await text(session, "id -u; id -g; pwd; echo $GREETING $HOME; ./run") == (
             "1001\n1002\n/srv/app\nhi /home/bob\nran\n"
@@ -69,7 +69,7 @@ async def test_commands_are_the_images_user_in_its_folder_with_its_variables(poo
         assert (result.stdout, result.status) == ("ran\n", 0)
 
 
-async def test_the_settings_of_an_image_may_be_numbers_groups_or_nothing(pool: Pool, image: Image):
+async def test_the_settings_of_an_image_may_be_numbers_groups_or_nothing(pool: Pool, image: ContainerImage):
     for user, expected in (("", "0\n0\n/root\n"), ("1234:77", "1234\n77\n/\n"), ("bob:5", "1001\n5\n/home/bob\n")):
         other = replace(image, settings=ImageSettings(user=user))
         async with pool.session(image=other) as session:
@@ -81,7 +81,7 @@ async def test_the_settings_of_an_image_may_be_numbers_groups_or_nothing(pool: P
         assert "'alice' is not in its /etc/passwd" in result.error.message
 
 
-async def test_changes_are_the_sessions_own_and_apply_in_another(pool: Pool, image: Image):
+async def test_changes_are_the_sessions_own_and_apply_in_another(pool: Pool, image: ContainerImage):
     before = [snapshot(folder) for folder in image.layers]
     change = (
         "rm /data/two; echo more >> /data/three; rm -r /hidden; mkdir -p /hidden/deep; echo d > /hidden/deep/d;"
@@ -105,7 +105,7 @@ async def test_changes_are_the_sessions_own_and_apply_in_another(pool: Pool, ima
     assert [snapshot(folder) for folder in image.layers] == before
 
 
-async def test_a_fork_has_a_copy_of_the_changes(pool: Pool, image: Image):
+async def test_a_fork_has_a_copy_of_the_changes(pool: Pool, image: ContainerImage):
     async with pool.session(image=image) as session:
         await session.run("echo 1 > a; rm /data/two; rm -r /hidden; mkdir /hidden; ln -s a b")
         async with await session.fork() as fork:
@@ -160,7 +160,9 @@ async def test_more_layers_than_fit_into_one_page_of_options(pool: Pool, store: 
         assert await session.get("/last") == b"59"
 
 
-async def test_what_a_pool_cannot_open_is_refused_by_name(pool: Pool, image: Image, store: Path, tmp_path: Path):
+async def test_what_a_pool_cannot_open_is_refused_by_name(
+    pool: Pool, image: ContainerImage, store: Path, tmp_path: Path
+):
     with pytest.raises(ConfigError, match="are not in Pool"):
         await pool.open(image=image_of(layer(tmp_path, "elsewhere", {})))
     with pytest.raises(ConfigError, match="workspace or an image"):
@@ -177,7 +179,7 @@ async def test_what_a_pool_cannot_open_is_refused_by_name(pool: Pool, image: Ima
             await session.run("true", folders={"/app": "app"})
 
 
-async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Image):
+async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: ContainerImage):
     def mounts() -> int:
         return len(Path(f"/proc/{os.getpid()}/mountinfo").read_text().splitlines())
 
@@ -193,7 +195,7 @@ async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Image):
     assert stat.S_ISDIR(image.layers[0].stat().st_mode)
 
 
-async def test_a_snapshot_is_a_layer_of_an_image(image: Image, tmp_path: Path):
+async def test_a_snapshot_is_a_layer_of_an_image(image: ContainerImage, tmp_path: Path):
     """Another host fetches it, and goes on where the session was."""
     made = [packed_folder(folder) for folder in image.layers]
     store, without = ImageStore(tmp_path / "store"), [] if os.geteuid() == 0 else ["cgroup"]
@@ -220,7 +222,9 @@ async def test_a_snapshot_is_a_layer_of_an_image(image: Image, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["proc", "dev", "etc", "tmp", "work"])
-async def test_links_in_place_of_an_images_folders_lead_nowhere(pool: Pool, image: Image, tmp_path: Path, name: str):
+async def test_links_in_place_of_an_images_folders_lead_nowhere(
+    pool: Pool, image: ContainerImage, tmp_path: Path, name: str
+):
     """Bubblewrap mounts over these, before the image's root is all that it sees."""
     (tmp_path / "secret").write_text("secret")
     store = image.layers[0].parents[1]

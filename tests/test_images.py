@@ -20,7 +20,7 @@ import pyarrow
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox.images import ImageError, ImageStore, Peers
+from forge_rl.sandbox.images import ImageError, ImageStore, LayerPeers
 from forge_rl.sandbox.images.references import parse_reference
 from forge_rl.sandbox.images.unpack import OPAQUE
 from tests.images import (
@@ -505,7 +505,7 @@ async def test_a_host_fetches_layers_from_a_peer_and_trusts_none(tmp_path: Path)
             before = server.requests.copy()
             for peer_key, layers_fetched in (("another key of some", 4), (key, 1)):  # one has a file twice
                 server.requests.clear()
-                peers = Peers(addresses=["http://127.0.0.1:9", f"http://127.0.0.1:{port}"], key=peer_key)
+                peers = LayerPeers(addresses=["http://127.0.0.1:9", f"http://127.0.0.1:{port}"], key=peer_key)
                 store = ImageStore(tmp_path / f"store{layers_fetched}", peers=peers)
                 there = await store.get(reference)
                 assert [read(folder) for folder in there.layers] == [read(folder) for folder in here.layers]

@@ -20,7 +20,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.packing.rows import Layout, attends
 from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, TinkerServices, read_keys, wire
-from forge_rl.tinker.journal import Entry, Journal
+from forge_rl.tinker.journal import Journal, JournalEntry
 from forge_rl.tinker.losses import WEIGHTS, TinkerLoss
 from forge_rl.tinker.rows import PackedData
 from forge_rl.tinker.server import NOT_HERE
@@ -362,7 +362,7 @@ def test_losses_are_those_of_the_api():
 
 def test_a_journal_ends_where_a_kill_cut_it_off(tmp_path: Path):
     journal = Journal(tmp_path / "journal")
-    entries = [Entry(seq=seq, kind="pass", body=bytes(range(seq))) for seq in range(1, 5)]
+    entries = [JournalEntry(seq=seq, kind="pass", body=bytes(range(seq))) for seq in range(1, 5)]
     for entry in entries:
         journal.append(entry)
     whole = (tmp_path / "journal").read_bytes()

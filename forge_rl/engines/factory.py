@@ -227,7 +227,7 @@ def make_adapter_engine(engine: TrainEngine, folder: Path) -> AdapterEngine:
     Raises:
         ConfigError: the engine's settings have no adapters, or moments that are not in float32.
     """
-    from forge_rl.engines.titan.adapter_engine import AdapterEngine as TitanAdapters
+    from forge_rl.engines.titan.adapter_engine import TitanAdapters
     from forge_rl.engines.titan.train import TitanEngine
 
     assert isinstance(engine, TitanEngine), "make_train_engine made it"

@@ -29,7 +29,7 @@ def served_rank(rank: int) -> int:
             return limit
     raise ConfigError(
         f"adapters of rank {rank} cannot be served: vLLM's largest rank is {SERVED_RANKS[-1]}",
-        hint="lower --lora.rank, or publish merged weights with --generator.adapters merged",
+        hint="lower --lora.rank",
     )
 
 

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 from forge_rl.runtime.fork_messages import (
     MARK,
+    ForkRefusal,
     Program,
-    Refusal,
     peer,
     receive_number,
     send_program,
@@ -114,7 +114,7 @@ def main(words: Sequence[str]) -> NoReturn:
         send_program(connection, program, {fd: fd for fd in (0, 1, 2)})
         _wait(connection, parent_fd, float(environment.get(PATIENCE, "inf")))
         pid = receive_number(connection, "pid")
-    except (OSError, EOFError, Refusal, ValueError) as error:
+    except (OSError, EOFError, ForkRefusal, ValueError) as error:
         _execute(program, f"{type(error).__name__}: {error}".removesuffix(": "))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # these belong to the program

@@ -20,7 +20,7 @@ _MOST_FDS = 128
 _PEER = struct.Struct("3i")
 
 
-class Refusal(Exception):
+class ForkRefusal(Exception):
     """A fork server does not start a program, for the reason in the message."""
 
 
@@ -107,7 +107,7 @@ def receive_number(connection: socket.socket, name: str) -> int:
     (length,) = _HEADER.unpack(_receive(connection, _HEADER.size))
     fields = json.loads(_receive(connection, min(length, _MOST_BYTES)))
     if "refusal" in fields:
-        raise Refusal(fields["refusal"])
+        raise ForkRefusal(fields["refusal"])
     return int(fields[name])
 
 

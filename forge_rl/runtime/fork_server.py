@@ -29,8 +29,8 @@ from typing import Any
 
 from forge_rl.runtime.fork_messages import (
     MARK,
+    ForkRefusal,
     Program,
-    Refusal,
     peer,
     receive_number,
     receive_program,
@@ -233,7 +233,7 @@ def _open_nursery() -> None:
         if "--multiprocessing-fork" in texts and connection.fileno() >= 0:
             try:
                 return _fork_by(connection, Program.here(texts[1:], os.environ), {fd: fd for fd in (0, 1, 2, *fds)})
-            except (OSError, EOFError, Refusal) as error:
+            except (OSError, EOFError, ForkRefusal) as error:
                 connection.close()
                 print(f"forge_rl: processes are executed, not forked: {error!r}", file=sys.stderr, flush=True)
         pid: int = execute(path, words, fds)
@@ -247,7 +247,7 @@ def _fork_by(nursery: socket.socket, program: Program, fds: Mapping[int, int]) -
     maps = Path("/proc/self/maps").read_text()
     for library in program.environment.get("LD_PRELOAD", "").replace(":", " ").split():
         if os.path.realpath(library) not in maps:
-            raise Refusal(f"{library} is to be loaded first")
+            raise ForkRefusal(f"{library} is to be loaded first")
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the nursery's child forks it and ends, so that it becomes this process's
     try:
         send_program(nursery, program, fds)

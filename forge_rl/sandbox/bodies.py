@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forge_rl.sandbox.host import Host, SessionStatus, readable, writable
-from forge_rl.sandbox.images.image import Image
+from forge_rl.sandbox.images.image import ContainerImage
 from forge_rl.sandbox.inside import frames, kernel
 from forge_rl.sandbox.inside.overlays import fork_name
 from forge_rl.sandbox.limits import CellError, Limits, SandboxError
@@ -45,7 +45,7 @@ class Body:
     watched: SessionStatus
     workspace: OpenWorkspace | None = None
     network: SessionNetwork | None = None
-    image: Image | None = None
+    image: ContainerImage | None = None
     """What its commands see as their root."""
     folder: str = "0"
     """Name of its own folder, a neighbour of its workspace."""
@@ -89,7 +89,9 @@ async def start_body(name: str, host: Host, limits: Limits, *workspace: int, lay
     return body
 
 
-async def start_body_in(name: str, host: Host, limits: Limits, folder: str | Image, layers: Sequence[str] = ()) -> Body:
+async def start_body_in(
+    name: str, host: Host, limits: Limits, folder: str | ContainerImage, layers: Sequence[str] = ()
+) -> Body:
     """Start a session on a server with a folder as its workspace, or an image as the root of its commands.
 
     Args:
@@ -98,7 +100,7 @@ async def start_body_in(name: str, host: Host, limits: Limits, folder: str | Ima
     Raises:
         SandboxError: the folder does not exist, the machine is full or cannot mount images, or the server is gone.
     """
-    image = folder if isinstance(folder, Image) else None
+    image = folder if isinstance(folder, ContainerImage) else None
     bases = tuple(map(str, image.layers)) if image else (str(folder),)
     base = [] if image else [_detached(str(folder))]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

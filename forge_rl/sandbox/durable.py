@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_rl.sandbox.images.image import Image
+from forge_rl.sandbox.images.image import ContainerImage
 from forge_rl.sandbox.inside import cells
 from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.pool import Pool
@@ -109,7 +109,7 @@ class DurableSessions:
         """By key, a session in that state, also those in use."""
         self._parked: OrderedDict[_SessionState, None] = OrderedDict()
 
-    def open(self, *, limits: Limits | None = None, image: Image | None = None) -> DurableSession:
+    def open(self, *, limits: Limits | None = None, image: ContainerImage | None = None) -> DurableSession:
         """Return a session, which starts nothing before a cell must run; its caller closes it.
 
         Args:
@@ -125,7 +125,7 @@ class DurableSessions:
             await self._drop_parked()
 
     async def nearest(
-        self, keys: Sequence[bytes], limits: Limits, image: Image | None = None
+        self, keys: Sequence[bytes], limits: Limits, image: ContainerImage | None = None
     ) -> tuple[PoolSession, int]:
         """Return a new session whose state includes as many of the actions as possible.
 
@@ -191,7 +191,7 @@ class DurableSession:
         limits: Limits,
         keys: tuple[bytes, ...],
         log: tuple[_Action, ...],
-        image: Image | None = None,
+        image: ContainerImage | None = None,
     ) -> None:
         self.limits = limits
         self.image = image

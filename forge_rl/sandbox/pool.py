@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.bodies import Body, fork_body, start_body, start_body_in, with_network
 from forge_rl.sandbox.host import Host, ServerSettings
-from forge_rl.sandbox.images.image import Image
+from forge_rl.sandbox.images.image import ContainerImage
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.session import PoolSession
@@ -139,7 +139,7 @@ class Pool:
         limits: Limits | None = None,
         undo: bool = False,
         workspace: str | Path | None = None,
-        image: Image | None = None,
+        image: ContainerImage | None = None,
         network: Sequence[str] = (),
         wait_s: float | None = None,
     ) -> AsyncIterator[PoolSession]:
@@ -155,7 +155,7 @@ class Pool:
         limits: Limits | None = None,
         undo: bool = False,
         workspace: str | Path | None = None,
-        image: Image | None = None,
+        image: ContainerImage | None = None,
         network: Sequence[str] = (),
         wait_s: float | None = None,
     ) -> PoolSession:
@@ -226,7 +226,7 @@ class Pool:
         self.opened["fresh"] += 1
         return None
 
-    def _check_image(self, image: Image, *, has_workspace: bool) -> None:
+    def _check_image(self, image: ContainerImage, *, has_workspace: bool) -> None:
         """Check that sessions of this pool can have an image as their root.
 
         Raises:
@@ -245,7 +245,7 @@ class Pool:
                 hint="name the folder of the store that has the image",
             )
 
-    async def _start(self, limits: Limits, workspace: str | Image | None = None) -> Body:
+    async def _start(self, limits: Limits, workspace: str | ContainerImage | None = None) -> Body:
         async with self._starting:
             if len(self.hosts) < self._num_servers or any(host.lost for host in self.hosts):
                 await self._start_servers()
@@ -255,7 +255,7 @@ class Pool:
                 return await start_body(name, host, limits)
             layers = (
                 [str(layer.relative_to(self._images)) for layer in workspace.layers]
-                if isinstance(workspace, Image)
+                if isinstance(workspace, ContainerImage)
                 else []
             )
             body = await start_body_in(name, host, limits, workspace, layers)

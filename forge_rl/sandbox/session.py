@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.bodies import MOST_HARNESS_TEXT, Body, receive, send, why_ended
-from forge_rl.sandbox.images.image import Image as ContainerImage
+from forge_rl.sandbox.images.image import ContainerImage
 from forge_rl.sandbox.inside import frames
 from forge_rl.sandbox.inside.commands import HOME
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, SandboxError, Usage

@@ -25,7 +25,7 @@ _MOST_METADATA = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecord:
+class AdapterRecord:
     """What is kept of a training, also once it has ended."""
 
     model_id: str
@@ -39,7 +39,7 @@ class ModelRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class AdapterCheckpoint:
     """A saved adapter."""
 
     model_id: str
@@ -111,25 +111,25 @@ class CheckpointStore:
         assert _MODEL.fullmatch(model_id), "the server made it"
         return self._folder / model_id
 
-    def add(self, record: ModelRecord) -> None:
+    def add(self, record: AdapterRecord) -> None:
         """Keep a new training."""
         folder = self.folder(record.model_id)
         folder.mkdir(exist_ok=True)
         write_whole(folder / "model.json", json.dumps(asdict(record)).encode())
 
-    def records(self, tenant: str | None = None) -> list[ModelRecord]:
+    def records(self, tenant: str | None = None) -> list[AdapterRecord]:
         """Return the trainings of a tenant, or of all, oldest first."""
         records = []
         for path in self._folder.glob("*/model.json"):
             try:
-                record = ModelRecord(**json.loads(path.read_text()))
+                record = AdapterRecord(**json.loads(path.read_text()))
             except (OSError, ValueError, TypeError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}", hint="move its folder away") from error
             if tenant in (None, record.tenant):
                 records.append(record)
         return sorted(records, key=lambda record: record.created)
 
-    def record(self, model_id: str, tenant: str) -> ModelRecord:
+    def record(self, model_id: str, tenant: str) -> AdapterRecord:
         """Return a tenant's training.
 
         Raises:
@@ -137,28 +137,28 @@ class CheckpointStore:
         """
         path = self._folder / model_id / "model.json"
         if _MODEL.fullmatch(model_id) and path.is_file():
-            record = ModelRecord(**json.loads(path.read_text()))
+            record = AdapterRecord(**json.loads(path.read_text()))
             if record.tenant == tenant:
                 return record
         raise ApiError(404, f"there is no training {model_id[:100]!r}", code="not_found")
 
-    def checkpoints(self, model_id: str) -> list[Checkpoint]:
+    def checkpoints(self, model_id: str) -> list[AdapterCheckpoint]:
         """Return a training's checkpoints, oldest first; expired ones are deleted."""
         checkpoints = []
         for path in self.folder(model_id).glob(f"*/*/{_RECORD}"):
-            checkpoint = Checkpoint(**json.loads(path.read_text()))
+            checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
             if checkpoint.is_expired:
                 shutil.rmtree(path.parent, ignore_errors=True)
             else:
                 checkpoints.append(checkpoint)
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.time)
 
-    def all_of(self, tenant: str) -> Iterator[Checkpoint]:
+    def all_of(self, tenant: str) -> Iterator[AdapterCheckpoint]:
         """Yield all checkpoints of a tenant."""
         for record in self.records(tenant):
             yield from self.checkpoints(record.model_id)
 
-    def find(self, path: str, tenant: str) -> tuple[ModelRecord, Checkpoint, Path]:
+    def find(self, path: str, tenant: str) -> tuple[AdapterRecord, AdapterCheckpoint, Path]:
         """Return what a tinker:// path of a tenant leads to, and its folder.
 
         Raises:
@@ -169,7 +169,7 @@ class CheckpointStore:
             record = self.record(parts[0], tenant)
             folder = self.folder(parts[0]) / parts[1] / parts[2]
             if (folder / _RECORD).is_file():
-                checkpoint = Checkpoint(**json.loads((folder / _RECORD).read_text()))
+                checkpoint = AdapterCheckpoint(**json.loads((folder / _RECORD).read_text()))
                 if not checkpoint.is_expired:
                     return record, checkpoint, folder
         raise ApiError(404, f"there is no checkpoint {path[:200]!r}", param="path", code="not_found")
@@ -184,8 +184,8 @@ class CheckpointStore:
         await asyncio.to_thread(shutil.rmtree, folder)
 
     async def save(
-        self, record: ModelRecord, settings: SaveSettings, write: Callable[[Path], Awaitable[None]]
-    ) -> Checkpoint:
+        self, record: AdapterRecord, settings: SaveSettings, write: Callable[[Path], Awaitable[None]]
+    ) -> AdapterCheckpoint:
         """Write a checkpoint, whole or not at all; one that the same request has written already stays.
 
         Args:
@@ -203,7 +203,7 @@ class CheckpointStore:
             raise ApiError(400, f"user_metadata is longer than {_MOST_METADATA} letters", param="user_metadata")
         folder = self.folder(record.model_id) / settings.kind / settings.name
         if (folder / _RECORD).is_file():
-            checkpoint = Checkpoint(**json.loads((folder / _RECORD).read_text()))
+            checkpoint = AdapterCheckpoint(**json.loads((folder / _RECORD).read_text()))
             if checkpoint.seq == settings.seq:
                 return checkpoint
             if not settings.overwrite:
@@ -216,7 +216,7 @@ class CheckpointStore:
         try:
             await write(partial)
             expires = None if settings.ttl_s is None else _now() + datetime.timedelta(seconds=settings.ttl_s)
-            checkpoint = Checkpoint(
+            checkpoint = AdapterCheckpoint(
                 model_id=record.model_id,
                 kind=settings.kind,
                 name=settings.name,

@@ -18,7 +18,7 @@ _MOST_DONE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class FutureResult:
     """What a request came to."""
 
     body: bytes
@@ -31,13 +31,13 @@ class Promise:
 
     tenant: str
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    result: Result | None = None
+    result: FutureResult | None = None
     error: str = ""
     is_user_error: bool = False
     is_sent: bool = False
     """Whether its client has got it."""
 
-    def keep(self, result: Result) -> None:
+    def keep(self, result: FutureResult) -> None:
         """Set the result."""
         self.result = result
         self.done.set()
@@ -89,7 +89,7 @@ class Promises:
     def take_up(self, results: Mapping[str, tuple[bool, str]], tenant: str) -> None:
         """Keep results of a tenant that `unsent` returned."""
         for name, (is_protobuf, text) in results.items():
-            self.open(name, tenant).keep(Result(body=base64.b64decode(text), is_protobuf=is_protobuf))
+            self.open(name, tenant).keep(FutureResult(body=base64.b64decode(text), is_protobuf=is_protobuf))
 
     def _forget(self) -> None:
         done = [(name, promise) for name, promise in self._promises.items() if promise.done.is_set()]

@@ -17,7 +17,7 @@ _HEAD = struct.Struct("<IIqB")  # bytes of the body, its checksum, seq, kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class JournalEntry:
     """An accepted request."""
 
     seq: int
@@ -45,7 +45,7 @@ class Journal:
         except FileNotFoundError:
             return 0
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: JournalEntry) -> None:
         """Write a request at the end.
 
         Raises:
@@ -65,7 +65,7 @@ class Journal:
         finally:
             os.close(descriptor)
 
-    def read(self) -> list[Entry]:
+    def read(self) -> list[JournalEntry]:
         """Return the whole requests; a last one that a kill cut off was never accepted, and is cut away."""
         try:
             data = self._path.read_bytes()
@@ -77,7 +77,7 @@ class Journal:
             body = data[place + _HEAD.size : place + _HEAD.size + size]
             if len(body) < size or zlib.crc32(body) != checksum or kind >= len(_KINDS):
                 break
-            entries.append(Entry(seq=seq, kind=_KINDS[kind], body=body))
+            entries.append(JournalEntry(seq=seq, kind=_KINDS[kind], body=body))
             place += _HEAD.size + size
         if place < len(data):
             os.truncate(self._path, place)
@@ -89,5 +89,5 @@ class Journal:
         write_whole(self._path, b"".join(map(_encode, entries)))
 
 
-def _encode(entry: Entry) -> bytes:
+def _encode(entry: JournalEntry) -> bytes:
     return _HEAD.pack(len(entry.body), zlib.crc32(entry.body), entry.seq, _KINDS.index(entry.kind)) + entry.body

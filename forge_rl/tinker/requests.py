@@ -14,16 +14,16 @@ Text = Annotated[str, Field(max_length=500)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
 
 
-class _Request(BaseModel):
+class _ClientRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     type: str = ""
 
 
-R = TypeVar("R", bound=_Request)
+R = TypeVar("R", bound=_ClientRequest)
 
 
-class CreateSession(_Request):
+class CreateSession(_ClientRequest):
     tags: list[Text] = Field(default=[], max_length=50)
     user_metadata: Mapping[str, Any] | None = None
     sdk_version: Text = ""
@@ -31,7 +31,7 @@ class CreateSession(_Request):
     display_name: Text | None = None
 
 
-class SessionId(_Request):
+class SessionId(_ClientRequest):
     session_id: Text
 
 
@@ -51,7 +51,7 @@ class Optimizer(BaseModel):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModel(_Request):
+class CreateModel(_ClientRequest):
     session_id: Text
     model_seq_id: Annotated[int, Field(ge=0, lt=10**9)]
     base_model: Text
@@ -60,7 +60,7 @@ class CreateModel(_Request):
     optimizer_config: Optimizer = Optimizer()
 
 
-class LoadWeights(_Request):
+class LoadWeights(_ClientRequest):
     model_id: Text | None = None
     seq_id: Seq | None = None
     session_id: Text | None = None
@@ -84,13 +84,13 @@ class Adam(BaseModel):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(_Request):
+class OptimStep(_ClientRequest):
     adam_params: Adam
     model_id: Text
     seq_id: Seq
 
 
-class SaveWeights(_Request):
+class SaveWeights(_ClientRequest):
     model_id: Text
     path: Text | None = None
     seq_id: Seq
@@ -101,11 +101,11 @@ class SaveWeights(_Request):
     kind: Literal["snapshot"] = "snapshot"
 
 
-class ModelId(_Request):
+class ModelId(_ClientRequest):
     model_id: Text
 
 
-class CreateSamplingSession(_Request):
+class CreateSamplingSession(_ClientRequest):
     session_id: Text
     sampling_session_seq_id: Seq
     base_model: Text | None = None
@@ -119,7 +119,7 @@ class TextChunk(BaseModel):
     type: Literal["encoded_text"] = "encoded_text"
 
 
-class Prompt(BaseModel):
+class SamplePrompt(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     chunks: list[TextChunk] = Field(max_length=10000)
@@ -140,9 +140,9 @@ class SamplingParams(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class SampleRequest(_Request):
+class SampleRequest(_ClientRequest):
     num_samples: Annotated[int, Field(ge=1)] = 1
-    prompt: Prompt
+    prompt: SamplePrompt
     sampling_params: SamplingParams
     base_model: Text | None = None
     model_path: Text | None = None
@@ -157,7 +157,7 @@ class SampleRequest(_Request):
     record_stability_info: Literal[False] | None = None
 
 
-class Retrieve(_Request):
+class Retrieve(_ClientRequest):
     request_id: Text
     allow_metadata_only: bool = False
 

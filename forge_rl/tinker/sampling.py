@@ -18,14 +18,14 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.system.seeds import derive_seed
 from forge_rl.tinker import wire
 from forge_rl.tinker.checkpoints import CheckpointStore
-from forge_rl.tinker.futures import Result
+from forge_rl.tinker.futures import FutureResult
 from forge_rl.tinker.requests import SampleRequest
 from forge_rl.tinker.sessions import Sampler
 from forge_rl.token_arrays import ScoredTokens, TokenIds
 from forge_rl.types import Sampling, Turn
 
 
-class Engines(Protocol):
+class SamplingEngines(Protocol):
     """Engines that serve adapters, as `Generator` does."""
 
     @property
@@ -48,7 +48,7 @@ class LoadedAdapters:
         max_loaded: maximum number that engines hold at a time; further requests wait.
     """
 
-    def __init__(self, engines: Engines, *, max_loaded: int) -> None:
+    def __init__(self, engines: SamplingEngines, *, max_loaded: int) -> None:
         self._engines = engines
         self._max_loaded = max_loaded
         self._users: OrderedDict[str, int] = OrderedDict()
@@ -93,7 +93,7 @@ class SampleService:
     """
 
     def __init__(
-        self, engines: Engines, loaded: LoadedAdapters, store: CheckpointStore, *, seed: int, max_scored: int
+        self, engines: SamplingEngines, loaded: LoadedAdapters, store: CheckpointStore, *, seed: int, max_scored: int
     ) -> None:
         self._engines = engines
         self._loaded = loaded
@@ -108,7 +108,9 @@ class SampleService:
             request.sampling_params.max_tokens or self._engines.max_model_len, self._engines.max_model_len
         )
 
-    async def sample(self, request: SampleRequest, sampler: Sampler, tenant: str) -> tuple[Result, Mapping[str, int]]:
+    async def sample(
+        self, request: SampleRequest, sampler: Sampler, tenant: str
+    ) -> tuple[FutureResult, Mapping[str, int]]:
         """Answer a request.
 
         Returns:
@@ -161,7 +163,7 @@ class SampleService:
                     top = top_ids, np.concatenate([np.full((1, k), np.nan, np.float32), scores.top_logprobs])
             if request.prompt_logprobs_last_n is not None:
                 logprobs[: len(prompt) - request.prompt_logprobs_last_n] = np.nan
-        return Result(body=wire.encode_samples(samples, logprobs, top), is_protobuf=True), counts
+        return FutureResult(body=wire.encode_samples(samples, logprobs, top), is_protobuf=True), counts
 
     def _sampling(self, request: SampleRequest, sampler: Sampler, index: int, room: int) -> Sampling:
         params = request.sampling_params
@@ -187,7 +189,7 @@ class SampleService:
             extra=extra,
         )
 
-    async def _sample_of(self, prompt: TokenIds, turn: Turn, request: SampleRequest, adapter: str) -> wire.Sample:
+    async def _sample_of(self, prompt: TokenIds, turn: Turn, request: SampleRequest, adapter: str) -> wire.WireSample:
         """Return a turn as a sample; greedy tokens, which have no logprobs, get those of temperature 1."""
         token_ids, logprobs, top = np.asarray(turn.token_ids, np.int32), turn.logprobs, None
         k = request.topk_sample_logprobs
@@ -195,7 +197,7 @@ class SampleService:
             scores = await self._engines.score(prompt, token_ids, top_k=k, adapter=adapter)
             logprobs = np.where(np.isfinite(logprobs), logprobs, scores.logprobs)
             top = (scores.top_ids, scores.top_logprobs) if k else None
-        return wire.Sample(
+        return wire.WireSample(
             token_ids=token_ids,
             logprobs=np.asarray(logprobs, np.float32),
             is_stopped=not turn.truncated,

@@ -22,10 +22,10 @@ from forge_rl.gateway import http
 from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.tinker import requests, wire
-from forge_rl.tinker.checkpoints import CheckpointStore, ModelRecord, now
-from forge_rl.tinker.futures import POLL_S, Promises, Result
-from forge_rl.tinker.journal import Entry, Kind
-from forge_rl.tinker.sampling import Engines, LoadedAdapters, SampleService
+from forge_rl.tinker.checkpoints import AdapterRecord, CheckpointStore, now
+from forge_rl.tinker.futures import POLL_S, FutureResult, Promises
+from forge_rl.tinker.journal import JournalEntry, Kind
+from forge_rl.tinker.sampling import LoadedAdapters, SampleService, SamplingEngines
 from forge_rl.tinker.sessions import Sessions
 from forge_rl.tinker.tenants import Tenants
 from forge_rl.tinker.tinker_config import TinkerConfig
@@ -50,7 +50,7 @@ class TinkerServices:
     """What trains and samples behind the server."""
 
     trainer: AdapterTrainer
-    engines: Engines
+    engines: SamplingEngines
     max_loaded: int = 16
     """Maximum adapters that the engines hold at a time."""
     max_scored: int = 4096
@@ -275,7 +275,7 @@ class TinkerServer:
             raise ApiError(
                 400, f"rank {lora.rank}; the largest here is {self._base.lora.rank}", param="lora_config.rank"
             )
-        record = ModelRecord(
+        record = AdapterRecord(
             model_id=f"{values.session_id}:train:{values.model_seq_id}",
             tenant=tenant,
             rank=lora.rank,
@@ -286,19 +286,19 @@ class TinkerServer:
             user_metadata=_texts(values.user_metadata),
         )
         self._base.settings(record)
-        return self._open(record, values.session_id, Entry(seq=0, kind="create", body=body))
+        return self._open(record, values.session_id, JournalEntry(seq=0, kind="create", body=body))
 
     async def _load_weights(self, tenant: str, body: bytes, request: Request) -> Response:
         values = requests.read(requests.LoadWeights, body)
         saved, _, _ = self._store.find(values.path, tenant)
         if values.model_id is not None:
             training = self._trainings.get(values.model_id, tenant)
-            entry = Entry(seq=_seq(values.seq_id), kind="load_weights", body=body)
+            entry = JournalEntry(seq=_seq(values.seq_id), kind="load_weights", body=body)
             return self._promised(self._trainings.submit(training, entry), values.model_id)
         if values.session_id is None:
             raise ApiError(400, "neither model_id nor session_id", param="model_id")
         self._check_base(values.base_model or self._base.name)
-        record = ModelRecord(
+        record = AdapterRecord(
             model_id=f"{values.session_id}:train:{_seq(values.model_seq_id)}",
             tenant=tenant,
             rank=saved.rank,
@@ -308,9 +308,9 @@ class TinkerServer:
             created=now(),
             user_metadata=_texts(values.user_metadata),
         )
-        return self._open(record, values.session_id, Entry(seq=0, kind="load_weights", body=body))
+        return self._open(record, values.session_id, JournalEntry(seq=0, kind="load_weights", body=body))
 
-    def _open(self, record: ModelRecord, session_id: str, entry: Entry) -> Response:
+    def _open(self, record: AdapterRecord, session_id: str, entry: JournalEntry) -> Response:
         """Accept the first request of a training; the same one again, as a client sends it, is the same training."""
         self._sessions.get(session_id, record.tenant)
         current = self._trainings.of(record.tenant)
@@ -345,13 +345,13 @@ class TinkerServer:
         self._trainings.end(self._trainings.get(model_id, tenant))
         request_id = f"{model_id}:unload"
         answer = json.dumps({"type": "unload_model", "model_id": model_id}).encode()
-        self._promises.open(request_id, tenant).keep(Result(body=answer))
+        self._promises.open(request_id, tenant).keep(FutureResult(body=answer))
         return self._promised(request_id, model_id)
 
     async def _pass(self, tenant: str, body: bytes, request: Request) -> Response:
         address = await asyncio.to_thread(wire.read_address, body)
         training = self._trainings.get(address.model_id, tenant)
-        entry = Entry(seq=address.seq_id, kind="pass", body=body)
+        entry = JournalEntry(seq=address.seq_id, kind="pass", body=body)
         counts = {"scored" if address.forward_only else "trained": address.tokens}
         return self._promised(self._trainings.submit(training, entry, **counts), training.model_id)
 
@@ -365,7 +365,7 @@ class TinkerServer:
     ) -> Response:
         values = requests.read(form, body)
         training: Training = self._trainings.get(values.model_id, tenant)
-        entry = Entry(seq=values.seq_id, kind=kind, body=body)
+        entry = JournalEntry(seq=values.seq_id, kind=kind, body=body)
         return self._promised(self._trainings.submit(training, entry), training.model_id)
 
     # Samples.
@@ -452,7 +452,7 @@ class TinkerServer:
     async def _get_run(self, tenant: str, body: bytes, request: Request) -> Response:
         return JSONResponse(self._run_card(self._store.record(request.path_params["model_id"], tenant)))
 
-    def _run_card(self, record: ModelRecord) -> dict[str, Any]:
+    def _run_card(self, record: AdapterRecord) -> dict[str, Any]:
         checkpoints = self._store.checkpoints(record.model_id)
         last = {kind: [c.card() for c in checkpoints if c.kind == kind][-1:] for kind in ("weights", "sampler_weights")}
         return {

@@ -20,9 +20,9 @@ from forge_rl.packing.rows import Layout, Minibatch
 from forge_rl.services.trainer_adapters import Pass
 from forge_rl.system.folders import write_whole
 from forge_rl.tinker import requests, wire
-from forge_rl.tinker.checkpoints import Checkpoint, CheckpointStore, ModelRecord, SaveSettings
-from forge_rl.tinker.futures import Promises, Result
-from forge_rl.tinker.journal import Entry, Journal
+from forge_rl.tinker.checkpoints import AdapterCheckpoint, AdapterRecord, CheckpointStore, SaveSettings
+from forge_rl.tinker.futures import FutureResult, Promises
+from forge_rl.tinker.journal import Journal, JournalEntry
 from forge_rl.tinker.losses import TinkerLoss
 from forge_rl.tinker.rows import PackedData, check_data
 from forge_rl.tinker.sessions import Sessions
@@ -76,7 +76,7 @@ class BaseModel:
     lora: LoRAConfig
     """Largest rank, and the scale and targets of adapters."""
 
-    def settings(self, record: ModelRecord) -> AdapterSettings:
+    def settings(self, record: AdapterRecord) -> AdapterSettings:
         """Return the settings of a training's adapter.
 
         Raises:
@@ -96,12 +96,12 @@ class BaseModel:
 class Training:
     """One adapter's requests and counts."""
 
-    record: ModelRecord
+    record: AdapterRecord
     session_id: str
     folder: Path
     expected: int = 0
     """Seq of the request that is next."""
-    waiting: dict[int, Entry] = field(default_factory=dict)
+    waiting: dict[int, JournalEntry] = field(default_factory=dict)
     """Accepted requests by seq."""
     admitted: dict[int, contextlib.ExitStack] = field(default_factory=dict)
     updates: int = 0
@@ -188,7 +188,7 @@ class Trainings:
             raise ApiError(404, f"there is no adapter {model_id[:100]!r} in training", code="not_found")
         return training
 
-    def add(self, record: ModelRecord, session_id: str) -> Training:
+    def add(self, record: AdapterRecord, session_id: str) -> Training:
         """Keep a new training, whose first request creates its adapter."""
         self._store.add(record)
         training = Training(record, session_id, self._store.folder(record.model_id))
@@ -218,7 +218,7 @@ class Trainings:
                 if entry.seq >= training.expected:
                     self._wait(training, entry)
 
-    def submit(self, training: Training, entry: Entry, *, trained: int = 0, scored: int = 0) -> str:
+    def submit(self, training: Training, entry: JournalEntry, *, trained: int = 0, scored: int = 0) -> str:
         """Accept a request; one with a seq that was accepted already is the same request, sent again.
 
         Args:
@@ -284,7 +284,7 @@ class Trainings:
             self._ready.append(training)  # behind the others
             await self._step(training)
 
-    def _wait(self, training: Training, entry: Entry) -> None:
+    def _wait(self, training: Training, entry: JournalEntry) -> None:
         training.waiting[entry.seq] = entry
         self._promises.open(_request_id(training, entry.seq), training.record.tenant)
         if training not in self._ready:
@@ -335,7 +335,7 @@ class Trainings:
             with contextlib.suppress(OSError, ServiceError):  # the journal has all that this would have written
                 await self._take_snapshot(training, entry.seq)
 
-    async def _execute(self, training: Training, entry: Entry) -> Result:
+    async def _execute(self, training: Training, entry: JournalEntry) -> FutureResult:
         """Execute a request; raises ApiError or ForgeError for its client."""
         match entry.kind:
             case "create":
@@ -369,7 +369,7 @@ class Trainings:
                 return _json(type="load_weights", path=checkpoint.path, model_id=training.model_id)
         raise AssertionError(entry.kind)
 
-    async def _create(self, training: Training) -> Result:
+    async def _create(self, training: Training) -> FutureResult:
         settings = self.base.settings(training.record)
         with contextlib.suppress(ForgeError):
             await self._trainer.adapters.drop(training.model_id)  # of an attempt that was cut off
@@ -378,7 +378,7 @@ class Trainings:
         training.has_gradient = False
         return _json(type="create_model", model_id=training.model_id)
 
-    async def _pass(self, training: Training, request: wire.PassRequest) -> Result:
+    async def _pass(self, training: Training, request: wire.PassRequest) -> FutureResult:
         loss = TinkerLoss.read(request.loss_fn, request.loss_config)
         layout = self._trainer.layout
         most_tokens = min(layout.longest, self.base.max_model_len)
@@ -388,9 +388,9 @@ class Trainings:
         result = await self._trainer.adapters.run(training.model_id, packed.minibatch, loss, backward=backward)
         training.has_gradient |= backward
         body = wire.encode_pass(packed.of_data(result.logprobs), {"loss:sum": result.metrics["loss"]})
-        return Result(body=body, is_protobuf=True)
+        return FutureResult(body=body, is_protobuf=True)
 
-    async def _save(self, training: Training, entry: Entry) -> Result:
+    async def _save(self, training: Training, entry: JournalEntry) -> FutureResult:
         request = requests.read(requests.SaveWeights, entry.body)
         is_sampler = entry.kind == "save_weights_for_sampler"
         settings = SaveSettings(
@@ -406,7 +406,7 @@ class Trainings:
         async def write(folder: Path) -> None:
             await self._trainer.adapters.save(training.model_id, folder)
 
-        checkpoint: Checkpoint = await self._store.save(training.record, settings, write)
+        checkpoint: AdapterCheckpoint = await self._store.save(training.record, settings, write)
         answer: dict[str, object] = {"type": entry.kind, "path": checkpoint.path}
         if is_sampler and request.path is None:
             seq = request.sampling_session_seq_id or 0
@@ -474,5 +474,5 @@ def _request_id(training: Training, seq: int) -> str:
     return f"{training.model_id}:{seq}"
 
 
-def _json(**fields: object) -> Result:
-    return Result(body=json.dumps(fields).encode())
+def _json(**fields: object) -> FutureResult:
+    return FutureResult(body=json.dumps(fields).encode())

@@ -71,7 +71,7 @@ class PassRequest:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
+class WireSample:
     """One sampled completion."""
 
     token_ids: npt.NDArray[np.int32]
@@ -183,7 +183,7 @@ def encode_pass(logprobs: Sequence[npt.NDArray[np.float32]], metrics: Mapping[st
 
 
 def encode_samples(
-    samples: Sequence[Sample],
+    samples: Sequence[WireSample],
     prompt_logprobs: npt.NDArray[np.float32] | None,
     top: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None,
 ) -> bytes:

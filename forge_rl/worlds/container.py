@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_rl.sandbox import DurableSession, DurableSessions, Limits, Pool, PoolSession, SandboxError, shared_pool
-from forge_rl.sandbox.images import Image, ImageStore
+from forge_rl.sandbox.images import ContainerImage, ImageStore
 from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.worlds.code_world import CodeSession
 from forge_rl.worlds.shell import shown_commands
@@ -42,7 +42,7 @@ class Container:
 class Attempt:
     """What the model has done, for the tests."""
 
-    image: Image
+    image: ContainerImage
     changes: Sequence[Change]
     """All that it has changed of the image's root."""
 
@@ -107,7 +107,7 @@ class ContainerSession(CodeSession):
             await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
         return self._session
 
-    async def _image(self) -> tuple[Pool, Image]:
+    async def _image(self) -> tuple[Pool, ContainerImage]:
         """Fetch the image, which the store keeps until this session is closed."""
         store = image_store(self._container.store)
         image = await self._held.enter_async_context(store.use(self._container.reference))

@@ -30,7 +30,7 @@ _MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 @dataclass(eq=False)
-class _Training:
+class _ResidentAdapter:
     """State of one adapter's training. While it is in the model, `values` is empty."""
 
     settings: AdapterSettings
@@ -45,7 +45,7 @@ class _Training:
     """Number of passes, which the draws of dropout follow."""
 
 
-class AdapterEngine:
+class TitanAdapters:
     """Named adapters of one engine's model, of which one at a time is in the model's parameters.
 
         adapters = AdapterEngine(engine, folder)
@@ -78,7 +78,7 @@ class AdapterEngine:
         self._modules = list(adapted_modules_of(engine.model))
         self._switch = engine.model.adapters
         self._largest = self._switch.lora
-        self._trainings: dict[str, _Training] = {}
+        self._trainings: dict[str, _ResidentAdapter] = {}
         self._initial = self._active = self._new(
             AdapterSettings(lora=self._largest, seed=self._switch.seed), engine.optimizer
         )
@@ -256,10 +256,10 @@ class AdapterEngine:
         training.results = RowResults(rows=0)
         return state.updates
 
-    def _new(self, settings: AdapterSettings, optimizer: torch.optim.Optimizer) -> _Training:
-        return _Training(settings, optimizer, values=[], grads=[])
+    def _new(self, settings: AdapterSettings, optimizer: torch.optim.Optimizer) -> _ResidentAdapter:
+        return _ResidentAdapter(settings, optimizer, values=[], grads=[])
 
-    def _training(self, name: str) -> _Training:
+    def _training(self, name: str) -> _ResidentAdapter:
         if name not in self._trainings:
             raise ConfigError(f"there is no adapter {name!r:.80}", hint="open it first")
         return self._trainings[name]
@@ -271,7 +271,7 @@ class AdapterEngine:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [getattr(module, factor) for _, module, factor in self._factors()]
 
-    def _activate(self, training: _Training) -> None:
+    def _activate(self, training: _ResidentAdapter) -> None:
         """Put an adapter into the model: swap tensors or, where FSDP owns the parameters' memory, copy them."""
         active, engine = self._active, self._engine
         if training is active:

@@ -51,7 +51,7 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, cache: torch.Tensor,
 
 def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return silu(a) b, elementwise."""
-    out: torch.Tensor = _SwiGLU.apply(a, b)
+    out: torch.Tensor = _KernelSwiGLU.apply(a, b)
     return out
 
 
@@ -105,7 +105,7 @@ class _NormRoPE(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-class _SwiGLU(torch.autograd.Function):
+class _KernelSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, b)

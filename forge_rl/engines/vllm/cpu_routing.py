@@ -25,7 +25,7 @@ _ENDED = 1024
 
 
 @dataclass
-class _Request:
+class _RoutedRequest:
     rows: npt.NDArray[Any]
     """Experts by position, `[max_model_len, layers, top_k]`; unwritten pages take no memory."""
     num_filled: int = 0
@@ -56,8 +56,8 @@ class RoutingCapture:
         slots = runner.kv_cache_config.num_blocks * self._block
         self._by_slot = np.zeros((slots, *self._capturer.shape_per_token), self._dtype)
         self._most = config.model_config.max_model_len
-        self._requests: dict[str, _Request] = {}
-        self._ended: OrderedDict[str, _Request] = OrderedDict()
+        self._requests: dict[str, _RoutedRequest] = {}
+        self._ended: OrderedDict[str, _RoutedRequest] = OrderedDict()
         self._execute, self._runner = runner.execute_model, runner
         runner.execute_model = self._execute_and_keep
 
@@ -91,7 +91,7 @@ class RoutingCapture:
             start, count = int(batch.num_computed_tokens_cpu[index]), counts[name]
             if (request := self._requests.get(name)) is None:
                 rows = np.empty((self._most, *self._by_slot.shape[1:]), self._dtype)
-                request = self._requests[name] = _Request(rows)
+                request = self._requests[name] = _RoutedRequest(rows)
             first, end = min(request.num_filled, start), start + count
             positions = np.arange(first, end)
             slots = tables[index][positions // self._block] * self._block + positions % self._block

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 
-class _Piece:
+class _OutputPiece:
     """Outputs of a request that wait."""
 
     __slots__ = ("interval", "missing", "parts")
@@ -43,7 +43,7 @@ class OutputPieces:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, _Piece] = {}
+        self._waiting: dict[str, _OutputPiece] = {}
         """By request; only of those whose first token has gone out."""
 
     def join(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any]) -> list[EngineCoreOutput]:
@@ -66,7 +66,7 @@ class OutputPieces:
         if piece is None:
             request = requests.get(output.request_id)
             if request is not None and (interval := _interval(request.sampling_params)) > 1:
-                self._waiting[output.request_id] = _Piece(interval)
+                self._waiting[output.request_id] = _OutputPiece(interval)
             return output
         piece.parts.append(output)
         piece.missing -= len(output.new_token_ids)

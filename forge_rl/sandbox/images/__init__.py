@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 from forge_rl.system.lazy import LazyNames
 
 if TYPE_CHECKING:
-    from forge_rl.sandbox.images.image import Image as Image
+    from forge_rl.sandbox.images.image import ContainerImage as ContainerImage
     from forge_rl.sandbox.images.image import ImageError as ImageError
     from forge_rl.sandbox.images.image import ImageSettings as ImageSettings
-    from forge_rl.sandbox.images.peers import Peers as Peers
+    from forge_rl.sandbox.images.peers import LayerPeers as LayerPeers
     from forge_rl.sandbox.images.store import ImageStore as ImageStore
 
 _NAMES: LazyNames[object] = LazyNames(
     {
-        "Image": "forge_rl.sandbox.images.image:Image",
+        "ContainerImage": "forge_rl.sandbox.images.image:ContainerImage",
         "ImageError": "forge_rl.sandbox.images.image:ImageError",
         "ImageSettings": "forge_rl.sandbox.images.image:ImageSettings",
         "ImageStore": "forge_rl.sandbox.images.store:ImageStore",
-        "Peers": "forge_rl.sandbox.images.peers:Peers",
+        "LayerPeers": "forge_rl.sandbox.images.peers:LayerPeers",
     }
 )
-__all__ = ["Image", "ImageError", "ImageSettings", "ImageStore", "Peers"]
+__all__ = ["ContainerImage", "ImageError", "ImageSettings", "ImageStore", "LayerPeers"]
 
 
 def __getattr__(name: str) -> object:

@@ -36,7 +36,7 @@ class ImageSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Image:
+class ContainerImage:
     """An image whose layers are on this machine.
 
     The layers are lower folders of an overlay that is mounted with `userxattr`: what a layer deletes is a device 0:0,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from forge_rl.sandbox.images.image import ImageError
 from forge_rl.sandbox.images.layer_stream import ZSTD
-from forge_rl.sandbox.images.peers import Peers
+from forge_rl.sandbox.images.peers import LayerPeers
 from forge_rl.sandbox.images.sources import BlobPlace, ImageSource, LayerBlob
 from forge_rl.sandbox.images.unpack import FILES, LayerLimits
 from forge_rl.system.folders import write_whole
@@ -69,7 +69,7 @@ class LayerWork:
 
 
 @dataclass
-class _Hold:
+class _LayerHold:
     fd: int
     users: int = 1
 
@@ -91,7 +91,7 @@ class LayerStore:
         for path in (self.layers, self.partial):
             path.mkdir(exist_ok=True)
         self._guard = threading.Lock()
-        self._holds: dict[str, _Hold] = {}
+        self._holds: dict[str, _LayerHold] = {}
 
     def files(self, diff_id: str) -> Path:
         """Return a layer's lower folder."""
@@ -113,7 +113,7 @@ class LayerStore:
                 os.close(fd)
                 return False
             os.utime(fd)
-            self._holds[diff_id] = _Hold(fd)
+            self._holds[diff_id] = _LayerHold(fd)
             return True
 
     def release(self, diff_id: str) -> None:
@@ -125,7 +125,7 @@ class LayerStore:
                 os.utime(hold.fd)
                 os.close(self._holds.pop(diff_id).fd)
 
-    def obtain(self, work: LayerWork, source: ImageSource, peers: Peers | None) -> None:
+    def obtain(self, work: LayerWork, source: ImageSource, peers: LayerPeers | None) -> None:
         """Fetch and unpack a layer unless it is there, and hold it. Other processes wait for the one that does.
 
         Raises:
@@ -260,7 +260,7 @@ class LayerStore:
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(fd, fcntl.LOCK_SH)  # before anybody can evict it
                 folder.rename(self._path(diff_id))
-                self._holds[diff_id] = _Hold(fd)
+                self._holds[diff_id] = _LayerHold(fd)
         except BaseException:
             remove(folder)
             raise

@@ -31,7 +31,7 @@ _IDLE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peers:
+class LayerPeers:
     """Other hosts that may have layers.
 
     Peers(addresses=["http://node-2:8700", "http://node-3:8700"], key=key)
@@ -83,10 +83,10 @@ def serve_layers(
         key: what peers must send.
     """
 
-    class Handler(_Handler):
+    class BoundLayerHandler(_LayerHandler):
         layers = _SharedLayers(folder, hold, key)
 
-    server = _Server(address, Handler)
+    server = _LayerServer(address, BoundLayerHandler)
     thread = threading.Thread(target=server.serve_forever, name="image-peers", daemon=True)
     thread.start()
     try:
@@ -105,14 +105,14 @@ class _SharedLayers:
     senders: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_SENDERS))
 
 
-class _Server(ThreadingHTTPServer):
+class _LayerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing of a peer that went away."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _LayerHandler(BaseHTTPRequestHandler):
     layers: _SharedLayers
     timeout = _IDLE_S
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.images.archives import LocalSource
 from forge_rl.sandbox.images.credentials import credential_files
-from forge_rl.sandbox.images.image import Image, ImageError, ImageSettings, check_digest, settings_of
+from forge_rl.sandbox.images.image import ContainerImage, ImageError, ImageSettings, check_digest, settings_of
 from forge_rl.sandbox.images.layers import LayerProgress, LayerStore, LayerWork
-from forge_rl.sandbox.images.peers import Peers, serve_layers
+from forge_rl.sandbox.images.peers import LayerPeers, serve_layers
 from forge_rl.sandbox.images.references import LocalReference, RegistryReference, parse_reference
 from forge_rl.sandbox.images.registry import RegistryAccess, RegistrySource
 from forge_rl.sandbox.images.sources import ImageContent, ImageSource, LayerBlob
@@ -50,7 +50,7 @@ class StoredImage:
 
 
 @dataclass
-class _Shared:
+class _JoinedWork:
     """Work in a thread, and how many wait for it."""
 
     future: Future[None]
@@ -90,7 +90,7 @@ class ImageStore:
         limits: LayerLimits | None = None,
         credentials: Sequence[Path] | None = None,
         progress: Callable[[LayerProgress], None] | None = None,
-        peers: Peers | None = None,
+        peers: LayerPeers | None = None,
     ) -> None:
         self.folder = folder.expanduser().absolute()
         make_private(self.folder, ConfigError, deep=False)
@@ -106,11 +106,11 @@ class ImageStore:
         self._lookups: dict[tuple[object, ...], Future[ImageContent]] = {}
         self._lookup_threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
         self._guard = threading.Lock()
-        self._work: dict[str, _Shared] = {}
+        self._work: dict[str, _JoinedWork] = {}
         self._written: set[tuple[str, str]] = set()
         self._contents: dict[tuple[object, ...], ImageContent] = {}
 
-    async def get(self, reference: str) -> Image:
+    async def get(self, reference: str) -> ContainerImage:
         """Return an image, fetching what is missing of it. Eviction may take it again: `use` keeps it.
 
         Args:
@@ -124,7 +124,7 @@ class ImageStore:
             return image
 
     @contextlib.asynccontextmanager
-    async def use(self, reference: str) -> AsyncIterator[Image]:
+    async def use(self, reference: str) -> AsyncIterator[ContainerImage]:
         """Keep an image in place for a block of code. See `get`."""
         parsed = parse_reference(reference)
         holds: list[str] = []
@@ -148,7 +148,7 @@ class ImageStore:
                 self._layers.release(diff_id)
 
     @contextlib.contextmanager
-    def hold(self, image: Image) -> Iterator[None]:
+    def hold(self, image: ContainerImage) -> Iterator[None]:
         """Keep an image in place for a block of code, also from other processes' eviction.
 
         The lock is the kernel's: it ends with the process, however that ends.
@@ -284,7 +284,7 @@ class ImageStore:
             shared = self._work.get(blob.diff_id)
             if shared is None or shared.work.is_unwanted.is_set():
                 work = LayerWork(blob, self._progress)
-                shared = _Shared(self._threads.submit(self._layers.obtain, work, source, self._peers), work)
+                shared = _JoinedWork(self._threads.submit(self._layers.obtain, work, source, self._peers), work)
                 self._work[blob.diff_id] = shared
             shared.waiters += 1
         try:
@@ -296,7 +296,7 @@ class ImageStore:
         finally:
             self._leave(blob.diff_id, shared)
 
-    def _leave(self, diff_id: str, shared: _Shared) -> None:
+    def _leave(self, diff_id: str, shared: _JoinedWork) -> None:
         with self._guard:
             shared.waiters -= 1
             if shared.waiters:
@@ -312,10 +312,10 @@ class ImageStore:
         if not future.cancelled() and future.exception() is None:
             self._layers.release(diff_id)
 
-    def _image(self, reference: str, content: ImageContent, settings: ImageSettings) -> Image:
+    def _image(self, reference: str, content: ImageContent, settings: ImageSettings) -> ContainerImage:
         # An overlay takes a folder once. All that a layer does, its last place does again.
         diff_ids = [*dict.fromkeys(blob.diff_id for blob in reversed(content.layers))]
-        return Image(
+        return ContainerImage(
             reference=reference,
             digest=content.digest,
             layers=tuple(self._layers.files(diff_id) for diff_id in reversed(diff_ids)),

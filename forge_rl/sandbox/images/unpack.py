@@ -70,7 +70,7 @@ class UnpackedLayer:
 
 
 @dataclass
-class _Counts:
+class _EntryCounts:
     entries: int = 0
     name_bytes: int = 0
     disk_bytes: int = 0
@@ -88,7 +88,7 @@ class LayerFolder:
     def __init__(self, root: int, limits: LayerLimits, headers: LayerHeaders) -> None:
         self.limits = limits
         self._headers = headers
-        self.counts = _Counts()
+        self.counts = _EntryCounts()
         self.owners: dict[str, list[int]] = {}
         """User, group and mode of files that have others in the image than here."""
         self._root = root

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from forge_rl.sandbox.images.image import Image
+from forge_rl.sandbox.images.image import ContainerImage
 from forge_rl.sandbox.inside.images import PATH
 from forge_rl.sandbox.workspaces.changes import Change, Entry
 
@@ -39,7 +39,7 @@ _RUNNERS = (
 _DEFAULT_HOMES = ("root", "home/*")
 
 
-def counted(changes: Sequence[Change], image: Image) -> list[Change]:
+def counted(changes: Sequence[Change], image: ContainerImage) -> list[Change]:
     """Return the changes that count when tests judge them, in order."""
     folders = [posixpath.normpath(path).lstrip("/") for path in image.settings.env.get("PATH", PATH).split(":")]
     programs = _ProgramFolders(image, frozenset(folders))
@@ -61,7 +61,7 @@ class _ProgramFolders:
         folders: in which they are looked up.
     """
 
-    def __init__(self, image: Image, folders: frozenset[str]) -> None:
+    def __init__(self, image: ContainerImage, folders: frozenset[str]) -> None:
         self.image, self.folders = image, folders
 
     def hides(self, path: str) -> bool:
