@@ -19,6 +19,8 @@ FORMS = {
     "answers": "--tasks 10 --datasets chain_sum",
     "chaos": "--episodes 8 --kills 2",
     "conformance": "--smoke",
+    "container_sessions": "--sessions 8 --images 2 --layers 3 --starts 8 --changed-files 10 --repeats 5",
+    "containers": "--images musl",
     "data": "--gb 0.01 --tasks 1000",
     "demo": "--smoke --seeds 0",
     "engine_start": "--smoke",
@@ -35,7 +37,7 @@ FORMS = {
     "long_run": "--steps 200 --past 300",
     "methods": "--only grpo --seeds 0 --steps 1 --warmup-updates 0 --groups 1 --group-size 2 --minibatches 1 "
     "--max-tokens 4 --tasks 2",
-    "models": "--models allenai/OLMo-2-0425-1B-Instruct --no-engines --whole-runs 0",
+    "models": "--models allenai/OLMo-2-0425-1B-Instruct --no-engines --no-whole-runs",
     "numerics": "--formats float32 --completions 2 --tokens 8",
     "overhead": "--smoke",
     "recording": "--episodes 16 --tokens 600 --train-s 1 --page-episodes 500",
@@ -63,20 +65,20 @@ SAME = {"chaos_process", "chaos_strict"}
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
+    "container_sessions": {
+        *("start_pN_ms", "sessions_N_s", "commands_per_s", "diff_N_files_ms", "bubblewrap_command_ms"),
+        *("mib_a_session", "mib_a_session_after_commands"),
+    },
+    "containers": {
+        *(f"musl_{name}" for name in ("pull_s", "tar_s", "pull_over_limit", "pull_cpu_over_limit", "disk_over_layers")),
+        *("pull_over_limit", "disk_over_layers"),
+    },
     "engine_start": {"import_s", "cold_s", "warm_s", "respawn_s", "warm_over_imports"},
     "front_end": {
         "us_a_token",
         *(f"{prefix}us_a_token_N" for prefix in ("", "core_", "vllm_", "vllm_core_")),
     },
     "intervals": {"lowest_coverage_score", "lowest_coverage_difference"},
-    "models": {
-        "models",
-        "models_with_engines",
-        "models_with_equal_files",
-        "models_with_whole_runs",
-        "worst_deviation",
-        "worst_engine_gap",
-    },
 }
 """Results of benchmarks whose page has no figures."""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 from forge_rl.algorithms.components import CrossEntropy
 from forge_rl.algorithms.preferences import BradleyTerry
@@ -291,13 +290,14 @@ def test_settings_and_arguments_of_a_start_agree(tmp_path: Path) -> None:
     assert ExampleConfig(trainer=Trainer.Config(seq_len=64)).trainer.longest_row == 64
     with pytest.raises(ConfigError, match="episodes can have 1024 tokens"):
         RunConfig(trainer=Trainer.Config(seq_len=64))
-    assert torch.tensor(RunConfig().starts_engines)
+    assert RunConfig().starts_engines
 
 
 def test_narrow_starts_make_the_same_run_as_start() -> None:
     loss, sources = CrossEntropy(), as_mixture([{"question": "1?", "answer": "1"}], seed=0)
     score, critic = build_reward(("auto",)), CriticConfig()
-    rollouts = Rollouts(reward=score, player=AgentPlayer(agent="mine.py:solve"), teachers=TeachersConfig())
+    teachers = TeachersConfig(models=("policy",))
+    rollouts = Rollouts(reward=score, player=AgentPlayer(agent="mine.py:solve"), teachers=teachers)
     narrow = start_rollouts(RunConfig(), rollouts, loss=loss, sources=sources, critic=critic)
     wide = start(
         RunConfig(),
@@ -305,7 +305,7 @@ def test_narrow_starts_make_the_same_run_as_start() -> None:
         sources=sources,
         reward=score,
         agent="mine.py:solve",
-        teachers=TeachersConfig(),
+        teachers=teachers,
         critic=critic,
     )
     assert narrow.setup == wide.setup

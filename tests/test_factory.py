@@ -62,7 +62,7 @@ def test_a_trainer_keeps_what_it_freed_until_memory_is_short() -> None:
 def test_a_trainer_frees_a_steps_memory_before_engines_read(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(train, "release_memory", lambda: seen.append("release"))
-    monkeypatch.setattr(train, "merged_shards", lambda model, ranks: seen.extend([model, ranks]))
+    monkeypatch.setattr(train, "published_shards", lambda model, ranks: seen.extend([model, ranks]))
     stage = SimpleNamespace(ranks="ranks")
     trainer: Any = SimpleNamespace(onload=lambda: seen.append("onload"), model="model", _stage=stage)
     train.TitanEngine.local_shards(trainer)

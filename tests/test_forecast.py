@@ -142,9 +142,9 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
     with assumed_gpus(128, machines.device.memory):
         again = parse(Config, "grpo", [word for flag in flags(found) for word in flag.split()])
         assert gpus() == 128
-    assert again.trainer == trainer, "the flags that are shown make this layout"
-    small = replace(found, config=replace(found.config, trainer=replace(trainer, optimizer_state="int8")))
-    assert set(flags(small)) - set(flags(found)) == {"--trainer.optimizer-state int8"}
+        assert again.trainer == trainer, "the flags that are shown make this layout"
+        small = replace(found, config=replace(found.config, trainer=replace(trainer, optimizer_state="int8")))
+        assert set(flags(small)) - set(flags(found)) == {"--trainer.optimizer-state int8"}
     show_forecast(config)
     shown = capsys.readouterr().out
     for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.25", "data sheet"):

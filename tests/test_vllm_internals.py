@@ -116,7 +116,11 @@ async def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch
     monkeypatch.setattr(engine, "device_type", lambda: "cuda")
     monkeypatch.setattr(engine, "stop_decoding", stop)
     monkeypatch.setattr(engine, "engine_pids", lambda llm: [])
-    llm: Any = SimpleNamespace(collective_rpc=note, resume_generation=lambda: note("resume"))
+    llm: Any = SimpleNamespace(
+        collective_rpc=note,
+        resume_generation=lambda: note("resume"),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="model")),
+    )
 
     async def hold_made(made: engine.VLLMEngine, *, asleep: bool) -> tuple[bool, list[str]]:
         whole = await made.hold(paused=False, asleep=asleep)

@@ -11,6 +11,7 @@ from typing import Any
 from forge_rl.models.hf_folder import RECORD
 from forge_rl.models.hub import CARD, is_hub_model
 from forge_rl.run.records.run_dir import read_object, write_json
+from forge_rl.system.folders import write_whole
 
 _SOURCES = "config.json", "versions.json"
 _PRIVATE = ("cache", "out")
@@ -40,7 +41,7 @@ def write_card(model: Path, run: Path, *, step: int, scores: Mapping[int, float]
         "versions": versions,
     }
     write_json(model / RECORD, record)
-    (model / CARD).write_text(_card(record))
+    write_whole(model / CARD, _card(record))
 
 
 def _card(record: Mapping[str, Any]) -> str:
