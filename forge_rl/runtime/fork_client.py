@@ -94,6 +94,8 @@ def await_server(variable: str, deadline_s: float) -> None:
         except ConnectionRefusedError:
             time.sleep(0.01)
             continue
+        except OSError:  # it is another user's: programs are executed
+            return
         with connection, contextlib.suppress(OSError):
             connection.settimeout(deadline_s)
             connection.shutdown(socket.SHUT_WR)  # a request that says nothing: it is closed as soon as it is read
