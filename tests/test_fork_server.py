@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -18,7 +19,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge_rl.runtime.fork_client import FAILURE, FORK_SERVER, server_variable, start_server
+from forge_rl.runtime.cluster import _fork_modules
+from forge_rl.runtime.fork_client import (
+    FAILURE,
+    FORK_MODULES,
+    FORK_SERVER,
+    NO_FORK,
+    await_server,
+    server_variable,
+    start_server,
+)
 from forge_rl.runtime.fork_messages import MARK, peer
 from tests.processes import lives
 
@@ -307,6 +317,28 @@ def test_a_socket_of_another_user_is_not_trusted(server: Server, monkeypatch: py
 
     with pytest.raises(PermissionError, match="another user"):
         fork_client._connect(server.variable.partition(":")[0])
+
+
+async def test_waiting_for_imports_can_be_cancelled_while_the_server_is_stopped(server: Server) -> None:
+    start_server(server.variable, dict(os.environ), os.getpid())
+    await await_server(server.variable, 60)
+    os.kill(pid := server.pid, signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(await_server(server.variable, 600))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait([task], timeout=60)
+        assert task.cancelled()
+        await await_server(server.variable, 0.1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_the_user_has_every_process_executed_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _fork_modules({FORK_MODULES: "decimal"}) == "decimal"
+    monkeypatch.setenv(NO_FORK, "1")
+    assert _fork_modules({FORK_MODULES: "decimal"}) == ""
 
 
 def test_a_server_ends_with_its_owner() -> None:
