@@ -268,7 +268,7 @@ def _open_nursery() -> None:
     def spawn(path: bytes, words: Sequence[Any], fds: Sequence[int]) -> int:
         texts = [os.fsdecode(word) for word in words]
         pid = fork(texts, fds) if "--multiprocessing-fork" in texts else None
-        return execute(path, words, fds) if pid is None else pid  # type: ignore[no-any-return]
+        return int(execute(path, words, fds)) if pid is None else pid
 
     vars(multiprocessing_util)["spawnv_passfds"] = spawn
 

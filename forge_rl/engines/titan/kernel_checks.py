@@ -18,9 +18,10 @@ from forge_rl.engines.titan.row_attention import RowAttention, Sequences, takes_
 from forge_rl.errors import ConfigError
 from forge_rl.system.kernels import EAGER, is_on, turn_off
 
-_TOKENS = 600
-"""More than the programs of any kernel, so that each has several tokens."""
-_ROWS = 8
+_TOKENS = 640
+"""More than the programs of any kernel, so that each has several tokens; a multiple of 16, for which Triton compiles
+other programs."""
+_ROWS = 16
 """Of whole vocabularies, and of feed-forward networks."""
 _ATTENDED = 200
 """Tokens whose attention is computed densely."""
@@ -88,14 +89,25 @@ def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.
 
 
 def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Return the checks of all kernels that a model in a dtype may use."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, kind)
-
+    """Return the checks of the kernels that a model in a dtype may use."""
+    draw = _draws(dtype, device)
     yield from _score_checks(architecture, draw(_ROWS, architecture.vocab, kind=torch.float32) * 4)
-    tolerance = max(8 * torch.finfo(dtype).eps, 1e-4)
+    if dtype.itemsize < 4:
+        outputs = min(_HEAD_OUTPUTS, architecture.vocab)
+        targets = torch.arange(_TOKENS, device=device) * 7 % outputs
+        yield KernelCheck(
+            kernel="head",
+            function=lambda hidden, weight: score_in_chunks(hidden, weight, targets, _TOKENS // 3)[:1],
+            formula=lambda hidden, weight: token_scores(hidden @ weight.t(), targets)[:1],
+            inputs=(draw(_TOKENS, architecture.dim), draw(outputs, architecture.dim) * (2 * architecture.dim**-0.5)),
+            tolerance=_tolerance(dtype),
+        )
+    if not architecture.family.general:  # transformers' code has its own layers
+        yield from _layer_checks(architecture, dtype, device)
+
+
+def _layer_checks(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
+    draw, tolerance = _draws(dtype, device), _tolerance(dtype)
     dim, head_dim, eps = architecture.dim, architecture.head_dim, architecture.norm_eps
     yield KernelCheck(
         kernel="norms",
@@ -137,7 +149,7 @@ def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
         inputs=(3 * draw(_ROWS, architecture.hidden_dim), draw(_ROWS, architecture.hidden_dim)),
         tolerance=tolerance,
     )
-    if takes_sequences(dtype, head_dim):
+    if takes_sequences(dtype, head_dim) and architecture.latent is None and architecture.window is None:
         ends = torch.tensor([0, _ATTENDED // 3, _ATTENDED], dtype=torch.int32, device=device)
         sequences = Sequences(ends, _ATTENDED - _ATTENDED // 3)
         attention = RowAttention(RowAttention.Config())
@@ -149,16 +161,21 @@ def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
             inputs=(draw(1, _ATTENDED, architecture.heads, head_dim), draw(*kv_shape), draw(*kv_shape)),
             tolerance=tolerance,
         )
-    if dtype.itemsize < 4:
-        outputs = min(_HEAD_OUTPUTS, architecture.vocab)
-        targets = torch.randint(outputs, (_TOKENS,), generator=generator).to(device)
-        yield KernelCheck(
-            kernel="head",
-            function=lambda hidden, weight: score_in_chunks(hidden, weight, targets, _TOKENS // 3)[:1],
-            formula=lambda hidden, weight: token_scores(hidden @ weight.t(), targets)[:1],
-            inputs=(draw(_TOKENS, dim), draw(outputs, dim) * (2 * dim**-0.5)),
-            tolerance=tolerance,
-        )
+
+
+def _draws(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return what draws tensors of a shape, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, kind)
+
+    return draw
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return the share by which results may deviate that were rounded a few times on the way."""
+    return max(8 * torch.finfo(dtype).eps, 1e-4)
 
 
 def _score_checks(architecture: Architecture, logits: torch.Tensor) -> Iterator[KernelCheck]:
