@@ -12,9 +12,11 @@ from unittest import mock
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from forge_rl.engines.titan import block_kernels, cpu_feed_forward, cpu_norm, fused_block, rope
+from forge_rl.engines.titan import block_kernels, cpu_feed_forward, cpu_norm, fused_block, kernel_checks, rope
 from forge_rl.engines.titan.block_kernels import add_norm, joint_linear, norm_rope, swiglu
+from forge_rl.system.kernels import failures
 from tests.fakes import make_model
+from tests.test_kernel_checks import small_architecture
 
 EPS = 1e-6
 
@@ -112,6 +114,13 @@ def check_model(kind: str) -> None:
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
 
 
+def check_kernels_at_start() -> None:
+    """The trainer's check of right kernels turns off none."""
+    for dtype in (torch.float32, torch.float16):
+        kernel_checks.check_kernels(small_architecture(), dtype, torch.device("cpu"))
+    assert set(failures()) <= {"attention"}, failures()  # it has no form for a CPU
+
+
 def test_the_kernels_agree_with_float64_and_models_with_their_plain_forms():
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when Triton is imported
     done = subprocess.run([sys.executable, "-m", "tests.test_block_kernels"], env=environment, capture_output=True)
@@ -124,3 +133,5 @@ if __name__ == "__main__":
         check_kernels()
         for kind in ("qwen3", "llama"):
             check_model(kind)
+        with mock.patch.object(kernel_checks, "_TOKENS", 12):
+            check_kernels_at_start()

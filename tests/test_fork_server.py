@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -17,7 +19,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge_rl.runtime.fork_client import FAILURE, FORK_SERVER, server_variable, start_server
+from forge_rl.runtime.cluster import _fork_modules
+from forge_rl.runtime.fork_client import (
+    FAILURE,
+    FORK_MODULES,
+    FORK_SERVER,
+    NO_FORK,
+    await_server,
+    server_variable,
+    start_server,
+)
 from forge_rl.runtime.fork_messages import MARK, peer
 from tests.processes import lives
 
@@ -213,6 +224,70 @@ def test_a_program_is_executed_while_the_server_is_stopped(server: Server) -> No
         os.kill(pid, signal.SIGCONT)
 
 
+def test_a_program_that_was_executed_is_not_forked_later(server: Server, tmp_path: Path) -> None:
+    state_of(server.run(STATE))
+    file = tmp_path / "starts"
+    os.kill(pid := server.pid, signal.SIGSTOP)
+    try:
+        client = server.run(f"open({str(file)!r}, 'a').write('started ')\n{STATE}")
+        assert state_of(client)["pid"] == client.pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for _ in range(2):  # the server takes requests one after the other
+        assert state_of(server.run(STATE))["failure"] == ""
+    wait(lambda: len(psutil.Process(pid).children()) == 0)
+    assert file.read_text() == "started "
+
+
+def test_no_zombie_is_left_where_nothing_reaps_orphans(server: Server) -> None:
+    libc = ctypes.CDLL(None)
+    libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become this process's, which reaps none
+    try:
+        assert server.run(STATE).wait(60) == 0
+        wait(lambda: psutil.Process(server.pid).ppid() == os.getpid())
+        client = server.run(STATE)
+        program = int(str(state_of(client)["pid"]))
+        assert client.wait(60) == 0
+        wait(lambda: not psutil.pid_exists(program))
+        os.kill(pid := server.pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    finally:
+        libc.prctl(36, 0, 0, 0, 0)
+
+
+def test_programs_of_one_server_draw_different_random_numbers() -> None:
+    server = Server("numpy.random,random")
+    code = "import json, random, numpy; print(json.dumps([random.random(), numpy.random.random()]), flush=True)"
+    try:
+        draws = [json.loads(server.run(code).communicate(timeout=60)[0]) for _ in range(2)]
+        assert draws[0][0] != draws[1][0]
+        assert draws[0][1] != draws[1][1]
+    finally:
+        server.close()
+
+
+def test_threads_of_a_program_start_children_at_once(server: Server) -> None:
+    code = (
+        "import json, multiprocessing\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from tests.forked_child import report\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "def start(_):\n"
+        "    queue = context.SimpleQueue()\n"
+        "    child = context.Process(target=report, args=(queue,))\n"
+        "    child.start()\n"
+        "    state = queue.get()\n"
+        "    child.join()\n"
+        "    return [child.pid, state['pid'], state['forked']]\n"
+        "with ThreadPoolExecutor(4) as threads:\n"
+        "    print(json.dumps({'children': list(threads.map(start, range(8)))}), flush=True)\n"
+    )
+    children = state_of(server.run(code))["children"]
+    assert isinstance(children, list)
+    assert all(started == pid and forked for started, pid, forked in children)
+    assert len({pid for pid, _, _ in children}) == 8
+
+
 def test_children_of_a_program_are_forked_and_its_own(server: Server) -> None:
     code = (
         "import json, multiprocessing, os, sys, threading\n"
@@ -242,6 +317,28 @@ def test_a_socket_of_another_user_is_not_trusted(server: Server, monkeypatch: py
 
     with pytest.raises(PermissionError, match="another user"):
         fork_client._connect(server.variable.partition(":")[0])
+
+
+async def test_waiting_for_imports_can_be_cancelled_while_the_server_is_stopped(server: Server) -> None:
+    start_server(server.variable, dict(os.environ), os.getpid())
+    await await_server(server.variable, 60)
+    os.kill(pid := server.pid, signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(await_server(server.variable, 600))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait([task], timeout=60)
+        assert task.cancelled()
+        await await_server(server.variable, 0.1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_the_user_has_every_process_executed_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _fork_modules({FORK_MODULES: "decimal"}) == "decimal"
+    monkeypatch.setenv(NO_FORK, "1")
+    assert _fork_modules({FORK_MODULES: "decimal"}) == ""
 
 
 def test_a_server_ends_with_its_owner() -> None:

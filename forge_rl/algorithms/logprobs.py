@@ -9,6 +9,7 @@ import torch
 
 from forge_rl.algorithms.score_kernels import score_gradient, score_sums
 from forge_rl.errors import ConfigError
+from forge_rl.system.kernels import is_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +179,10 @@ def default_chunk_tokens(logits: torch.Tensor) -> int:
 
 
 def _has_kernels(logits: torch.Tensor) -> bool:
-    """Return whether kernels score these logits: on CUDA, and on the meta device, which stands for it in plans."""
-    return logits.device.type != "cpu" and logits.dtype != torch.float64
+    """Return whether kernels score these logits: on CUDA, and on the meta device, which stands for it in plans; rows
+    are contiguous."""
+    on_gpu = logits.device.type != "cpu" and logits.dtype != torch.float64
+    return on_gpu and (logits.stride(1) == 1 or logits.shape[1] == 1) and is_on("scores")
 
 
 def _scored_by_kernel(

@@ -77,6 +77,8 @@ class Run(Generic[C]):
         self._evaluator = parts.evaluator
         self._checkpointer = checkpointer
         self._monitor = monitor
+        for kernel, failure in self.trainer.failed_kernels.items():
+            monitor.log.warn(f"the trainer computes without its GPU kernel {kernel!r}, more slowly: {failure}")
         self._clock = monitor.clock
         self._log = monitor.log
         self._seed = config.seed

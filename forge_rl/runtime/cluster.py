@@ -24,6 +24,7 @@ from forge_rl.runtime.fork_client import (
     FAILURE,
     FORK_MODULES,
     FORK_SERVER,
+    NO_FORK,
     PATIENCE,
     await_server,
     server_variable,
@@ -37,7 +38,7 @@ from forge_rl.runtime.scratch import make_scratch
 from forge_rl.runtime.signals import outlive_stop_signals
 from forge_rl.system.listeners import Listeners
 from forge_rl.system.streams import lasting
-from forge_rl.system.variables import handed_on, hide, kept_back, take
+from forge_rl.system.variables import handed_on, hide, kept_back, take, value_of
 
 if TYPE_CHECKING:
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
@@ -245,7 +246,7 @@ class Cluster:
 
             changes = _environment(env or {}, host, scratch)
             command = default_bootstrap_cmd().with_env(changes)
-            if modules := (env or {}).get(FORK_MODULES):
+            if modules := _fork_modules(env or {}):
                 command = _forked(command, {**os.environ, **changes}, modules, host)
             host_mesh = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
@@ -278,13 +279,13 @@ class Cluster:
     async def import_first(self, env: Mapping[str, str], *, deadline_s: float) -> None:
         """Wait until processes that are spawned here with these variables can be forked, so that Monarch need not wait
         for imports; returns after the deadline too, as they can also be executed."""
-        if modules := env.get(FORK_MODULES):
+        if modules := _fork_modules(env):
             with _scratch_as_temporary() as scratch:
                 environment = {**os.environ, **_environment(env, THIS_HOST, scratch)}
             variable = server_variable(f"{_fork_key()} {THIS_HOST}", environment, modules)
             present = {name: value for name, value in environment.items() if value is not None}
             start_server(variable, present, os.getpid())
-            await asyncio.to_thread(await_server, variable, deadline_s)
+            await await_server(variable, deadline_s)
 
     async def stop(self, name: str, *, deadline_s: float = 10.0) -> None:
         """Stop a mesh's processes. One that does not stop in time ends with the controller."""
@@ -317,6 +318,11 @@ def _forked(
     command = command.with_env({FORK_SERVER: variable, PATIENCE: _FORK_PATIENCE_S})
     command.args = ["-m", "forge_rl.runtime.fork_client", *command.args]
     return command
+
+
+def _fork_modules(env: Mapping[str, str]) -> str:
+    """Return the modules with which a process with additional variables is forked; "" if it is executed."""
+    return "" if value_of(NO_FORK) else env.get(FORK_MODULES, "")
 
 
 @functools.cache

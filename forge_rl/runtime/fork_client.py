@@ -39,6 +39,8 @@ FORK_SERVER = "FORGE_RL_FORK_SERVER"
 PATIENCE = "FORGE_RL_FORK_PATIENCE_S"
 """Environment variable with the seconds for which a program waits for the imports of its server; then it does without
 it. Unset for as long as it takes."""
+NO_FORK = "FORGE_RL_NO_FORK"
+"""Environment variable of the user's with which every program is executed, and no fork server started."""
 FAILURE = "FORGE_RL_FORK_FAILURE"
 """Environment variable of a program that no fork server runs: why not."""
 MARK_ROOM = 512
@@ -85,19 +87,24 @@ def start_server(variable: str, environment: Mapping[str, str], owner: int) -> N
     )
 
 
-def await_server(variable: str, deadline_s: float) -> None:
+async def await_server(variable: str, deadline_s: float) -> None:
     """Wait until a server that was started has imported its modules, has ended, or the deadline has passed."""
+    import asyncio  # which programs' clients do without
+
     until = time.monotonic() + _BOUND_S
     while time.monotonic() < until:
         try:
             connection = _connect(variable.partition(":")[0])
         except ConnectionRefusedError:
-            time.sleep(0.01)
+            await asyncio.sleep(0.01)
             continue
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(deadline_s)
+        except OSError:  # it is another user's: programs are executed
+            return
+        with connection, contextlib.suppress(OSError):  # a TimeoutError is one
+            connection.setblocking(False)
             connection.shutdown(socket.SHUT_WR)  # a request that says nothing: it is closed as soon as it is read
-            connection.recv(1)
+            async with asyncio.timeout(deadline_s):
+                await asyncio.get_running_loop().sock_recv(connection, 1)
         return
 
 

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,8 @@ from forge_rl.system.streams import lasting
 _IDLE_S = 300.0
 _LOOK_S = 1.0
 _NURSERY_S = 30.0
+_MOST_WAITING = 4096
+"""Requests that may wait for the imports: who asks would wait for room as well, the controller too."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED."""
@@ -58,7 +61,7 @@ def main(name: str, owner: int, modules: Sequence[str]) -> None:
         return
     for number in STOP_SIGNALS:  # only the controller reacts to them
         signal.signal(number, signal.SIG_IGN)
-    listener.listen(64)  # from now on, requests wait for the end of the imports
+    listener.listen(_MOST_WAITING)  # from now on, requests wait for the end of the imports
     sys.stdout, sys.stderr = lasting(1), lasting(2)  # loggers that are made on import hold them
     refusal = _import_all(modules)
     _set_title("forge_rl: fork server")
@@ -83,7 +86,11 @@ def main(name: str, owner: int, modules: Sequence[str]) -> None:
         if peer(connection)[1] != os.geteuid():
             connection.close()
             continue
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no memory, or too many processes: who asked executes the program
+            connection.close()
+            continue
         if pid == 0:
             listener.close()
             os.close(owner_fd)
@@ -119,6 +126,8 @@ def _keep(connection: socket.socket, refusal: str) -> None:
         program, fds = receive_program(connection)
     except (EOFError, OSError, ValueError, TypeError, KeyError):
         os._exit(1)
+    if _is_closed(connection):  # who asked has executed the program meanwhile
+        os._exit(0)
     if refusal:
         send_answer(connection, refusal=refusal)
         os._exit(0)
@@ -138,10 +147,12 @@ def _keep(connection: socket.socket, refusal: str) -> None:
     poll = select.poll()
     poll.register(end_fd, select.POLLIN)
     poll.register(connection, select.POLLIN)
+    has_ended = False
     with contextlib.suppress(OSError):
         send_answer(connection, pid=pid)
-        if end_fd not in dict(poll.poll()):  # else the one who asked is gone
-            os.kill(pid, signal.SIGKILL)
+        has_ended = end_fd in dict(poll.poll())
+    if not has_ended:  # the one who asked is gone
+        os.kill(pid, signal.SIGKILL)
     poll.unregister(connection)
     poll.poll()
     # It is reaped last: until then, its exit status can be read by others.
@@ -151,7 +162,18 @@ def _keep(connection: socket.socket, refusal: str) -> None:
         send_answer(connection, status=status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)
         connection.settimeout(1.0)
         connection.recv(1)
+    os.waitpid(pid, 0)  # where nothing reaps orphans, as in many containers, it would stay a zombie
     os._exit(0)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Return whether the other side of a connection from which everything was read is gone."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _become(program: Program, fds: Mapping[int, int], *, has_nursery: bool) -> None:
@@ -172,6 +194,8 @@ def _become(program: Program, fds: Mapping[int, int], *, has_nursery: bool) -> N
     signal.pthread_sigmask(signal.SIG_SETMASK, program.blocked)
     _set_title(" ".join([sys.executable, *program.words]))
     gc.enable()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()  # all forked programs would draw the same; Python's own random numbers differ already
     place = next(index for index, word in enumerate(program.words) if word in ("-m", "-c"))
     kind, code, *rest = program.words[place:]
     if kind == "-m":
@@ -226,20 +250,34 @@ def _open_nursery() -> None:
         return
     nursery_end.close()
     connection.settimeout(_NURSERY_S)
+    lock = threading.Lock()  # threads start children too, and there is one connection
     execute: Any = multiprocessing_util.spawnv_passfds
 
-    def spawn(path: bytes, words: Sequence[Any], fds: Sequence[int]) -> int:
-        texts = [os.fsdecode(word) for word in words]
-        if "--multiprocessing-fork" in texts and connection.fileno() >= 0:
+    def fork(texts: Sequence[str], fds: Sequence[int]) -> int | None:
+        with lock:
+            if connection.fileno() < 0:
+                return None
             try:
                 return _fork_by(connection, Program.here(texts[1:], os.environ), {fd: fd for fd in (0, 1, 2, *fds)})
             except (OSError, EOFError, ForkRefusal) as error:
                 connection.close()
+                _end(nursery)  # it may be late, and would fork the program that is now executed
                 print(f"forge_rl: processes are executed, not forked: {error!r}", file=sys.stderr, flush=True)
-        pid: int = execute(path, words, fds)
-        return pid
+                return None
+
+    def spawn(path: bytes, words: Sequence[Any], fds: Sequence[int]) -> int:
+        texts = [os.fsdecode(word) for word in words]
+        pid = fork(texts, fds) if "--multiprocessing-fork" in texts else None
+        return int(execute(path, words, fds)) if pid is None else pid
 
     vars(multiprocessing_util)["spawnv_passfds"] = spawn
+
+
+def _end(child: int) -> None:
+    """Kill and reap a child of this process."""
+    with contextlib.suppress(OSError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def _fork_by(nursery: socket.socket, program: Program, fds: Mapping[int, int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -72,6 +72,8 @@ class Trainer:
         """Named adapters over the base, each trained apart; they need `--lora.rank`."""
         self.version = 0
         """Latest published version; before the first publish, the version that it will get."""
+        self.failed_kernels: Mapping[str, str] = {}
+        """Why GPU kernels are off, by kernel; see `system.kernels`."""
         self.updates = 0
         """Number of optimizer steps that the weights have taken."""
         self._published: int | None = None
@@ -138,6 +140,7 @@ class Trainer:
 
     def _adopt(self, policy: LoadedPolicy) -> None:
         self.version, self.updates, self.parameters = policy.version, policy.updates, policy.parameters
+        self.failed_kernels = policy.failed_kernels
         self._published, self._skipped_in_a_row = None, 0
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:

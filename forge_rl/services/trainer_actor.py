@@ -32,6 +32,7 @@ from forge_rl.runtime.progress import ProgressWriter
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.runtime.signals import outlive_stop_signals
 from forge_rl.services.trainer_calls import AdapterReply, LoadedPolicy, PublishReply, StepReply
+from forge_rl.system.kernels import failures
 from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import Transport
@@ -96,7 +97,12 @@ class TrainerActor(ServiceActor):
                     version = self._engine.load_training_state(desk.place(resume))
                 finally:
                     desk.close()
-            return LoadedPolicy(version=version, updates=self._engine.updates, parameters=self._engine.parameters)
+            return LoadedPolicy(
+                version=version,
+                updates=self._engine.updates,
+                parameters=self._engine.parameters,
+                failed_kernels=dict(failures()),
+            )
 
     @concurrent_endpoint
     async def step(self, request: StepRequest) -> StepReply:

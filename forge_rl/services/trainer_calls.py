@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Generic, TypeVar
@@ -24,6 +25,8 @@ class LoadedPolicy:
     updates: int
     """Number of optimizer steps that its weights have taken."""
     parameters: int
+    failed_kernels: Mapping[str, str] = field(default_factory=dict)
+    """Why GPU kernels are off on the first rank, by kernel; see `system.kernels`."""
 
 
 @dataclass(frozen=True, kw_only=True)

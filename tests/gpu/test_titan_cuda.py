@@ -7,6 +7,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from forge_rl.packing.rows import Layout, Row, pack
 from tests.dense_masks import dense_mask
 from tests.fakes import random_batch
+from tests.test_kernel_checks import small_architecture
 
 
 def head(dtype: torch.dtype) -> torch.nn.Module:
@@ -85,6 +86,15 @@ def test_the_kernels_of_a_layer_agree_with_float64():
     torch.manual_seed(0)
     with torch.device("cuda"):
         check_kernels()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_check_at_start_turns_off_no_kernel(dtype: torch.dtype):
+    from forge_rl.engines.titan.kernel_checks import check_kernels
+    from forge_rl.system.kernels import failures
+
+    check_kernels(small_architecture(head_dim=64), dtype, torch.device("cuda"))
+    assert not failures()
 
 
 def test_flash_attention_over_sequences_is_what_the_dense_mask_says():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forge_rl.engines.devices import device_type
+from forge_rl.system.kernels import is_on
 
 _PROGRAMS = 528
 """Programs that share the tokens of a gradient: four for each multiprocessor of an H100. Each adds up its part of the
@@ -20,10 +21,11 @@ _ELEMENTS = 4096
 """Elements of a program of SwiGLU."""
 
 
-def has_kernels(x: torch.Tensor) -> bool:
-    """Return whether these kernels run on a tensor like x: on CUDA in float32 or narrower, and in plans for it."""
+def has_kernels(x: torch.Tensor, kernel: str) -> bool:
+    """Return whether a kernel of `system.kernels` that is on runs on a tensor like x: on CUDA in float32 or narrower,
+    and in plans for it."""
     on_gpu = x.is_cuda or (x.is_meta and device_type() == "cuda")
-    return on_gpu and type(x) is torch.Tensor and x.dtype.itemsize <= 4
+    return on_gpu and type(x) is torch.Tensor and x.dtype.itemsize <= 4 and is_on(kernel)
 
 
 def add_norm(

@@ -28,7 +28,7 @@ class LeanFeedForward(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., dim] to [..., dim]."""
-        if has_kernels(x):
+        if has_kernels(x, "swiglu"):
             layers = self.w1, self.w3
             bare = all(map(is_bare, layers))
             a, b = joint_linear(x, *(layer.weight for layer in layers)) if bare else (layer(x) for layer in layers)

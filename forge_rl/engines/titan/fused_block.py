@@ -24,7 +24,7 @@ class FusedBlock(Qwen3TransformerBlock):
 
     def forward(self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Map [1, L, dim] to [1, L, dim]."""
-        if not (has_kernels(x) and is_plain(self.attention_norm) and is_plain(self.ffn_norm)):
+        if not (has_kernels(x, "norms") and is_plain(self.attention_norm) and is_plain(self.ffn_norm)):
             plain: torch.Tensor = super().forward(x, attention_masks, positions)
             return plain
         x, normed = add_norm(x, None, self.attention_norm.weight, self.attention_norm.eps)
@@ -44,7 +44,7 @@ class FusedAttention(GQAttention):
     def forward(self, x_BLD: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Map [1, L, dim] to [1, L, dim]."""
         norms = self.q_norm, self.k_norm
-        if not has_kernels(x_BLD) or not all(norm is None or is_plain(norm) for norm in norms):
+        if not has_kernels(x_BLD, "rope") or not all(norm is None or is_plain(norm) for norm in norms):
             plain: torch.Tensor = super().forward(x_BLD, attention_masks, positions)
             return plain
         q, k, v = self._projected(x_BLD)

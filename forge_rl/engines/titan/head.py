@@ -25,6 +25,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import gpu_bytes
 from forge_rl.engines.titan.shards import local
 from forge_rl.engines.titan.vocabulary import split_token_scores
+from forge_rl.system.kernels import is_on
 
 HEAD_CHUNK_BYTES = 256 << 20
 """Maximum bytes of logits held at a time on CPU, and on small GPUs; float32 gradients overwrite them."""
@@ -159,6 +160,11 @@ class _TracedScorer:
 ChunkScorer = _PlainScorer | _TracedScorer
 
 
+def score_in_chunks(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tokens: int) -> TokenScores:
+    """Score [N] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
+    return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, _PlainScorer(DEFAULT_SCORING), tokens))
+
+
 class _ChunkedScores(torch.autograd.Function):
     """Scores of targets in chunks of their logits, which the backward pass recomputes.
 
@@ -239,7 +245,8 @@ _TILE = 128
 
 def _keeps_sums(weight: torch.Tensor) -> bool:
     """Return whether products with this weight round none of their float32 sums: on CUDA, and in plans for it."""
-    return weight.dtype.itemsize < 4 and (weight.is_cuda or (weight.is_meta and device_type() == "cuda"))
+    on_gpu = weight.is_cuda or (weight.is_meta and device_type() == "cuda")
+    return weight.dtype.itemsize < 4 and on_gpu and is_on("head")
 
 
 def _factor(weight: torch.Tensor) -> torch.Tensor:

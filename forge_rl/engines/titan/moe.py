@@ -113,7 +113,7 @@ class PlainExperts(GroupedExperts):
         gate, down, up = weights
         ends = counts.cumsum(0, dtype=torch.int32)
         a, b = _grouped_product(self, x, gate, ends), _grouped_product(self, x, up, ends)
-        hidden = plain_swiglu(a, b) if has_kernels(a) else nn.functional.silu(a) * b
+        hidden = plain_swiglu(a, b) if has_kernels(a, "swiglu") else nn.functional.silu(a) * b
         return _grouped_product(self, hidden, down, ends)
 
 

@@ -117,7 +117,7 @@ class HalfRoPE(CosSinRoPE):
 
     def _reshape_cache(self, query: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Return the cosines and sines of each position, [1, L, 1, 2 head_dim]."""
-        if positions is not None and has_kernels(query) and not isinstance(positions, DTensor):
+        if positions is not None and has_kernels(query, "rope") and not isinstance(positions, DTensor):
             angles: torch.Tensor = self.cache[positions]  # whose kernel refuses positions past the cache
             return angles[:, :, None]
         cache: torch.Tensor = super()._reshape_cache(query, positions)
@@ -140,7 +140,7 @@ def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         x: [1, L, heads, head_dim].
         cache: [1, L, 1, 2 head_dim], cosines then sines, each repeated for both halves.
     """
-    if has_kernels(x):
+    if has_kernels(x, "rope"):
         return norm_rope(x, None, cache, 0.0)
     turned: torch.Tensor = _Rotation.apply(x, cache)
     return turned

@@ -21,6 +21,7 @@ from forge_rl.engines.titan.routing import set_routing
 from forge_rl.engines.titan.row_attention import takes_sequences
 from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.packing.rows import Row
+from forge_rl.system.kernels import is_on
 
 _NO_SCORES = TokenScores(torch.empty(0), torch.empty(0), None)
 """Scores of a row on a pipeline stage without the head."""
@@ -52,6 +53,7 @@ class RowScorer:
             isinstance(trained, PolicyModel)
             and settings.tensor_parallel_degree == 1
             and window is None
+            and is_on("attention")
             and all(
                 isinstance(attention, FusedAttention)
                 and takes_sequences(resolve_dtype(settings.dtype), attention.head_dim)

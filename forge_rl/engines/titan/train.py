@@ -24,6 +24,7 @@ from forge_rl.engines.protocol import StepRequest, StepResult, TrainSettings
 from forge_rl.engines.titan.building import LoadedModel, load_model, make_optimizer
 from forge_rl.engines.titan.exchange import shards_of_own_host
 from forge_rl.engines.titan.host_memory import OffloadedTensors
+from forge_rl.engines.titan.kernel_checks import check_kernels
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.lora import (
@@ -66,6 +67,7 @@ class TitanEngine:
         if self.device.type == "cuda":
             compile_once()
             compile_attention()
+            check_kernels(self.architecture, resolve_dtype(settings.dtype), self.device)
         self._folder = folder
         self._settings = settings
         self._values = values

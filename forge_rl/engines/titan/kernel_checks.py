@@ -1,0 +1,237 @@
+"""Compares the trainer's kernels with their formulas at start, so that one that fails on a GPU costs speed only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from forge_rl.algorithms.logprobs import Scoring, token_scores
+from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.platform import release_memory
+from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
+from forge_rl.engines.titan.head import score_in_chunks
+from forge_rl.engines.titan.row_attention import RowAttention, Sequences, takes_sequences
+from forge_rl.errors import ConfigError
+from forge_rl.system.kernels import EAGER, is_on, turn_off
+
+_TOKENS = 640
+"""More than the programs of any kernel, so that each has several tokens; a multiple of 16, for which Triton compiles
+other programs."""
+_ROWS = 16
+"""Of whole vocabularies, and of feed-forward networks."""
+_ATTENDED = 200
+"""Tokens whose attention is computed densely."""
+_HEAD_OUTPUTS = 4096
+_TEMPERATURE = 0.7
+Results = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCheck:
+    """A kernel and what it computes, as functions of the same inputs."""
+
+    kernel: str
+    """As in `system.kernels.KERNELS`."""
+    function: Callable[..., Results]
+    formula: Callable[..., Results]
+    inputs: Results
+    """Tensors that all get gradients; the formula gets them in float64."""
+    tolerance: float
+    """Maximum deviation, as a share of the largest absolute value of a result or gradient."""
+
+    def failure(self) -> str:
+        """Return how the kernel fails, in results or gradients; "" if it does not."""
+        try:
+            results = _with_gradients(self.function, [x.detach().clone() for x in self.inputs])
+            exact_results = _with_gradients(self.formula, [x.double() for x in self.inputs])
+            shares = [_deviation(result, exact) for result, exact in zip(results, exact_results, strict=True)]
+        except Exception as error:  # whatever it is, a compiler's or a driver's
+            return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        bad_shares = [share for share in shares if not share <= self.tolerance]  # NaN as well
+        return f"a result is off by {max(bad_shares):.2g} of the largest value" if bad_shares else ""
+
+
+def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    """Run each kernel on random inputs with a model's own dimensions, and turn off those that fail or deviate.
+
+    The programs that are compiled for it are those that the model's first step needs. torch's random state stays as it
+    is.
+
+    Args:
+        dtype: of the activations.
+
+    Raises:
+        ConfigError: a kernel left the GPU unusable for this process, or EAGER names no kernel.
+    """
+    if dtype.itemsize > 4:  # which no kernel takes
+        return
+    for check in kernel_checks(architecture, dtype, device):
+        if not is_on(check.kernel):
+            continue
+        if failure := check.failure():
+            if not _works(device):
+                raise ConfigError(
+                    f"the kernel {check.kernel!r} failed, and the GPU with it: {failure}",
+                    hint=f"set {EAGER}={check.kernel} to train without it",
+                )
+            turn_off(check.kernel, failure)
+            print(
+                f"forge_rl: the kernel {check.kernel!r} is off, and torch's own operations run in its place, which are "
+                f"slower and take more memory: {failure}",
+                file=sys.stderr,
+                flush=True,
+            )
+    release_memory()
+
+
+def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
+    """Return the checks of the kernels that a model in a dtype may use."""
+    draw = _draws(dtype, device)
+    yield from _score_checks(architecture, draw(_ROWS, architecture.vocab, kind=torch.float32) * 4)
+    if dtype.itemsize < 4:
+        outputs = min(_HEAD_OUTPUTS, architecture.vocab)
+        targets = torch.arange(_TOKENS, device=device) * 7 % outputs
+        yield KernelCheck(
+            kernel="head",
+            function=lambda hidden, weight: score_in_chunks(hidden, weight, targets, _TOKENS // 3)[:1],
+            formula=lambda hidden, weight: token_scores(hidden @ weight.t(), targets)[:1],
+            inputs=(draw(_TOKENS, architecture.dim), draw(outputs, architecture.dim) * (2 * architecture.dim**-0.5)),
+            tolerance=_tolerance(dtype),
+        )
+    if not architecture.family.general:  # transformers' code has its own layers
+        yield from _layer_checks(architecture, dtype, device)
+
+
+def _layer_checks(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
+    draw, tolerance = _draws(dtype, device), _tolerance(dtype)
+    dim, head_dim, eps = architecture.dim, architecture.head_dim, architecture.norm_eps
+    yield KernelCheck(
+        kernel="norms",
+        function=lambda x, delta, weight: add_norm(x, delta, weight, eps),
+        formula=lambda x, delta, weight: (x + delta, rms_norm(x + delta, (dim,), weight, eps)),
+        inputs=(draw(1, _TOKENS, dim), draw(1, _TOKENS, dim), draw(dim)),
+        tolerance=tolerance,
+    )
+    yield KernelCheck(
+        kernel="norms",
+        function=lambda x, weight: add_norm(x, None, weight, eps)[1:],
+        formula=lambda x, weight: (rms_norm(x, (dim,), weight, eps),),
+        inputs=(draw(1, _TOKENS, dim), draw(dim)),
+        tolerance=tolerance,
+    )
+    if head_dim % 2 == 0:
+        angles = draw(1, _TOKENS, 1, head_dim // 2, kind=torch.float32)
+        cache = torch.cat([angles.cos(), angles.cos(), angles.sin(), angles.sin()], dim=-1)
+        for heads in sorted({architecture.heads, architecture.kv_heads}):
+            values = draw(1, _TOKENS, heads, head_dim)
+            yield KernelCheck(
+                kernel="rope",
+                function=lambda x, weight, cache=cache: (norm_rope(x, weight, cache, eps),),
+                formula=lambda x, weight, cache=cache: (_rotated(rms_norm(x, (head_dim,), weight, eps), cache),),
+                inputs=(values, draw(head_dim)),
+                tolerance=tolerance,
+            )
+            yield KernelCheck(
+                kernel="rope",
+                function=lambda x, cache=cache: (norm_rope(x, None, cache, 0.0),),
+                formula=lambda x, cache=cache: (_rotated(x, cache),),
+                inputs=(values,),
+                tolerance=tolerance,
+            )
+    yield KernelCheck(
+        kernel="swiglu",
+        function=lambda a, b: (swiglu(a, b),),
+        formula=lambda a, b: (silu(a) * b,),
+        inputs=(3 * draw(_ROWS, architecture.hidden_dim), draw(_ROWS, architecture.hidden_dim)),
+        tolerance=tolerance,
+    )
+    if takes_sequences(dtype, head_dim) and architecture.latent is None and architecture.window is None:
+        ends = torch.tensor([0, _ATTENDED // 3, _ATTENDED], dtype=torch.int32, device=device)
+        sequences = Sequences(ends, _ATTENDED - _ATTENDED // 3)
+        attention = RowAttention(RowAttention.Config())
+        kv_shape = 1, _ATTENDED, architecture.kv_heads, head_dim
+        yield KernelCheck(
+            kernel="attention",
+            function=lambda q, k, v: (attention(q, k, v, attention_masks=sequences, enable_gqa=True),),
+            formula=lambda q, k, v: (_attended(q, k, v, ends),),
+            inputs=(draw(1, _ATTENDED, architecture.heads, head_dim), draw(*kv_shape), draw(*kv_shape)),
+            tolerance=tolerance,
+        )
+
+
+def _draws(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return what draws tensors of a shape, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, kind)
+
+    return draw
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return the share by which results may deviate that were rounded a few times on the way."""
+    return max(8 * torch.finfo(dtype).eps, 1e-4)
+
+
+def _score_checks(architecture: Architecture, logits: torch.Tensor) -> Iterator[KernelCheck]:
+    """Check scores with and without a gradient of the entropy; most tokens of one row are masked, and one is sure."""
+    masked_from = max(1, architecture.vocab // 10)
+    logits[1, masked_from:] = -torch.inf
+    logits[2, 0] = 60.0
+    targets = (torch.arange(2 * len(logits), device=logits.device) % masked_from).view(-1, 2)
+    for entropy_gradient in (False, True):
+        scoring = Scoring(temperature=_TEMPERATURE, entropy_gradient=entropy_gradient, squares=True)
+
+        def scores(logits: torch.Tensor, scoring: Scoring = scoring) -> Results:
+            logprobs, entropy, squares, _ = token_scores(logits, targets, scoring)
+            assert squares is not None
+            return logprobs, entropy, squares
+
+        yield KernelCheck(kernel="scores", function=scores, formula=scores, inputs=(logits,), tolerance=1e-4)
+
+
+def _with_gradients(function: Callable[..., Results], inputs: Results) -> Results:
+    """Return a function's results, and the gradients by its inputs of their sum, weighted by fixed random numbers."""
+    for x in inputs:
+        x.requires_grad_()
+    with torch.enable_grad():
+        results = function(*inputs)
+    traced_results = [result for result in results if result.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(result.shape, generator=generator).to(result) for result in traced_results]
+    return [result.detach() for result in results] + list(torch.autograd.grad(traced_results, inputs, grads))
+
+
+def _deviation(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest difference, as a share of the largest absolute value."""
+    return float((result.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+
+
+def _rotated(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    cos, sin = cache.double().split(x.shape[-1], dim=-1)
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Attend causally within sequences; all are [1, L, heads, head_dim]."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    places = torch.arange(q.shape[1], device=q.device)
+    sequence_ids = torch.bucketize(places, ends, right=True)
+    is_seen = (sequence_ids[:, None] == sequence_ids) & (places[:, None] >= places)
+    scores = torch.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("bnqk,bknh->bqnh", weights, v)
+
+
+def _works(device: torch.device) -> bool:
+    """Return whether a device still computes: no operation does after a kernel has touched memory that is not its."""
+    try:
+        return float(torch.ones(1, device=device).sum()) == 1
+    except Exception:  # of the driver
+        return False
