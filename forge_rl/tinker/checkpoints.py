@@ -142,10 +142,16 @@ class CheckpointStore:
                 return record
         raise ApiError(404, f"there is no training {model_id[:100]!r}", code="not_found")
 
+    def holds(self, model_id: str) -> bool:
+        """Return whether there is or was a training of this id."""
+        return (self.folder(model_id) / "model.json").is_file()
+
     def checkpoints(self, model_id: str) -> list[AdapterCheckpoint]:
         """Return a training's checkpoints, oldest first; expired ones are deleted."""
         checkpoints = []
         for path in self.folder(model_id).glob(f"*/*/{_RECORD}"):
+            if not _NAME.fullmatch(path.parent.name):  # being written, or cut off by a kill
+                continue
             checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
             if checkpoint.is_expired:
                 shutil.rmtree(path.parent, ignore_errors=True)
@@ -204,7 +210,7 @@ class CheckpointStore:
         folder = self.folder(record.model_id) / settings.kind / settings.name
         if (folder / _RECORD).is_file():
             checkpoint = AdapterCheckpoint(**json.loads((folder / _RECORD).read_text()))
-            if checkpoint.seq == settings.seq:
+            if checkpoint.seq >= settings.seq:  # this request is computed again; it or a later one wrote that
                 return checkpoint
             if not settings.overwrite:
                 raise ApiError(400, f"there is a checkpoint {checkpoint.path} already", param="path")

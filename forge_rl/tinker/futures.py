@@ -15,6 +15,7 @@ POLL_S = 30.0
 """Maximum time for which a request for a result waits; the client gives up after 45 s."""
 _MOST_DONE = 4096
 _MOST_DONE_BYTES = 256 << 20
+"""Maximum results of a tenant that are kept, and their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Promise:
 
 
 class Promises:
-    """Promises by id; old ones that are done are forgotten, the oldest first."""
+    """Promises by id; old ones of the same tenant that are done are forgotten, the oldest first."""
 
     def __init__(self) -> None:
         self._promises: OrderedDict[str, Promise] = OrderedDict()
@@ -60,7 +61,7 @@ class Promises:
     def open(self, request_id: str, tenant: str) -> Promise:
         """Make a promise."""
         promise = self._promises[request_id] = Promise(tenant)
-        self._forget()
+        self._forget(tenant)
         return promise
 
     def get(self, request_id: str, tenant: str) -> Promise:
@@ -91,8 +92,9 @@ class Promises:
         for name, (is_protobuf, text) in results.items():
             self.open(name, tenant).keep(FutureResult(body=base64.b64decode(text), is_protobuf=is_protobuf))
 
-    def _forget(self) -> None:
-        done = [(name, promise) for name, promise in self._promises.items() if promise.done.is_set()]
+    def _forget(self, tenant: str) -> None:
+        promises = [(name, promise) for name, promise in self._promises.items() if promise.tenant == tenant]
+        done = [(name, promise) for name, promise in promises if promise.done.is_set()]
         size = sum(len(promise.result.body) for _, promise in done if promise.result is not None)
         surplus = len(done) - _MOST_DONE
         for name, promise in done:
