@@ -13,7 +13,7 @@ import tyro
 
 from forge_rl.errors import ModelError
 from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
-from forge_rl.models.hub import is_hub_id, upload
+from forge_rl.models.hub import CARD, is_hub_id, upload
 from forge_rl.models.resolve import check_files, checkpoints_in, model_in
 from forge_rl.run.launch import launch
 
@@ -38,9 +38,9 @@ async def main(config: Config) -> None:
     folder = find_trained(config.run)
     if not is_hub_id(config.repo):
         raise ModelError(f"{config.repo!r} is no hub id", hint="give one as org/name")
-    check_files(folder)
+    files = check_files(folder, CARD)
     print(f"uploading {folder} to {config.repo}", flush=True)
-    url = await asyncio.to_thread(upload, folder, config.repo, private=config.private, message=config.message)
+    url = await asyncio.to_thread(upload, folder, files, config.repo, private=config.private, message=config.message)
     print(f"uploaded it: {url}")
 
 

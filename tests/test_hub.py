@@ -87,10 +87,14 @@ def test_a_run_is_pushed_with_card_and_record(model: Path, tmp_path: Path):
     (run / "config.json").write_text(json.dumps(flags))
     (run / "versions.json").write_text(json.dumps({"torch": "2.13"}))
     write_card(checkpoint, run, step=2, scores={0: 0.25, 2: 0.5, 3: 0.9})
+    names = {path.name for path in checkpoint.iterdir()} - {"pytorch_model.bin"}
+    for private in ("notes/keys.json", ".keys.json", "keys.env"):
+        (checkpoint / private).parent.mkdir(exist_ok=True)
+        (checkpoint / private).write_text("{}")
     with serving(Hub({}, token="hf_secret")) as hub:
         command = ("-m", "apps.push", str(run), "me/model", "--private")
         assert any(hub.url in line for line in python(hub, tmp_path / "home", *command, HF_TOKEN="hf_secret"))
-    assert hub.uploads.keys() == {path.name for path in checkpoint.iterdir()} - {"pytorch_model.bin"}
+    assert hub.uploads.keys() == names
     assert hub.uploads["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     record, card = json.loads(hub.uploads[RECORD]), hub.uploads[CARD].decode()
     assert record["scores"] == {"0": 0.25, "2": 0.5}
@@ -105,6 +109,32 @@ def test_only_ids_with_a_plain_revision_are_names_of_the_hub():
     assert is_hub_model("org/name")
     assert is_hub_model("org/name@refs/pr/1")
     assert not any(map(is_hub_model, ("name", "org/name@", "org/name@a b", "../name", "org/name@../x/@")))
+
+
+async def test_a_card_that_links_out_of_the_folder_is_not_pushed(tmp_path: Path):
+    from apps.push import Config, main
+
+    (tmp_path / "secret").write_text("a key")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / CARD).symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelError, match=f"{CARD} links out of the model's folder"):
+        await main(Config(run=tmp_path / "model", repo="me/model"))
+
+
+def test_what_environment_variables_hold_as_secrets_is_not_in_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SEARCH_API_KEY", "k-0123456789")
+    flags = {
+        "model": "org/name",
+        "env": "mcp",
+        "world": {"command": "serve --with k-0123456789"},
+        "rewards": "k-0123456789",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(flags))
+    write_card(tmp_path, tmp_path, step=1, scores={})
+    texts = (tmp_path / RECORD).read_text(), (tmp_path / CARD).read_text()
+    assert json.loads(texts[0])["flags"]["world"] == {"command": "serve --with ***"}
+    assert not any("k-0123456789" in text for text in texts)
 
 
 def test_a_folder_without_a_model_is_not_pushed(tmp_path: Path):
