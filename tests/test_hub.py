@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ModelError
+from forge_rl.models.adapters import Adapter
 from forge_rl.models.hf_folder import RECORD
 from forge_rl.models.hub import CARD, is_hub_model
 from forge_rl.run.records.model_card import write_card
@@ -135,6 +136,31 @@ def test_what_environment_variables_hold_as_secrets_is_not_in_a_card(tmp_path: P
     texts = (tmp_path / RECORD).read_text(), (tmp_path / CARD).read_text()
     assert json.loads(texts[0])["flags"]["world"] == {"command": "serve --with ***"}
     assert not any("k-0123456789" in text for text in texts)
+
+
+def test_a_pushed_adapter_names_its_base_as_the_hub_does(tmp_path: Path):
+    from apps.push import with_named_base
+
+    folder, work = tmp_path / "model", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    base = f"/home/me/.cache/models--org--name/snapshots/{COMMITS['v1']}"
+    config = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 8, "lora_alpha": 16}
+    contents = {
+        "adapter_config.json": config,
+        "base_model.json": {"folder": base, "files": {"a.safetensors": "1"}},
+        RECORD: {"base_model": "org/name@v1"},
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    files = [folder / name for name in contents]
+    assert with_named_base(folder, files, work) == (work, [work / name for name in contents])
+    adapter = Adapter.read(work)
+    assert (adapter.base, adapter.revision) == ("org/name", COMMITS["v1"])
+    assert adapter.digests == {"a.safetensors": "1"}
+    assert "/home/me" not in "".join(path.read_text() for path in work.iterdir())
+    (folder / RECORD).write_text(json.dumps({"base_model": "smollm2-135m"}))
+    assert with_named_base(folder, files, work) == (folder, files)
 
 
 def test_a_folder_without_a_model_is_not_pushed(tmp_path: Path):

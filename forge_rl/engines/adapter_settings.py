@@ -121,5 +121,6 @@ class AdapterEngine(Protocol):
             The number of updates.
 
         Raises:
-            CheckpointError, ModelError: a file is missing or malformed, or of another rank, scale or other modules.
+            CheckpointError, ModelError: a file is missing or malformed, or of another rank or other modules.
+            ConfigError: the adapter was saved with another scale.
         """

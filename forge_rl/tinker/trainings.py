@@ -204,7 +204,7 @@ class Trainings:
         One whose files cannot be read stays on disk as it is: this costs its tenant, and nobody else.
 
         Raises:
-            ConfigError: this trainer takes no adapter of a training's rank or targets.
+            ConfigError: this trainer takes no adapter of a training's rank, scale or targets.
             ServiceError: the trainer died.
         """
         for record in self._store.records():
