@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_rl.engines.adapter_settings import AdamStep
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.tinker import futures, sessions, trainings, wire
+from forge_rl.tinker.checkpoints import CheckpointStore
 from forge_rl.tinker.futures import FutureResult, Promises
-from forge_rl.tinker.sampling import LoadedAdapters
-from forge_rl.tinker.sessions import Sessions
+from forge_rl.tinker.requests import SampleRequest
+from forge_rl.tinker.sampling import LoadedAdapters, SampleService
+from forge_rl.tinker.sessions import Sampler, Sessions
 from forge_rl.tinker.tenants import Tenants
+from forge_rl.token_arrays import ScoredTokens, TokenIds
+from forge_rl.types import Sampling, Turn
 from tests.test_tinker import KEYS, Client, pass_body, serving
 from tests.tinker_fakes import FakeEngines, FakeTrainer
 
@@ -47,9 +54,59 @@ async def test_a_training_that_has_ended_is_not_opened_again_over_its_checkpoint
         ann = Client(server.url, "ann")
         session_id = await ann.session()
         model_id = await ann.model(session_id)
+        await ann.result((await ann.post("save_weights", model_id=model_id, path="one", seq_id=1))["request_id"])
         await ann.post("unload_model", model_id=model_id)
         create = {"session_id": session_id, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
         assert "has ended" in str(await ann.post("create_model", 410, **create))
+
+
+async def test_trainings_without_checkpoints_leave_nothing_and_those_without_a_key_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with serving(tmp_path) as server:
+        ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
+        session_id = await ann.session()
+        for seq in range(3):
+            model_id = await ann.model(session_id, seq)
+            await ann.post("unload_model", model_id=model_id)
+            while (tmp_path / "models" / model_id).exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        model_id, bobs = await ann.model(session_id, 4), await bob.model(await bob.session())
+    monkeypatch.delitem(KEYS, "bob")
+    trainer = FakeTrainer()
+    async with serving(tmp_path, trainer) as server:
+        await Client(server.url, "ann").model(session_id, 5)
+        assert trainer.adapters.states.keys() == {model_id, f"{session_id}:train:5"}
+    monkeypatch.setitem(KEYS, "bob", "tml-" + "b" * 20)
+    async with serving(tmp_path) as server:
+        assert isinstance(await Client(server.url, "bob").result(await Client(server.url, "bob").run(bobs, 1)), bytes)
+
+
+async def test_a_greedy_sample_leaves_room_for_the_token_that_scores_it(tmp_path: Path):
+    class FullEngines(FakeEngines):
+        async def generate(self, prompt_ids: TokenIds, sampling: Sampling) -> Turn:
+            assert sampling.max_tokens is not None
+            turn = await super().generate(prompt_ids, sampling)
+            ids = np.zeros(sampling.max_tokens, np.int32)
+            return replace(turn, token_ids=ids, logprobs=np.full(len(ids), np.nan), versions=ids)
+
+        async def score(self, prompt_ids: TokenIds, token_ids: TokenIds, **settings: Any) -> ScoredTokens:
+            assert len(prompt_ids) + len(token_ids) < self.max_model_len
+            return await super().score(prompt_ids, token_ids, **settings)
+
+    engines = FullEngines()
+    service = SampleService(
+        engines,
+        LoadedAdapters(engines, max_loaded=1),
+        CheckpointStore(tmp_path, max_checkpoints=1),
+        seed=0,
+        max_scored=99,
+    )
+    request = SampleRequest.model_validate(
+        {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"temperature": 0}}
+    )
+    _, counts = await service.sample(request, Sampler(sampler_id="s", seq=0, model_path=None), "ann")
+    assert counts == {"prompt_tokens": 2, "sampled_tokens": 29}
 
 
 async def test_a_checkpoint_that_a_kill_cut_off_is_none(tmp_path: Path):

@@ -26,7 +26,7 @@ _MOST_METADATA = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRecord:
-    """What is kept of a training, also once it has ended."""
+    """What is kept of a training, also once it has ended, if it has left a checkpoint."""
 
     model_id: str
     tenant: str
@@ -179,6 +179,12 @@ class CheckpointStore:
                 if not checkpoint.is_expired:
                     return record, checkpoint, folder
         raise ApiError(404, f"there is no checkpoint {path[:200]!r}", param="path", code="not_found")
+
+    def forget_empty(self, model_id: str) -> None:
+        """Forget a training that has ended and has no checkpoint."""
+        folder = self.folder(model_id)
+        if not any(folder.glob(f"*/*/{_RECORD}")):
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def delete(self, path: str, tenant: str) -> None:
         """Delete a checkpoint.

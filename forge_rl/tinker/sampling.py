@@ -147,7 +147,8 @@ class SampleService:
             ApiError, ForgeError: it cannot be answered.
         """
         prompt = np.array([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int32)
-        room = self._engines.max_model_len - len(prompt)
+        is_scored = request.sampling_params.temperature == 0 or request.topk_sample_logprobs > 0
+        room = self._engines.max_model_len - len(prompt) - is_scored  # whoever scores tokens decodes one more
         if not len(prompt) or room < 1:
             raise ApiError(400, f"a prompt of {len(prompt)} tokens; the context has {self._engines.max_model_len}")
         scores_prompt = bool(request.prompt_logprobs or request.topk_prompt_logprobs)

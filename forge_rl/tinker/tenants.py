@@ -38,10 +38,14 @@ class Tenants:
 
     def __init__(self, keys: Mapping[str, str], usage: Path, *, most_in_flight: int) -> None:
         self._names = {_digest(key): name for name, key in keys.items()}
+        self._tenants = frozenset(keys)
         self._usage_file = usage
         self._most_in_flight = most_in_flight
         self._in_flight: Counter[str] = Counter()
         self._usage: dict[str, Counter[str]] = _read_usage(usage)
+
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._tenants
 
     def caller(self, headers: Headers) -> str:
         """Return the tenant whose key a request carries.

@@ -210,7 +210,9 @@ class Trainings:
         for record in self._store.records():
             folder = self._store.folder(record.model_id)
             if not (folder / "session").is_file():
-                _remove_state(folder)  # it has ended
+                self._forget(record.model_id)  # it has ended
+                continue
+            if record.tenant not in self._tenants:  # its key is gone: it takes no memory, and goes on if it comes back
                 continue
             training = Training(record, (folder / "session").read_text(), folder)
             try:
@@ -317,7 +319,15 @@ class Trainings:
             training = self._dropped.pop()
             with contextlib.suppress(ForgeError):  # its adapter may never have been opened, or its trainer is dead
                 await self._trainer.adapters.drop(training.model_id)
-            _remove_state(training.folder)
+            self._forget(training.model_id)
+
+    def _forget(self, model_id: str) -> None:
+        """Remove what only an unfinished training needs, and all of one without a checkpoint."""
+        folder = self._store.folder(model_id)
+        for path in folder.glob("snapshot-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        (folder / "journal").unlink(missing_ok=True)
+        self._store.forget_empty(model_id)
 
     async def _step(self, training: Training) -> None:
         """Execute the next request of a training, however often the trainer has to be restarted for it."""
@@ -488,13 +498,6 @@ class Trainings:
                 except (ApiError, ForgeError):  # as the first time
                     if not self._trainer.alive:
                         raise
-
-
-def _remove_state(folder: Path) -> None:
-    """Remove what only an unfinished training needs; its checkpoints stay."""
-    for path in folder.glob("snapshot-*"):
-        shutil.rmtree(path, ignore_errors=True)
-    (folder / "journal").unlink(missing_ok=True)
 
 
 def _request_id(training: Training, seq: int) -> str:
