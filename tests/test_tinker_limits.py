@@ -49,6 +49,21 @@ async def test_a_state_that_cannot_be_read_at_the_start_costs_its_tenant_alone(t
     assert state.exists()  # for whoever repairs it
 
 
+async def test_an_error_that_its_client_has_not_got_outlives_the_server(tmp_path: Path):
+    async with serving(tmp_path, snapshot_updates=1) as server:
+        ann = Client(server.url, "ann")
+        model_id = await ann.model(await ann.session())
+        failed = await ann.run(model_id, 1, pass_body(model_id, 1, tokens=(99, 100)))
+        await ann.result(await ann.run(model_id, 2))
+        await ann.result(await ann.step(model_id, 3))
+        while not list((tmp_path / "models" / model_id).glob("snapshot-3")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    async with serving(tmp_path) as server:
+        answer = await Client(server.url, "ann").result(failed)
+        assert "not from 0 to 99" in answer["error"]
+        assert answer["category"] == "user"
+
+
 async def test_a_training_that_has_ended_is_not_opened_again_over_its_checkpoints(tmp_path: Path):
     async with serving(tmp_path) as server:
         ann = Client(server.url, "ann")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,12 @@ class Promise:
     is_user_error: bool = False
     is_sent: bool = False
     """Whether its client has got it."""
+
+    @property
+    def answer(self) -> FutureResult:
+        """What its client gets once it is done: the result, or the error."""
+        error = {"error": self.error, "category": "user" if self.is_user_error else "server"}
+        return self.result or FutureResult(body=json.dumps(error).encode())
 
     def keep(self, result: FutureResult) -> None:
         """Set the result."""
@@ -79,16 +86,16 @@ class Promises:
         return request_id in self._promises
 
     def unsent(self, request_ids: Iterable[str]) -> dict[str, tuple[bool, str]]:
-        """Return the results of requests whose clients have not got them yet, in a form for JSON."""
+        """Return the answers to requests whose clients have not got them yet, in a form for JSON."""
         promises = [(name, self._promises[name]) for name in request_ids if name in self._promises]
         return {
-            name: (promise.result.is_protobuf, base64.b64encode(promise.result.body).decode())
+            name: (promise.answer.is_protobuf, base64.b64encode(promise.answer.body).decode())
             for name, promise in promises
-            if promise.result is not None and not promise.is_sent
+            if promise.done.is_set() and not promise.is_sent
         }
 
     def take_up(self, results: Mapping[str, tuple[bool, str]], tenant: str) -> None:
-        """Keep results of a tenant that `unsent` returned."""
+        """Keep answers to a tenant that `unsent` returned."""
         for name, (is_protobuf, text) in results.items():
             self.open(name, tenant).keep(FutureResult(body=base64.b64decode(text), is_protobuf=is_protobuf))
 

@@ -439,10 +439,8 @@ class TinkerServer:
         except TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
         promise.is_sent = True
-        if promise.result is None:
-            return JSONResponse({"error": promise.error, "category": "user" if promise.is_user_error else "server"})
-        kind = wire.PROTOBUF if promise.result.is_protobuf else "application/json"
-        return Response(promise.result.body, media_type=kind)
+        kind = wire.PROTOBUF if promise.answer.is_protobuf else "application/json"
+        return Response(promise.answer.body, media_type=kind)
 
     # What is on disk.
 
