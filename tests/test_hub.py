@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,13 @@ import pytest
 
 from forge_rl.errors import ModelError
 from forge_rl.models.adapters import Adapter
+from forge_rl.models.digests import model_digests
 from forge_rl.models.hf_folder import RECORD
 from forge_rl.models.hub import CARD, is_hub_model
+from forge_rl.run.records import started_from
+from forge_rl.run.records.json_files import write_json
 from forge_rl.run.records.model_card import write_card
+from forge_rl.run.records.started_from import ModelKeeper
 from tests.hub_server import COMMITS, Hub, serving
 from tests.zoo.folders import write
 
@@ -104,6 +109,30 @@ def test_a_run_is_pushed_with_card_and_record(model: Path, tmp_path: Path):
     assert 'base_model: "Qwen/Qwen3-0.6B"\n' in card
     assert "| 2 | 0.5 |" in card
     assert "<b>" not in card
+
+
+def test_a_resumed_run_fetches_the_commit_that_it_began_with(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    newer = tmp_path / "snapshots" / COMMITS["main"]
+    shutil.copytree(model, newer)
+    (newer / "config.json").write_text("{}")
+    began = tmp_path / "other machine" / "snapshots" / COMMITS["v1"]
+    write_json(
+        tmp_path / "models.json",
+        {"--model": {"name": "org/name", "folder": str(began), "files": model_digests(model)}},
+    )
+    fetched_names, lines = [], []
+
+    def download(name: str) -> Path:
+        fetched_names.append(name)
+        return model
+
+    monkeypatch.setattr(started_from, "download", download)
+    keeper = ModelKeeper(run=tmp_path, resumes=True, force=False, tell=lines.append)
+    assert keeper.keep("--model", "org/name", newer, weights=True) == model
+    assert fetched_names == [f"org/name@{COMMITS['v1']}"]
+    assert "the run keeps" in lines[0]
 
 
 def test_only_ids_with_a_plain_revision_are_names_of_the_hub():
