@@ -13,6 +13,7 @@ from forge_rl.errors import ModelError
 from forge_rl.models.bundled import BUNDLED
 from forge_rl.models.cache import Progress
 from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS
+from forge_rl.system.redaction import without_credentials
 
 CARD = "README.md"
 """A model card, which a run writes with each model that it exports."""
@@ -105,7 +106,8 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
             case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() | HTTPError():
                 cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
             case _:
-                cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"
+                cause = without_credentials((str(error).splitlines() or [type(error).__name__])[0])
+                hint = "try again"
         raise ModelError(f"{problem}: {cause}", hint=f"{hint}, {way_out}") from error
 
 
