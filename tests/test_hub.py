@@ -122,7 +122,7 @@ def test_a_resumed_run_fetches_the_commit_that_it_began_with(
         tmp_path / "models.json",
         {"--model": {"name": "org/name", "folder": str(began), "files": model_digests(model)}},
     )
-    fetched_names, lines = [], []
+    fetched_names, lines = list[str](), list[str]()
 
     def download(name: str) -> Path:
         fetched_names.append(name)

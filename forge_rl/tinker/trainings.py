@@ -223,12 +223,14 @@ class Trainings:
                     await self._trainer.adapters.drop(record.model_id)
 
     async def _take_up(self, training: Training) -> None:
+        """Take up one training; it is in none of the tables if this fails."""
         folder = training.folder
         if (poison := folder / "poison.json").is_file():
             training.poison = set(json.loads(poison.read_text()))
         for partial in (*folder.glob("*.partial"), *folder.glob("*/.*.partial")):
             shutil.rmtree(partial)
-        entries, results = training.journal.read(), {}
+        entries = training.journal.read()
+        results: dict[str, tuple[bool, str]] = {}
         if training.snapshot is not None:
             results = json.loads((training.snapshot[1] / "results.json").read_text())
             await self._load(training)
