@@ -26,6 +26,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.gateway import check_address
 from forge_rl.gateway.keys import kept_key, read_key_file
 from forge_rl.models.bundled import default_cache
+from forge_rl.models.hub import is_hub_model
 from forge_rl.models.resolve import find_model
 from forge_rl.run.launch import launch
 from forge_rl.runtime.faults import Faults
@@ -151,8 +152,8 @@ def _keys(config: Config) -> dict[str, str]:
 
 def _tokenizer_id(model: str, folder: Path) -> str:
     """Return where clients on this machine, and of a model with an id on others, too, find its tokenizer."""
-    is_id = model.count("/") == 1 and not Path(model).expanduser().is_dir()
-    return model if is_id else str(folder.absolute())
+    is_id = is_hub_model(model) and not Path(model).expanduser().is_dir()
+    return model.partition("@")[0] if is_id else str(folder.absolute())
 
 
 def _warn(text: str) -> None:

@@ -21,7 +21,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.adapter_engine import TitanAdapters
 from forge_rl.engines.titan.lora import adapted_modules_of
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import CheckpointError, ConfigError, LossError
+from forge_rl.errors import ConfigError, LossError
 from forge_rl.metrics import reduce
 from forge_rl.packing.rows import Minibatch
 from tests.fakes import make_model, packed, random_batch, train_batch
@@ -160,7 +160,7 @@ def test_a_saved_adapter_goes_on_where_it_was_and_peft_reads_it(base: Path, tmp_
     assert all(torch.equal(*pair) for pair in zip(scored.logprobs, again.logprobs, strict=True))
     train(other, "again", range(2, 4))
     assert equal(expected, factors(other, "again", tmp_path / "again"))
-    with pytest.raises(CheckpointError, match="scale"):
+    with pytest.raises(ConfigError, match="scale"):
         other.load("a", tmp_path / "saved", optimizer=True)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
     row = next(row for row in minibatch(5).rows)

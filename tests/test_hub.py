@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ModelError
+from forge_rl.models.adapters import Adapter
+from forge_rl.models.digests import model_digests
 from forge_rl.models.hf_folder import RECORD
 from forge_rl.models.hub import CARD, is_hub_model
+from forge_rl.run.records import started_from
+from forge_rl.run.records.json_files import write_json
 from forge_rl.run.records.model_card import write_card
+from forge_rl.run.records.started_from import ModelKeeper
 from tests.hub_server import COMMITS, Hub, serving
 from tests.zoo.folders import write
 
@@ -87,10 +93,14 @@ def test_a_run_is_pushed_with_card_and_record(model: Path, tmp_path: Path):
     (run / "config.json").write_text(json.dumps(flags))
     (run / "versions.json").write_text(json.dumps({"torch": "2.13"}))
     write_card(checkpoint, run, step=2, scores={0: 0.25, 2: 0.5, 3: 0.9})
+    names = {path.name for path in checkpoint.iterdir()} - {"pytorch_model.bin"}
+    for private in ("notes/keys.json", ".keys.json", "keys.env"):
+        (checkpoint / private).parent.mkdir(exist_ok=True)
+        (checkpoint / private).write_text("{}")
     with serving(Hub({}, token="hf_secret")) as hub:
         command = ("-m", "apps.push", str(run), "me/model", "--private")
         assert any(hub.url in line for line in python(hub, tmp_path / "home", *command, HF_TOKEN="hf_secret"))
-    assert hub.uploads.keys() == {path.name for path in checkpoint.iterdir()} - {"pytorch_model.bin"}
+    assert hub.uploads.keys() == names
     assert hub.uploads["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     record, card = json.loads(hub.uploads[RECORD]), hub.uploads[CARD].decode()
     assert record["scores"] == {"0": 0.25, "2": 0.5}
@@ -101,10 +111,85 @@ def test_a_run_is_pushed_with_card_and_record(model: Path, tmp_path: Path):
     assert "<b>" not in card
 
 
+def test_a_resumed_run_fetches_the_commit_that_it_began_with(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    newer = tmp_path / "snapshots" / COMMITS["main"]
+    shutil.copytree(model, newer)
+    (newer / "config.json").write_text("{}")
+    began = tmp_path / "other machine" / "snapshots" / COMMITS["v1"]
+    write_json(
+        tmp_path / "models.json",
+        {"--model": {"name": "org/name", "folder": str(began), "files": model_digests(model)}},
+    )
+    fetched_names, lines = list[str](), list[str]()
+
+    def download(name: str) -> Path:
+        fetched_names.append(name)
+        return model
+
+    monkeypatch.setattr(started_from, "download", download)
+    keeper = ModelKeeper(run=tmp_path, resumes=True, force=False, tell=lines.append)
+    assert keeper.keep("--model", "org/name", newer, weights=True) == model
+    assert fetched_names == [f"org/name@{COMMITS['v1']}"]
+    assert "the run keeps" in lines[0]
+
+
 def test_only_ids_with_a_plain_revision_are_names_of_the_hub():
     assert is_hub_model("org/name")
     assert is_hub_model("org/name@refs/pr/1")
     assert not any(map(is_hub_model, ("name", "org/name@", "org/name@a b", "../name", "org/name@../x/@")))
+
+
+async def test_a_card_that_links_out_of_the_folder_is_not_pushed(tmp_path: Path):
+    from apps.push import Config, main
+
+    (tmp_path / "secret").write_text("a key")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / CARD).symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelError, match=f"{CARD} links out of the model's folder"):
+        await main(Config(run=tmp_path / "model", repo="me/model"))
+
+
+def test_what_environment_variables_hold_as_secrets_is_not_in_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SEARCH_API_KEY", "k-0123456789")
+    flags = {
+        "model": "org/name",
+        "env": "mcp",
+        "world": {"command": "serve --with k-0123456789"},
+        "rewards": "k-0123456789",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(flags))
+    write_card(tmp_path, tmp_path, step=1, scores={})
+    texts = (tmp_path / RECORD).read_text(), (tmp_path / CARD).read_text()
+    assert json.loads(texts[0])["flags"]["world"] == {"command": "serve --with ***"}
+    assert not any("k-0123456789" in text for text in texts)
+
+
+def test_a_pushed_adapter_names_its_base_as_the_hub_does(tmp_path: Path):
+    from apps.push import with_named_base
+
+    folder, work = tmp_path / "model", tmp_path / "work"
+    folder.mkdir()
+    work.mkdir()
+    base = f"/home/me/.cache/models--org--name/snapshots/{COMMITS['v1']}"
+    config = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 8, "lora_alpha": 16}
+    contents = {
+        "adapter_config.json": config,
+        "base_model.json": {"folder": base, "files": {"a.safetensors": "1"}},
+        RECORD: {"base_model": "org/name@v1"},
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    files = [folder / name for name in contents]
+    assert with_named_base(folder, files, work) == (work, [work / name for name in contents])
+    adapter = Adapter.read(work)
+    assert (adapter.base, adapter.revision) == ("org/name", COMMITS["v1"])
+    assert adapter.digests == {"a.safetensors": "1"}
+    assert "/home/me" not in "".join(path.read_text() for path in work.iterdir())
+    (folder / RECORD).write_text(json.dumps({"base_model": "smollm2-135m"}))
+    assert with_named_base(folder, files, work) == (folder, files)
 
 
 def test_a_folder_without_a_model_is_not_pushed(tmp_path: Path):

@@ -41,7 +41,7 @@ class Client:
     """Sends what tinker 0.38.0 sends."""
 
     def __init__(self, url: str, tenant: str) -> None:
-        self.http = httpx.AsyncClient(base_url=f"{url}/api/v1/", headers={"x-api-key": KEYS[tenant]}, timeout=20)
+        self.http = httpx.AsyncClient(base_url=f"{url}/api/v1/", headers={"x-api-key": KEYS[tenant]}, timeout=300)
 
     async def post(self, route: str, status: int = 200, /, **body: Any) -> dict[str, Any]:
         response = await self.http.post(route, json=body)
@@ -56,11 +56,14 @@ class Client:
         return answer
 
     async def result(self, request_id: str) -> Any:
-        response = await self.http.post("retrieve_future", json={"request_id": request_id, "allow_metadata_only": True})
-        assert response.status_code == 200, response.text
-        if response.headers["content-type"] == wire.PROTOBUF:
-            return response.content
-        return response.json()
+        body = {"request_id": request_id, "allow_metadata_only": True}
+        while True:
+            response = await self.http.post("retrieve_future", json=body)
+            assert response.status_code == 200, response.text
+            if response.headers["content-type"] == wire.PROTOBUF:
+                return response.content
+            if response.json().get("type") != "try_again":
+                return response.json()
 
     async def session(self) -> str:
         session = await self.post(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from forge_rl.metrics import Value
     from forge_rl.packing.rows import Minibatch
 
+_LARGEST, _LEAST_EPS = 1e6, 1e-30
+"""Bounds of numbers that float32 has to hold: past them, a step fails half way, or divides 0 by 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
@@ -50,11 +53,11 @@ class AdamStep:
 
     def __post_init__(self) -> None:
         for name, value, is_valid in (
-            ("lr", self.lr, self.lr >= 0),
+            ("lr", self.lr, 0 <= self.lr <= _LARGEST),
             ("beta1", self.beta1, 0 <= self.beta1 < 1),
             ("beta2", self.beta2, 0 <= self.beta2 < 1),
-            ("eps", self.eps, self.eps > 0),
-            ("weight_decay", self.weight_decay, self.weight_decay >= 0),
+            ("eps", self.eps, _LEAST_EPS <= self.eps <= _LARGEST),
+            ("weight_decay", self.weight_decay, 0 <= self.weight_decay <= _LARGEST),
             ("max_grad_norm", self.max_grad_norm, self.max_grad_norm > 0),
         ):
             if not is_valid or (not math.isfinite(value) and name != "max_grad_norm"):
@@ -118,5 +121,6 @@ class AdapterEngine(Protocol):
             The number of updates.
 
         Raises:
-            CheckpointError, ModelError: a file is missing or malformed, or of another rank, scale or other modules.
+            CheckpointError, ModelError: a file is missing or malformed, or of another rank or other modules.
+            ConfigError: the adapter was saved with another scale.
         """

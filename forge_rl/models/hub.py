@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from forge_rl.errors import ModelError
 from forge_rl.models.bundled import BUNDLED
 from forge_rl.models.cache import Progress
 from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS
+from forge_rl.system.redaction import without_credentials
 
 CARD = "README.md"
 """A model card, which a run writes with each model that it exports."""
@@ -59,10 +61,11 @@ def download(name: str, progress: Progress | None = None) -> Path:
         return Path(str(snapshot_download(hub_id, **options)))
 
 
-def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Upload a model's folder, creating the repository if needed; return the address of the commit.
+def upload(folder: Path, files: Sequence[Path], repo: str, *, private: bool, message: str) -> str:
+    """Upload files of a model's folder, creating the repository if needed; return the address of the commit.
 
     Args:
+        files: what to upload; nothing else of the folder leaves this machine, and no hidden file.
         repo: hub id.
         private: whether a new repository is private.
         message: of the commit.
@@ -75,7 +78,8 @@ def upload(folder: Path, repo: str, *, private: bool, message: str) -> str:
     api = HfApi()
     with _named_errors(f"cannot upload {folder} to {repo!r}", "`hf auth login` with a token that may write"):
         api.create_repo(repo, private=private, exist_ok=True)
-        patterns = [*MODEL_FILES, CARD]
+        # By name: on the hub "*" also matches "/", and would take in whatever lies in folders of the model's.
+        patterns = [glob.escape(path.relative_to(folder).as_posix()) for path in files]
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, allow_patterns=patterns, commit_message=message, ignore_patterns=[".*"]
         )
@@ -102,7 +106,8 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
             case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() | HTTPError():
                 cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
             case _:
-                cause, hint = (str(error).splitlines() or [type(error).__name__])[0], "try again"
+                cause = without_credentials((str(error).splitlines() or [type(error).__name__])[0])
+                hint = "try again"
         raise ModelError(f"{problem}: {cause}", hint=f"{hint}, {way_out}") from error
 
 

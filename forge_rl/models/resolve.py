@@ -171,13 +171,16 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
         ) from error
 
 
-def check_files(folder: Path) -> list[Path]:
+def check_files(folder: Path, *extra_names: str) -> list[Path]:
     """Return the files of a folder that are used.
+
+    Args:
+        extra_names: names of files that no model needs, if they are there.
 
     Raises:
         ModelError: one is a link out of the folder, or might be of another user.
     """
-    files = model_files(folder)
+    files = [*model_files(folder), *(folder / name for name in extra_names if (folder / name).is_file())]
     _check_links(folder, files)
     _check_owners(folder, files)
     return files

@@ -26,7 +26,7 @@ _MOST_METADATA = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRecord:
-    """What is kept of a training, also once it has ended."""
+    """What is kept of a training, also once it has ended, if it has left a checkpoint."""
 
     model_id: str
     tenant: str
@@ -142,10 +142,16 @@ class CheckpointStore:
                 return record
         raise ApiError(404, f"there is no training {model_id[:100]!r}", code="not_found")
 
+    def holds(self, model_id: str) -> bool:
+        """Return whether there is or was a training of this id."""
+        return (self.folder(model_id) / "model.json").is_file()
+
     def checkpoints(self, model_id: str) -> list[AdapterCheckpoint]:
         """Return a training's checkpoints, oldest first; expired ones are deleted."""
         checkpoints = []
         for path in self.folder(model_id).glob(f"*/*/{_RECORD}"):
+            if not _NAME.fullmatch(path.parent.name):  # being written, or cut off by a kill
+                continue
             checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
             if checkpoint.is_expired:
                 shutil.rmtree(path.parent, ignore_errors=True)
@@ -173,6 +179,12 @@ class CheckpointStore:
                 if not checkpoint.is_expired:
                     return record, checkpoint, folder
         raise ApiError(404, f"there is no checkpoint {path[:200]!r}", param="path", code="not_found")
+
+    def forget_empty(self, model_id: str) -> None:
+        """Forget a training that has ended and has no checkpoint."""
+        folder = self.folder(model_id)
+        if not any(folder.glob(f"*/*/{_RECORD}")):
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def delete(self, path: str, tenant: str) -> None:
         """Delete a checkpoint.
@@ -204,7 +216,7 @@ class CheckpointStore:
         folder = self.folder(record.model_id) / settings.kind / settings.name
         if (folder / _RECORD).is_file():
             checkpoint = AdapterCheckpoint(**json.loads((folder / _RECORD).read_text()))
-            if checkpoint.seq == settings.seq:
+            if checkpoint.seq >= settings.seq:  # this request is computed again; it or a later one wrote that
                 return checkpoint
             if not settings.overwrite:
                 raise ApiError(400, f"there is a checkpoint {checkpoint.path} already", param="path")

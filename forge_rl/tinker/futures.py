@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ POLL_S = 30.0
 """Maximum time for which a request for a result waits; the client gives up after 45 s."""
 _MOST_DONE = 4096
 _MOST_DONE_BYTES = 256 << 20
+"""Maximum results of a tenant that are kept, and their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,12 @@ class Promise:
     is_sent: bool = False
     """Whether its client has got it."""
 
+    @property
+    def answer(self) -> FutureResult:
+        """What its client gets once it is done: the result, or the error."""
+        error = {"error": self.error, "category": "user" if self.is_user_error else "server"}
+        return self.result or FutureResult(body=json.dumps(error).encode())
+
     def keep(self, result: FutureResult) -> None:
         """Set the result."""
         self.result = result
@@ -52,7 +60,7 @@ class Promise:
 
 
 class Promises:
-    """Promises by id; old ones that are done are forgotten, the oldest first."""
+    """Promises by id; old ones of the same tenant that are done are forgotten, the oldest first."""
 
     def __init__(self) -> None:
         self._promises: OrderedDict[str, Promise] = OrderedDict()
@@ -60,7 +68,7 @@ class Promises:
     def open(self, request_id: str, tenant: str) -> Promise:
         """Make a promise."""
         promise = self._promises[request_id] = Promise(tenant)
-        self._forget()
+        self._forget(tenant)
         return promise
 
     def get(self, request_id: str, tenant: str) -> Promise:
@@ -78,21 +86,22 @@ class Promises:
         return request_id in self._promises
 
     def unsent(self, request_ids: Iterable[str]) -> dict[str, tuple[bool, str]]:
-        """Return the results of requests whose clients have not got them yet, in a form for JSON."""
+        """Return the answers to requests whose clients have not got them yet, in a form for JSON."""
         promises = [(name, self._promises[name]) for name in request_ids if name in self._promises]
         return {
-            name: (promise.result.is_protobuf, base64.b64encode(promise.result.body).decode())
+            name: (promise.answer.is_protobuf, base64.b64encode(promise.answer.body).decode())
             for name, promise in promises
-            if promise.result is not None and not promise.is_sent
+            if promise.done.is_set() and not promise.is_sent
         }
 
     def take_up(self, results: Mapping[str, tuple[bool, str]], tenant: str) -> None:
-        """Keep results of a tenant that `unsent` returned."""
+        """Keep answers to a tenant that `unsent` returned."""
         for name, (is_protobuf, text) in results.items():
             self.open(name, tenant).keep(FutureResult(body=base64.b64decode(text), is_protobuf=is_protobuf))
 
-    def _forget(self) -> None:
-        done = [(name, promise) for name, promise in self._promises.items() if promise.done.is_set()]
+    def _forget(self, tenant: str) -> None:
+        promises = [(name, promise) for name, promise in self._promises.items() if promise.tenant == tenant]
+        done = [(name, promise) for name, promise in promises if promise.done.is_set()]
         size = sum(len(promise.result.body) for _, promise in done if promise.result is not None)
         surplus = len(done) - _MOST_DONE
         for name, promise in done:

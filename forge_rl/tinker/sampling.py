@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ import numpy as np
 from forge_rl.errors import ConfigError, ContextError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.system.seeds import derive_seed
+from forge_rl.system.tasks import task_group
 from forge_rl.tinker import wire
 from forge_rl.tinker.checkpoints import CheckpointStore
 from forge_rl.tinker.futures import FutureResult
@@ -53,7 +54,8 @@ class LoadedAdapters:
         self._max_loaded = max_loaded
         self._users: OrderedDict[str, int] = OrderedDict()
         """Number of requests that use each loaded adapter, the one used last at the end."""
-        self._changed = asyncio.Condition()
+        self._changing = asyncio.Lock()
+        self._released = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def using(self, folder: Path | None) -> AsyncIterator[str]:
@@ -64,25 +66,50 @@ class LoadedAdapters:
         # Of the place and its time, as a checkpoint may be saved again under its name.
         text = f"{folder} {(folder / 'checkpoint.json').stat().st_mtime_ns}"
         name = hashlib.sha256(text.encode()).hexdigest()[:24]
-        async with self._changed:
-            while name not in self._users and len(self._users) >= self._max_loaded:
-                idle = next((loaded for loaded, users in self._users.items() if not users), None)
-                if idle is None:
-                    await self._changed.wait()
-                else:
-                    await self._engines.drop_adapter(idle)
-                    del self._users[idle]
-            if name not in self._users:
-                await self._engines.load_adapter(name, folder)
-                self._users[name] = 0
-            self._users[name] += 1
-            self._users.move_to_end(name)
+        while not await self._take(name, folder):
+            await self._released.wait()
         try:
             yield name
-        finally:
-            async with self._changed:
-                self._users[name] -= 1
-                self._changed.notify_all()
+        finally:  # nothing to wait for: a client may cancel its request twice
+            self._users[name] -= 1
+            self._released.set()
+
+    async def _take(self, name: str, folder: Path) -> bool:
+        """Count a request as a user of an adapter, which is loaded if needed; False while others use all places."""
+        async with self._changing:
+            if name not in self._users:
+                idle = next((loaded for loaded, users in self._users.items() if not users), None)
+                if len(self._users) >= self._max_loaded and idle is None:
+                    self._released.clear()
+                    return False
+                await _to_its_end(self._load(name, folder, idle if len(self._users) >= self._max_loaded else None))
+            self._users[name] += 1
+            self._users.move_to_end(name)
+            return True
+
+    async def _load(self, name: str, folder: Path, idle: str | None) -> None:
+        """Load an adapter, in place of an idle one."""
+        if idle is not None:
+            await self._engines.drop_adapter(idle)
+            del self._users[idle]
+        await self._engines.load_adapter(name, folder)
+        self._users[name] = 0
+
+
+async def _to_its_end(work: Coroutine[None, None, None]) -> None:
+    """Wait for work that goes on if the waiting task is cancelled, and only then end that: engines hold what is counted
+    for all tenants, whoever cancels a request meanwhile."""
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    error = task.exception()
+    if cancelled:
+        raise asyncio.CancelledError
+    if error is not None:
+        raise error
 
 
 class SampleService:
@@ -120,7 +147,8 @@ class SampleService:
             ApiError, ForgeError: it cannot be answered.
         """
         prompt = np.array([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int32)
-        room = self._engines.max_model_len - len(prompt)
+        is_scored = request.sampling_params.temperature == 0 or request.topk_sample_logprobs > 0
+        room = self._engines.max_model_len - len(prompt) - is_scored  # whoever scores tokens decodes one more
         if not len(prompt) or room < 1:
             raise ApiError(400, f"a prompt of {len(prompt)} tokens; the context has {self._engines.max_model_len}")
         scores_prompt = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
@@ -135,15 +163,13 @@ class SampleService:
                 raise ApiError(400, f"{checkpoint.path} holds a training state; sample from sampler_weights")
         async with self._loaded.using(folder) as adapter:
             try:
-                turns = await asyncio.gather(
-                    *(
-                        self._engines.generate(
-                            prompt, replace(self._sampling(request, sampler, index, room), adapter=adapter)
-                        )
-                        for index in range(request.num_samples)
-                    )
-                )
-                samples = [await self._sample_of(prompt, turn, request, adapter) for turn in turns]
+                settings = [self._sampling(request, sampler, index, room) for index in range(request.num_samples)]
+                async with task_group() as group:  # when one fails, the others end: they no longer count as in flight
+                    tasks = [
+                        group.create_task(self._engines.generate(prompt, replace(sampling, adapter=adapter)))
+                        for sampling in settings
+                    ]
+                samples = [await self._sample_of(prompt, task.result(), request, adapter) for task in tasks]
                 scores = None
                 if scores_prompt and len(prompt) > 1:
                     scores = await self._engines.score(

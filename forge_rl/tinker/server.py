@@ -241,9 +241,9 @@ class TinkerServer:
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _finish_session(self, tenant: str, body: bytes, request: Request) -> Response:
-        session_id = request.path_params["session_id"]
+        session_id = self._sessions.get(request.path_params["session_id"], tenant).session_id
+        self._end_session(session_id)  # first: a training without its session could not be ended with it
         self._sessions.end(session_id, tenant)
-        self._end_session(session_id)
         return JSONResponse({})
 
     def _end_session(self, session_id: str) -> None:
@@ -316,6 +316,8 @@ class TinkerServer:
         current = self._trainings.of(record.tenant)
         training = next((training for training in current if training.model_id == record.model_id), None)
         if training is None:
+            if self._store.holds(record.model_id):  # its checkpoints and requests are of the earlier one
+                raise ApiError(410, f"the training {record.model_id} has ended; create another one", code="ended")
             if len(current) >= self._config.max_adapters:
                 raise ApiError(
                     400,
@@ -398,7 +400,7 @@ class TinkerServer:
         request_id = f"{values.sampling_session_id}:{values.seq_id}"
         sequences = [f"{request_id}:{index}" for index in range(values.num_samples)]
         if request_id not in self._promises:
-            admission = self._tenants.in_flight(tenant, tokens=self._samples.tokens_of(values))
+            admission = self._tenants.in_flight(tenant, tokens=self._samples.tokens_of(values), body_bytes=len(body))
             admission.__enter__()
             promise = self._promises.open(request_id, tenant)
 
@@ -437,10 +439,8 @@ class TinkerServer:
         except TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
         promise.is_sent = True
-        if promise.result is None:
-            return JSONResponse({"error": promise.error, "category": "user" if promise.is_user_error else "server"})
-        kind = wire.PROTOBUF if promise.result.is_protobuf else "application/json"
-        return Response(promise.result.body, media_type=kind)
+        kind = wire.PROTOBUF if promise.answer.is_protobuf else "application/json"
+        return Response(promise.answer.body, media_type=kind)
 
     # What is on disk.
 

@@ -12,6 +12,9 @@ from forge_rl.errors import CheckpointError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.system.folders import write_whole
 
+_MOST_SAMPLERS = 512
+"""Maximum samplers of a session; past it, the one idle longest is forgotten."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
@@ -33,6 +36,7 @@ class ClientSession:
     user_metadata: Mapping[str, str] | None = None
     display_name: str | None = None
     samplers: dict[str, Sampler] = field(default_factory=dict)
+    """By id, the one used last at the end."""
 
 
 class Sessions:
@@ -59,8 +63,8 @@ class Sessions:
         self._sessions[session.session_id] = session
         current = self.of(tenant)
         for idle in current[: len(current) - self._max_sessions]:
+            self._on_end(idle.session_id)  # first: a training without its session could not be ended with it
             self.end(idle.session_id, tenant)
-            self._on_end(idle.session_id)
         self._write()
         return session
 
@@ -90,7 +94,10 @@ class Sessions:
         """Open a sampler of a session; the same seq and path give the same one. Returns its id."""
         sampler_id = f"{session_id}:sample:{seq}"
         if (session := self._sessions.get(session_id)) is not None:  # else it has ended meanwhile
+            session.samplers.pop(sampler_id, None)
             session.samplers[sampler_id] = Sampler(sampler_id=sampler_id, seq=seq, model_path=model_path)
+            for idle in list(session.samplers)[:-_MOST_SAMPLERS]:
+                del session.samplers[idle]
             self._write()
         return sampler_id
 
@@ -100,9 +107,10 @@ class Sessions:
         Raises:
             ApiError: there is none.
         """
-        sampler = self.get(sampler_id.partition(":")[0], tenant).samplers.get(sampler_id)
-        if sampler is None:
+        samplers = self.get(sampler_id.partition(":")[0], tenant).samplers
+        if sampler_id not in samplers:
             raise ApiError(404, f"there is no sampler {sampler_id[:100]!r}", code="not_found")
+        samplers[sampler_id] = sampler = samplers.pop(sampler_id)  # as the one used last
         return sampler
 
     def _write(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import warnings
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Protocol
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
 from forge_rl.engines.lora_config import LoRAConfig
-from forge_rl.errors import ForgeError, PoisonError, ReplicaError, ServiceError
+from forge_rl.errors import CheckpointError, ForgeError, ModelError, PoisonError, ReplicaError, ServiceError
 from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.packing.rows import Layout, Minibatch
 from forge_rl.services.trainer_adapters import Pass
@@ -190,33 +191,55 @@ class Trainings:
 
     def add(self, record: AdapterRecord, session_id: str) -> Training:
         """Keep a new training, whose first request creates its adapter."""
-        self._store.add(record)
         training = Training(record, session_id, self._store.folder(record.model_id))
+        training.folder.mkdir(exist_ok=True)
         (training.folder / "session").write_text(session_id)
+        self._store.add(record)  # last: a record without a session is that of a training that has ended
         self._trainings[record.model_id] = training
         return training
 
     async def restore(self) -> None:
-        """Take up the trainings that an earlier process left, where their requests end."""
+        """Take up the trainings that an earlier process left, where their requests end.
+
+        One whose files cannot be read stays on disk as it is: this costs its tenant, and nobody else.
+
+        Raises:
+            ConfigError: this trainer takes no adapter of a training's rank, scale or targets.
+            ServiceError: the trainer died.
+        """
         for record in self._store.records():
             folder = self._store.folder(record.model_id)
             if not (folder / "session").is_file():
-                continue  # ended
+                self._forget(record.model_id)  # it has ended
+                continue
+            if record.tenant not in self._tenants:  # its key is gone: it takes no memory, and goes on if it comes back
+                continue
             training = Training(record, (folder / "session").read_text(), folder)
-            self._trainings[record.model_id] = training
-            if (poison := folder / "poison.json").is_file():
-                training.poison = set(json.loads(poison.read_text()))
-            for partial in folder.glob("*.partial"):
-                shutil.rmtree(partial)
-            entries = training.journal.read()
-            if training.snapshot is not None:
-                await self._load(training)
-                training.expected = training.snapshot[0] + 1
-                results = json.loads((training.snapshot[1] / "results.json").read_text())
-                self._promises.take_up(results, record.tenant)
-            for entry in entries:
-                if entry.seq >= training.expected:
-                    self._wait(training, entry)
+            try:
+                await self._take_up(training)
+            except (CheckpointError, ModelError, OSError, ValueError) as error:
+                warnings.warn(f"training {record.model_id} of {record.tenant} is left out: {error}", stacklevel=2)
+                with contextlib.suppress(ForgeError):
+                    await self._trainer.adapters.drop(record.model_id)
+
+    async def _take_up(self, training: Training) -> None:
+        """Take up one training; it is in none of the tables if this fails."""
+        folder = training.folder
+        if (poison := folder / "poison.json").is_file():
+            training.poison = set(json.loads(poison.read_text()))
+        for partial in (*folder.glob("*.partial"), *folder.glob("*/.*.partial")):
+            shutil.rmtree(partial)
+        entries = training.journal.read()
+        results: dict[str, tuple[bool, str]] = {}
+        if training.snapshot is not None:
+            results = json.loads((training.snapshot[1] / "results.json").read_text())
+            await self._load(training)
+            training.expected = training.snapshot[0] + 1
+        self._trainings[training.model_id] = training
+        self._promises.take_up(results, training.record.tenant)
+        for entry in entries:
+            if entry.seq >= training.expected:
+                self._wait(training, entry)
 
     def submit(self, training: Training, entry: JournalEntry, *, trained: int = 0, scored: int = 0) -> str:
         """Accept a request; one with a seq that was accepted already is the same request, sent again.
@@ -236,10 +259,12 @@ class Trainings:
             return request_id
         if entry.seq > training.expected + MOST_AHEAD:
             raise ApiError(400, f"seq_id {entry.seq} is too far past {training.expected}", param="seq_id")
-        if training.journal.size > _MOST_JOURNAL_BYTES:
+        # Past the limit for passes, there is room for the optim_step after which the journal is cut.
+        if training.journal.size > (_MOST_JOURNAL_BYTES if entry.kind == "pass" else 2 * _MOST_JOURNAL_BYTES):
             raise ApiError(400, "too many passes without optim_step", code="too_many_passes")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._tenants.in_flight(training.record.tenant, tokens=trained + scored))
+            tenant, size = training.record.tenant, len(entry.body)
+            stack.enter_context(self._tenants.in_flight(tenant, tokens=trained + scored, body_bytes=size))
             training.journal.append(entry)
             training.admitted[entry.seq] = stack.pop_all()
         if trained or scored:
@@ -296,9 +321,15 @@ class Trainings:
             training = self._dropped.pop()
             with contextlib.suppress(ForgeError):  # its adapter may never have been opened, or its trainer is dead
                 await self._trainer.adapters.drop(training.model_id)
-            for _, path in [training.snapshot] if training.snapshot else []:
-                shutil.rmtree(path, ignore_errors=True)
-            (training.folder / "journal").unlink(missing_ok=True)
+            self._forget(training.model_id)
+
+    def _forget(self, model_id: str) -> None:
+        """Remove what only an unfinished training needs, and all of one without a checkpoint."""
+        folder = self._store.folder(model_id)
+        for path in folder.glob("snapshot-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        (folder / "journal").unlink(missing_ok=True)
+        self._store.forget_empty(model_id)
 
     async def _step(self, training: Training) -> None:
         """Execute the next request of a training, however often the trainer has to be restarted for it."""
@@ -341,7 +372,8 @@ class Trainings:
             case "create":
                 return await self._create(training)
             case "pass":
-                return await self._pass(training, wire.read_pass(entry.body, most_data=MOST_DATA))
+                request = await asyncio.to_thread(wire.read_pass, entry.body, most_data=MOST_DATA)
+                return await self._pass(training, request)
             case "optim_step":
                 adam = requests.read(requests.OptimStep, entry.body).adam_params
                 step = AdamStep(

@@ -15,6 +15,8 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from forge_rl.gateway.errors import ApiError
 
 PROTOBUF = "application/x-protobuf"
+_MOST_PARTS = 1 << 16
+"""Maximum messages in a request for a pass: millions of empty ones fit in a body, and take gigabytes of memory."""
 _PACKAGE = "tinker_public"
 _MESSAGES: Mapping[str, str] = {
     "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes?, 3 topk_prompt_logprobs TopkLogprobs?, "
@@ -101,6 +103,11 @@ def read_address(body: bytes) -> PassAddress:
     message = _parsed(body)
     if message.seq_id < 0:
         raise ApiError(400, f"seq_id is {message.seq_id}", param="seq_id")
+    parts = len(message.data)
+    for datum in message.data if parts <= _MOST_PARTS else ():
+        parts += len(datum.model_input) + len(datum.loss_fn_inputs)
+    if parts > _MOST_PARTS:
+        raise ApiError(400, f"more than {_MOST_PARTS} data, chunks and values in a request", param="data")
     sizes = (len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
     return PassAddress(
         model_id=message.model_id, seq_id=message.seq_id, tokens=sum(sizes), forward_only=message.forward_only

@@ -22,7 +22,7 @@ from forge_rl.engines.titan.scoring import reshard
 from forge_rl.engines.titan.shards import ADAPTERS, publishes, slice_of, values_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.engines.titan.update import RowResults, Update
-from forge_rl.errors import CheckpointError, ConfigError, ForgeError, LossError
+from forge_rl.errors import ConfigError, ForgeError, LossError
 from forge_rl.metrics import Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch
 
@@ -225,11 +225,12 @@ class TitanAdapters:
 
         Raises:
             CheckpointError, ModelError: a file is missing or malformed, or of another rank or other modules.
+            ConfigError: the adapter was saved with another scale.
         """
         training = self._training(name)
         state = read_state(folder, with_optimizer=optimizer)
         if not math.isclose(state.scale, training.settings.lora.scale):
-            raise CheckpointError(
+            raise ConfigError(
                 f"the saved adapter has scale {state.scale:g}, and this one {training.settings.lora.scale:g}",
                 hint="open the adapter with the rank and alpha that were saved",
             )

@@ -12,6 +12,7 @@ from forge_rl.models.hf_folder import RECORD
 from forge_rl.models.hub import CARD, is_hub_model
 from forge_rl.run.records.run_dir import read_object, write_json
 from forge_rl.system.folders import write_whole
+from forge_rl.system.variables import without_secrets
 
 _SOURCES = "config.json", "versions.json"
 _PRIVATE = ("cache", "out")
@@ -32,16 +33,28 @@ def write_card(model: Path, run: Path, *, step: int, scores: Mapping[int, float]
     """
     flags, versions = (read_object(run / name) if (run / name).is_file() else {} for name in _SOURCES)
     flags = {name: value for name, value in flags.items() if name not in _PRIVATE}
-    record = {
-        "step": step,
-        "scores": {str(number): score for number, score in sorted(scores.items()) if number <= step},
-        "base_model": flags.get("model", ""),
-        "data": {name: flags[name] for name in ("tasks", "data", "rewards", "env") if flags.get(name)},
-        "flags": flags,
-        "versions": versions,
-    }
+    record = _public(
+        {
+            "step": step,
+            "scores": {str(number): score for number, score in sorted(scores.items()) if number <= step},
+            "base_model": flags.get("model", ""),
+            "data": {name: flags[name] for name in ("tasks", "data", "rewards", "env") if flags.get(name)},
+            "flags": flags,
+            "versions": versions,
+        }
+    )
     write_json(model / RECORD, record)
     write_whole(model / CARD, _card(record))
+
+
+def _public(value: Any) -> Any:
+    """Return a value without what environment variables hold as secrets, such as in a server's command line: the model
+    may be uploaded."""
+    if isinstance(value, Mapping):
+        return {name: _public(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_public(part) for part in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _card(record: Mapping[str, Any]) -> str:

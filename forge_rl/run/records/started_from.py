@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.adapters import is_adapter
 from forge_rl.models.digests import model_digests
+from forge_rl.models.hub import download, is_hub_model
 from forge_rl.models.resolve import model_in
 from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.system.folders import is_there
@@ -93,7 +95,7 @@ class ModelKeeper:
             return folder
         if not (changed := _changed(record, folder, weights=weights)):
             return folder
-        original = Path(record.folder)
+        original = _original(record)
         if original != folder and original.is_dir() and not _changed(record, original, weights=weights):
             self.tell(f"{flag} {name} leads to {folder} now; the run keeps {original}, which it began with")
             return original
@@ -106,6 +108,16 @@ class ModelKeeper:
         self.tell(f"{flag} {name} is another model than the run began with: {changed}")
         record_model(self.run, flag, name, folder)
         return folder
+
+
+def _original(record: ModelRecord) -> Path:
+    """Return the folder that a run began with. Of a model on the hub it is the folder of a commit, which is fetched
+    again where the cache has it no more, as on another machine."""
+    folder, hub_id = Path(record.folder), record.name.partition("@")[0]
+    if is_hub_model(record.name) and folder.parent.name == "snapshots" and not folder.is_dir():
+        with contextlib.suppress(ModelError):  # the caller says what is missing
+            return download(f"{hub_id}@{folder.name}").resolve()
+    return folder
 
 
 def _changed(record: ModelRecord, folder: Path, *, weights: bool = True) -> str:
