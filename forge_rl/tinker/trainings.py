@@ -372,8 +372,8 @@ class Trainings:
             case "create":
                 return await self._create(training)
             case "pass":
-                request = await asyncio.to_thread(wire.read_pass, entry.body, most_data=MOST_DATA)
-                return await self._pass(training, request)
+                pass_request = await asyncio.to_thread(wire.read_pass, entry.body, most_data=MOST_DATA)
+                return await self._pass(training, pass_request)
             case "optim_step":
                 adam = requests.read(requests.OptimStep, entry.body).adam_params
                 step = AdamStep(

@@ -215,7 +215,8 @@ def _deviation(result: torch.Tensor, exact: torch.Tensor) -> float:
 def _rotated(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
     cos, sin = cache.double().split(x.shape[-1], dim=-1)
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+    rotated: torch.Tensor = x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+    return rotated
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
