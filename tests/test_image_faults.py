@@ -42,7 +42,7 @@ async def test_redirects_keep_passwords_and_tls(tmp_path: Path):
     (blob,) = made.layers
     auths.write_text(json.dumps({"auths": {"r.example": {"auth": "bWU6c2VjcmV0"}}}))
     url = f"https://r.example/v2/it/blobs/{blob}"
-    whole = {digest: (200, {}, httpx.ByteStream(data)) for digest, data in made.blobs.items()}
+    whole: Answers = {digest: (200, {}, httpx.ByteStream(data)) for digest, data in made.blobs.items()}
     manifest = "https://r.example/v2/it/manifests/1"
     answers: Answers = {f"https://r.example/v2/it/blobs/{digest}": answer for digest, answer in whole.items()}
     store = ImageStore(tmp_path / "store", credentials=(auths,))

@@ -138,10 +138,10 @@ class RegistrySource:
 
         return self._everywhere(ask)
 
-    def _check_digest(self, data: bytes, wanted: str, address: str) -> None:
-        """Raise ImageError if bytes have another digest than is wanted, so that the next address is asked."""
-        if wanted.startswith("sha256:") and wanted != (digest := f"sha256:{hashlib.sha256(data).hexdigest()}"):
-            raise ImageError(f"{address}: {self._reference.repository}: what was sent as {wanted} is {digest}")
+    def _check_digest(self, data: bytes, expected: str, address: str) -> None:
+        """Raise ImageError if bytes have another digest than is expected, so that the next address is asked."""
+        if expected.startswith("sha256:") and expected != (digest := f"sha256:{hashlib.sha256(data).hexdigest()}"):
+            raise ImageError(f"{address}: {self._reference.repository}: what was sent as {expected} is {digest}")
 
     def _download(self, address: str, layer: LayerBlob, job: LayerJob) -> None:
         fd = job.partial_fd
@@ -231,16 +231,15 @@ class RegistrySource:
     def _sent(self, method: str, url: str, address: str, **arguments: object) -> Iterator[httpx.Response]:
         client, auth = self._access.client, arguments.pop("auth", None)
         try:
-            request: httpx.Request | None = client.build_request(method, url, **arguments)  # type: ignore[arg-type]
+            request = client.build_request(method, url, **arguments)  # type: ignore[arg-type]
             for _ in range(_MAX_REDIRECTS):
-                assert request is not None
                 with contextlib.closing(client.send(request, stream=True, auth=auth)) as response:  # type: ignore[arg-type]
-                    if not response.has_redirect_location:
+                    if (next_request := response.next_request) is None:
                         yield response
                         return
-                if request.url.scheme == "https" and response.next_request.url.scheme != "https":
+                if request.url.scheme == "https" and next_request.url.scheme != "https":
                     raise ImageError(f"{address} redirects to an address without TLS")
-                request, auth = response.next_request, None  # whose headers have no password for another host
+                request, auth = next_request, None  # whose headers have no password for another host
             raise ImageError(f"{address} redirects in circles")
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise _TryAgain(f"{address} cannot be reached: {type(error).__name__}: {str(error)[:200]}") from None

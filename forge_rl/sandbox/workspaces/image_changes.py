@@ -124,17 +124,19 @@ class _PythonModules:
     @functools.cached_property
     def _all_stems(self) -> frozenset[str]:
         libraries = [posixpath.join(prefix, library) for prefix in self._prefixes for library in _LIBRARIES]
-        pythons = [posixpath.join(folder, name) for folder in libraries for name in self._stems_in(folder, whole=True)]
+        pythons = [
+            posixpath.join(folder, name) for folder in libraries for name in self._stems_in(folder, keeps_suffixes=True)
+        ]
         pythons = [path for path in pythons if posixpath.basename(path).startswith("python")]
         folders = [posixpath.join(path, inner) for path in pythons for inner in _MODULE_FOLDERS] + self._paths
-        return frozenset().union(*map(self._stems_in, folders))
+        return frozenset[str]().union(*map(self._stems_in, folders))
 
-    def _stems_in(self, folder: str, *, whole: bool = False) -> frozenset[str]:
-        """Return the names in a folder of the image, without what follows the first dot."""
+    def _stems_in(self, folder: str, *, keeps_suffixes: bool = False) -> frozenset[str]:
+        """Return the names in a folder of the image, without what follows the first dot unless `keeps_suffixes`."""
         if folder not in self._stems:
             self._stems[folder] = frozenset(name for layer in self._layers for name in _names_in(layer, folder))
         names = self._stems[folder]
-        return names if whole else frozenset(name.partition(".")[0] for name in names)
+        return names if keeps_suffixes else frozenset(name.partition(".")[0] for name in names)
 
 
 def _names_in(layer: Path, folder: str) -> list[str]:
