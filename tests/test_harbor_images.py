@@ -17,6 +17,8 @@ from tests.container_images import host_layer, image_of, layer, written_layout
 from tests.harbor_tasks import FILES, TASKS, TRICKS, write_tasks
 from tests.sandbox_pool import loop_with_pool
 
+NEXT = "\n# next completion\n"
+
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.Runner]:
@@ -43,7 +45,8 @@ def rewards(loop: asyncio.Runner, environment: str, names: list[str], commands: 
         env = factory(tasks[name])
         try:
             await reset_env(env)
-            texts = [f"```sh\n{commands[name]}\n```", "Done."] if name in commands else ["Done."]
+            blocks = commands[name].split(NEXT) if name in commands else []
+            texts = [*(f"```sh\n{block}\n```" for block in blocks), "Done."]
             for text in texts:
                 step = await step_env(env, text, parsed=(text, ()))
             assert step.done
@@ -130,7 +133,11 @@ def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "command",
-    ["echo > /app/broken", "mkdir -p /logs/verifier/reward.txt /logs; echo > /app/broken; cat /dev/zero > /app/full"],
+    [
+        "echo > /app/broken",
+        "echo > /app/broken; cat /dev/zero > /app/full",
+        f"cat /dev/zero > /full; cat /dev/zero > /dev/shm/full{NEXT}echo 1{NEXT}echo 2",
+    ],
 )
 def test_an_answer_that_tests_cannot_judge_gets_nothing(loop: asyncio.Runner, environment: str, command: str):
     tests = [*Path(environment.partition(":")[2].partition(",")[0]).glob("sort/tests/test.sh")]

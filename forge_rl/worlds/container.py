@@ -21,6 +21,8 @@ _MOST_LOST = 8
 _MOST_FAILURES = 2
 """How often their session may fail while its server lives."""
 
+_SPENT = "error: files and processes exceeded the session's memory limit, and it has ended"
+
 
 class _TestsEndedError(SandboxError):
     """The session of the tests failed each time."""
@@ -79,6 +81,8 @@ class ContainerSession(CodeSession):
         self._hidden = hidden
         self._session = session
         self._held = contextlib.AsyncExitStack()
+        self._is_spent = False
+        """Whether commands have ended the session."""
 
     async def run(self, commands: str) -> str:
         """Run command lines in the image's shell; return what the model is shown.
@@ -87,15 +91,21 @@ class ContainerSession(CodeSession):
             SandboxError: the image cannot be had, or the sandbox failed; a `DivergedError` if the files were lost, and
                 commands showed something else when they were rerun.
         """
+        if self._is_spent:
+            return _SPENT
         session = self._session or await self._open()
         container = self._container
         result = await session.run(commands, wall_s=container.timeout_s, env=container.env, folder=container.folder)
+        if not session.alive and result.error is not None and result.error.name == "OutOfMemory":
+            self._is_spent = True  # by files in memory: the model's doing, and no failure of the sandbox
+            return _SPENT
         return shown_commands(session, result)
 
     async def fork(self) -> ContainerSession:
         """Return a session with a copy of this one's files."""
-        session = None if self._session is None else await self._session.fork()
+        session = None if self._session is None or self._is_spent else await self._session.fork()
         fork = ContainerSession(self._container, self._judge, hidden=self._hidden, session=session)
+        fork._is_spent = self._is_spent
         if session is not None:
             await fork._image()
         return fork
@@ -128,6 +138,8 @@ class ContainerSession(CodeSession):
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Stop the model's session, and judge its changes in a fresh one; return the reward and its parts."""
+        if self._is_spent:
+            return 0.0, {}
         changes: Sequence[Change] = ()
         pool, image = await self._image()
         if self._session is not None:
