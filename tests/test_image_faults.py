@@ -172,3 +172,16 @@ async def test_a_record_that_was_cut_off_is_written_again(tmp_path: Path):
     assert store.images() == []
     await store.get(name)
     assert [listed.references for listed in store.images()] == [[name]]
+
+
+async def test_a_tag_that_has_moved_is_looked_up_again_once_its_layers_are_gone(tmp_path: Path):
+    old, new = image([layer(member("a"))]), image([layer(member("b"))])
+    with registry() as server:
+        reference, store = server.add(old, "it:1"), ImageStore(tmp_path / "store")
+        assert (await store.get(reference)).digest == old.manifest
+        server.add(new, "it:1")
+        del server.blobs[old.layers[0]]
+        await store.prune()
+        with pytest.raises(ImageError, match="does not exist"):
+            await store.get(reference)
+        assert (await store.get(reference)).digest == new.manifest

@@ -145,6 +145,9 @@ class ImageStore:
             image = self._image(reference, content, settings)
             self._note(reference, parsed, content)
             yield image
+        except ImageError:  # its tag may have moved since, or its Dockerfile make other layers
+            self._contents.pop(_key(reference, parsed), None)
+            raise
         finally:
             for diff_id in holds:
                 self._layers.release(diff_id)
