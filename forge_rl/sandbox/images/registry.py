@@ -250,7 +250,7 @@ class RegistrySource:
         status, place = response.status_code, f"{address}: {self._reference.repository} ({path[:90]})"
         if status in _PASSING:
             seconds = response.headers.get("retry-after", "")
-            return _TryAgain(f"{place} answered {status}", float(seconds) if seconds.isdigit() else 0.0)
+            return _TryAgain(f"{place} answered {status}", float(seconds) if seconds.isdecimal() else 0.0)
         if status in (401, 403):
             return ImageError(f"{place} may not be read ({status})", hint="log in with docker, podman or skopeo")
         if status == 404:
