@@ -9,12 +9,15 @@ import pytest
 
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import reset_env, step_env
+from forge_rl.errors import TaskError
 from forge_rl.sandbox.images.image import ImageSettings
 from forge_rl.sandbox.workspaces.changes import Change, Entry
 from forge_rl.sandbox.workspaces.image_changes import counted
 from tests.container_images import host_layer, image_of, layer, written_layout
 from tests.harbor_tasks import FILES, TASKS, TRICKS, write_tasks
 from tests.sandbox_pool import loop_with_pool
+
+NEXT = "\n# next completion\n"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
     layers = [host_layer(folder / "made"), layer(folder / "made", "files", FILES)]
     (layers[1] / "app" / "run.sh").chmod(0o644)
     write_tasks(folder / "tasks", written_layout(folder / "layout", layers, WorkingDir="/app", Env=["A=b"]))
-    return f"harbor:{folder / 'tasks'},images={folder / 'store'},held_out_share=0"
+    return f"harbor:{folder / 'tasks'},images={folder / 'store'},held_out_share=0,local=true"
 
 
 def rewards(loop: asyncio.Runner, environment: str, names: list[str], commands: dict[str, str]) -> dict[str, float]:
@@ -42,7 +45,8 @@ def rewards(loop: asyncio.Runner, environment: str, names: list[str], commands: 
         env = factory(tasks[name])
         try:
             await reset_env(env)
-            texts = [f"```sh\n{commands[name]}\n```", "Done."] if name in commands else ["Done."]
+            blocks = commands[name].split(NEXT) if name in commands else []
+            texts = [*(f"```sh\n{block}\n```" for block in blocks), "Done."]
             for text in texts:
                 step = await step_env(env, text, parsed=(text, ()))
             assert step.done
@@ -78,6 +82,7 @@ def test_a_solution_counts_beside_a_trick(loop: asyncio.Runner, environment: str
 
 def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
     files = {"usr/bin/python3": "", "usr/lib/python3/json.py": "", "usr/local/lib/x.py": "", "bin/sh": ""}
+    files |= {"opt/venv/lib/python3.12/site-packages/a/b.py": "", "app/venv/lib/python3.12/argparse.py": ""}
     image = image_of(layer(tmp_path, "layer", files), env={"PATH": "/opt/venv/bin:/usr/bin:/bin"})
     assert isinstance(image.settings, ImageSettings)
     file, folder = Entry(mode=0o100755, data=b""), Entry(mode=0o040000)
@@ -104,12 +109,51 @@ def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
         "logs/verifier/reward.txt": False,
         "tests/test.sh": False,
         "etc/ld.so.preload": False,
+        "usr/lib/python3/new.py": True,
+        "opt/venv/lib/python3.12/site-packages/new.py": True,
+        "opt/venv/lib/python3.12/site-packages/a/new.py": True,
+        "app/venv/lib/python3.12/argparse.so": True,  # of no Python that is on the way
+        "usr/lib/python3/json.so": False,
+        "usr/lib/python3/a.py": False,
+        "usr/local/lib/python3.12/dist-packages/json.py": False,
+        "opt/venv/lib/python3.12/site-packages/a/b.so": False,
     }
     changes = [Change(path=path, before=None, after=file) for path in added]
     changes += [Change(path="usr/bin/python3", before=file, after=file)]
     changes += [Change(path="usr/lib/python3/json.py", before=file, after=None)]
     changes += [Change(path="usr/local/lib", before=folder, after=folder)]
     changes += [Change(path="opt", before=None, after=link), Change(path="usr/local", before=folder, after=link)]
+    changes += [Change(path="usr/lib/python3/json", before=None, after=folder)]
+    changes += [Change(path="usr/lib/python3/json/__init__.py", before=None, after=file)]
+    changes += [Change(path="opt/venv/lib/python3.12/site-packages/a/b.py", before=file, after=file)]
     changes += [Change(path="usr/local/later", before=None, after=file)]  # below what does not count
     paths = [path for path, counts in added.items() if counts] + ["usr/local/lib"]
     assert [change.path for change in counted(changes, image)] == paths
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo > /app/broken",
+        "echo > /app/broken; cat /dev/zero > /app/full",
+        f"cat /dev/zero > /full; cat /dev/zero > /dev/shm/full{NEXT}echo 1{NEXT}echo 2",
+    ],
+)
+def test_an_answer_that_tests_cannot_judge_gets_nothing(loop: asyncio.Runner, environment: str, command: str):
+    tests = [*Path(environment.partition(":")[2].partition(",")[0]).glob("sort/tests/test.sh")]
+    script = tests[0].read_text()
+    tests[0].write_text(script.replace("cd /app\n", "cd /app\n[ ! -e broken ] || exit 1\n"))
+    try:
+        assert rewards(loop, environment, ["sort"], {"sort": command}) == {"sort": 0.0}
+        tests[0].write_text("#!/bin/sh\nexit 1\n")
+        with pytest.raises(TaskError, match="wrote no reward"):
+            rewards(loop, environment, ["sort"], {"sort": "echo > x"})
+    finally:
+        tests[0].write_text(script)
+
+
+@pytest.mark.parametrize("image", ["oci:/home", "docker-archive:/etc/passwd", "dockerfile:/app"])
+def test_tasks_of_others_name_no_files_of_this_machine(tmp_path: Path, image: str):
+    write_tasks(tmp_path / "tasks", image)
+    with pytest.raises(TaskError, match=r"task\.toml: a task names the image"):
+        sources_of(build_environment(f"harbor:{tmp_path / 'tasks'}"), 0)

@@ -69,7 +69,7 @@ def shell_row(tmp_path_factory: pytest.TempPathFactory) -> str:
     row = {"instance_id": "a__b-1", "repo": "a/b", "problem_statement": "Answer.", "image": reference}
     row |= {"FAIL_TO_PASS": ["t::fixed"], "PASS_TO_PASS": ["t::kept"], "eval_script": SHELL_TEST}
     (folder / "rows.jsonl").write_text(json.dumps(row))
-    return f"swebench:{folder / 'rows.jsonl'},images={folder / 'store'},memory_mib=256"
+    return f"swebench:{folder / 'rows.jsonl'},images={folder / 'store'},memory_mib=256,local=true"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def shell_row(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("pwd > where; echo 42 > answer", 1.0, 1.0),
         ("echo 42 > answer; rm kept", 0.0, 0.5),
         ("echo 41 > answer", 0.0, 0.5),
+        ("echo 42 > answer; cat /dev/zero > full", 0.0, 0.0),
         ("echo 'PASSED t::fixed' > answer", 0.0, 0.5),
         ("printf '#!/bin/true' > /bin/cat", 0.0, 0.5),
     ],
@@ -112,6 +113,10 @@ def test_images_are_named_as_data_sets_name_them(tmp_path: Path):
         ('{"instance_id": "a", "problem_statement": "x"}', "there is no 'FAIL_TO_PASS'"),
         ('{"instance_id": "a", "problem_statement": "x", "FAIL_TO_PASS": []}', "names no test"),
         ('{"instance_id": "a", "problem_statement": "x", "FAIL_TO_PASS": ["a"], "eval_script": "ls"}', "prints no"),
+        (
+            '{"instance_id": "a", "problem_statement": "x", "FAIL_TO_PASS": ["a"], "image": "oci:/home"}',
+            "names the image 'oci:/home'",
+        ),
     ],
 )
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path, text: str, message: str):
@@ -164,7 +169,7 @@ def python_image(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def flag(image: tuple[Path, str], **columns: str) -> str:
     folder, reference = image
     write_rows(folder / "rows.jsonl", reference, **columns)
-    return f"swebench:{folder / 'rows.jsonl'},images={folder / 'store'},memory_mib=512"
+    return f"swebench:{folder / 'rows.jsonl'},images={folder / 'store'},memory_mib=512,local=true"
 
 
 def check(loop: asyncio.Runner, environment: str, tried: Collection[str] = tuple(tricks("clamp"))) -> None:

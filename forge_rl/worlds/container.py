@@ -8,14 +8,24 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forge_rl.errors import TaskError
 from forge_rl.sandbox import DurableSession, DurableSessions, Limits, Pool, PoolSession, SandboxError, shared_pool
-from forge_rl.sandbox.images import ContainerImage, ImageStore
+from forge_rl.sandbox.images import ContainerImage, ImageError, ImageStore
+from forge_rl.sandbox.images.references import LocalReference, parse_reference
 from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.worlds.code_world import CodeSession
 from forge_rl.worlds.shell import shown_commands
 
 _MOST_LOST = 8
 """How often the tests of one episode may lose their server."""
+_MOST_FAILURES = 2
+"""How often their session may fail while its server lives."""
+
+_SPENT = "error: files and processes exceeded the session's memory limit, and it has ended"
+
+
+class _TestsEndedError(SandboxError):
+    """The session of the tests failed each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +81,8 @@ class ContainerSession(CodeSession):
         self._hidden = hidden
         self._session = session
         self._held = contextlib.AsyncExitStack()
+        self._is_spent = False
+        """Whether commands have ended the session."""
 
     async def run(self, commands: str) -> str:
         """Run command lines in the image's shell; return what the model is shown.
@@ -79,15 +91,21 @@ class ContainerSession(CodeSession):
             SandboxError: the image cannot be had, or the sandbox failed; a `DivergedError` if the files were lost, and
                 commands showed something else when they were rerun.
         """
+        if self._is_spent:
+            return _SPENT
         session = self._session or await self._open()
         container = self._container
         result = await session.run(commands, wall_s=container.timeout_s, env=container.env, folder=container.folder)
+        if not session.alive and result.error is not None and result.error.name == "OutOfMemory":
+            self._is_spent = True  # by files in memory: the model's doing, and no failure of the sandbox
+            return _SPENT
         return shown_commands(session, result)
 
     async def fork(self) -> ContainerSession:
         """Return a session with a copy of this one's files."""
-        session = None if self._session is None else await self._session.fork()
+        session = None if self._session is None or self._is_spent else await self._session.fork()
         fork = ContainerSession(self._container, self._judge, hidden=self._hidden, session=session)
+        fork._is_spent = self._is_spent
         if session is not None:
             await fork._image()
         return fork
@@ -104,7 +122,12 @@ class ContainerSession(CodeSession):
         pool, image = await self._image()
         self._session = DurableSessions(pool).open(limits=self._container.limits, image=image)
         if self._hidden:
-            await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
+            result = await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
+            if result.status != 0:
+                raise TaskError(
+                    f"{self._hidden[0]} cannot be hidden in {self._container.reference}: {result.stderr[-200:]}",
+                    hint="the image needs rm, and a user who may delete its tests",
+                )
         return self._session
 
     async def _image(self) -> tuple[Pool, ContainerImage]:
@@ -115,21 +138,55 @@ class ContainerSession(CodeSession):
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Stop the model's session, and judge its changes in a fresh one; return the reward and its parts."""
+        if self._is_spent:
+            return 0.0, {}
         changes: Sequence[Change] = ()
         pool, image = await self._image()
         if self._session is not None:
             model, self._session = self._session, None
             async with model:
                 changes = (await model.changes()).changes
-        attempt = Attempt(image=image, changes=changes)
+        try:
+            return await self._judged(pool, Attempt(image=image, changes=changes))
+        except (TaskError, _TestsEndedError):
+            if not changes:
+                raise
+            # Tests that cannot judge what the model left, but the image as it was, failed because of the model.
+            await self._judged(pool, Attempt(image=image, changes=()))
+            return 0.0, {}
+
+    async def _judged(self, pool: Pool, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
+        failures = 0
         for retries_left in range(_MOST_LOST, -1, -1):
-            async with pool.session(limits=self._container.limits, image=image) as session:
+            async with pool.session(limits=self._container.limits, image=attempt.image) as session:
                 try:
                     return await self._judge(session, attempt)
-                except SandboxError:
-                    if not retries_left or not session.lost:
+                except SandboxError as error:
+                    failures += not session.lost
+                    if failures == _MOST_FAILURES:
+                        raise _TestsEndedError(error.message, hint=error.hint) from error
+                    if not retries_left:
                         raise
         raise AssertionError("unreachable")
+
+
+def task_image(reference: str, *, local: bool) -> str:
+    """Return the name of an image that a task gives.
+
+    Whoever writes it would decide what this machine reads and, with a Dockerfile, runs.
+
+    Raises:
+        ImageError: it is no image of a registry, and either no file of this machine, or `local` is False.
+    """
+    parsed = parse_reference(reference)
+    if isinstance(parsed, LocalReference) and (parsed.kind == "dockerfile" or not local):
+        raise ImageError(
+            f"a task names the image {reference!r:.200}, which is no registry's",
+            hint="allow files of this machine with local=true if the tasks are yours"
+            if parsed.kind != "dockerfile"
+            else "build it before, and name the result",
+        )
+    return reference
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,9 +15,11 @@ from forge_rl.envs.task_list import TaskList, split
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.images import ImageError
 from forge_rl.sandbox.session import check_folders
 from forge_rl.types import Message, Task
 from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
+from forge_rl.worlds.container import task_image
 from forge_rl.worlds.harbor_image import harbor_container
 from forge_rl.worlds.harbor_trial import HarborSession, working_folder
 from forge_rl.worlds.shell import SHELL_TOOL
@@ -127,6 +129,8 @@ class HarborEnv:
     """Memory of a session, unless task.toml sets memory_mb; a part of it is for files."""
     images: str = "~/.cache/forge_rl/images"
     """Folder of images, shared by runs."""
+    local: bool = False
+    """Take images in files of this machine that tasks name (`docker_image = "oci:FOLDER"`): only for your own."""
     tool: bool = False
     """Show the model the schema of `shell`, for models trained to call tools. Blocks work as well."""
     held_out_share: float = 0.1
@@ -170,8 +174,11 @@ class HarborEnv:
 
         Raises:
             ConfigError: some tasks need what a sandbox does not have; lists them.
+            TaskError: a task names an image that is no registry's.
             SandboxError: this machine cannot isolate the sessions that the others need.
         """
+        for task in self.tasks:
+            _check_image(task, local=self.local)
         refused_tasks = [task for task in self.tasks if task.needs]
         usable_tasks = [task for task in self.tasks if not task.needs]
         if refused_tasks and not (self.skip and usable_tasks):
@@ -247,6 +254,14 @@ def _read(folder: Path) -> HarborTask:
     task_section = config.get("task")
     name = task_section.get("name") if isinstance(task_section, dict) else None
     return HarborTask(name=str(name or folder.name), folder=folder, instructions=instructions, config=config)
+
+
+def _check_image(task: HarborTask, *, local: bool) -> None:
+    if image := (task.config.get("environment") or {}).get("docker_image"):
+        try:
+            task_image(str(image), local=local)
+        except ImageError as error:
+            raise TaskError(f"{task.folder / 'task.toml'}: {error.message}", hint=error.hint) from None
 
 
 def _task(task: HarborTask, source: str) -> Task:

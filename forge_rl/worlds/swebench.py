@@ -72,6 +72,8 @@ class SweBenchEnv:
     """Interpreter with the package swebench; by default one is made on first use."""
     images: str = "~/.cache/forge_rl/images"
     """Folder of images, shared by runs."""
+    local: bool = False
+    """Take images in files of this machine that rows name (`oci:FOLDER`): only for rows of your own."""
     max_turns: int = 50
     """Maximum completions per episode; after the last, the tests run on the files as they are."""
     timeout_s: float = 120.0
@@ -100,7 +102,7 @@ class SweBenchEnv:
             shows_schema=self.tool,
         )
         object.__setattr__(self, "settings", settings)
-        rows = RowSettings(image=self.image, folder=self.folder, command=self.command)
+        rows = RowSettings(image=self.image, folder=self.folder, command=self.command, local=self.local)
         object.__setattr__(self, "tasks", read_rows(Path(self.file).expanduser(), rows))
 
     def __call__(self, task: Task) -> CodeWorld:
@@ -154,13 +156,14 @@ class _RowTests:
     async def __call__(self, session: PoolSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
         tests = [*self._truth["fail_to_pass"], *self._truth["pass_to_pass"]]
+        # First, as what the model left may fill the session.
+        await session.put("/eval.sh", self._truth["script"].encode())
         try:
             await session.apply(self._counted(attempt.changes))
         except SandboxError:
             if session.lost or not session.alive:
                 raise
             return 0.0, {"tests_passed": 0.0}
-        await session.put("/eval.sh", self._truth["script"].encode())
         result = await session.run(
             ["/bin/bash", "-c", "exec /bin/bash /eval.sh 2>&1"],
             wall_s=self._config.tests_timeout_s,
@@ -198,7 +201,11 @@ class _RowTests:
         truth = self._truth
         if truth["parser"]:
             backwards_log = f"{START}\n{backwards}\n{END}\n"
-            answer = await self._parsed([log, backwards_log])
+            try:
+                answer = await self._parsed([log, backwards_log])
+            except InfrastructureError:
+                await self._parsed([f"{START}\n{END}\n"])  # which raises if it was not what the log says
+                return set()
             passed, statuses = set(answer["passed"]), answer["statuses"][1] or {}
         else:
             end = log.rpartition(EXIT_CODE)[2].strip(": \n").split()

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import ConfigError, TaskError
+from forge_rl.sandbox.images import ImageError
 from forge_rl.types import Message, Task
+from forge_rl.worlds.container import task_image
 
 START, END, EXIT_CODE = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
 """Lines between which the test scripts of SWE-bench print what is read, and the status of the tests' program."""
@@ -29,6 +31,8 @@ class RowSettings:
     """Folder of the repository in images."""
     command: str
     """Test command of rows that have no script."""
+    local: bool = False
+    """Whether rows may name images in files of this machine."""
 
 
 def read_rows(file: Path, settings: RowSettings) -> list[Task]:
@@ -53,7 +57,7 @@ def read_rows(file: Path, settings: RowSettings) -> list[Task]:
         try:
             row = json.loads(line) if isinstance(line, str) else line
             tasks.append(_task(row, f"swebench:{file.stem}", settings))
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError, ImageError) as error:
             cause = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             raise TaskError(f"{file}:{number}: {cause}", hint="see docs/doors/world.md, SWE-bench") from None
     if not tasks:
@@ -104,7 +108,7 @@ def _tests(value: object) -> list[str]:
 def _image(row: Mapping[str, Any], name: str, settings: RowSettings) -> str:
     for column in ("image", "docker_image", "image_name"):
         if row.get(column):
-            return str(row[column])
+            return task_image(str(row[column]), local=settings.local)
     lower = name.lower()
     return settings.image.replace("{id}", lower.replace("__", "_1776_")).replace("{id_s}", lower.replace("__", "_s_"))
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import re
 import stat
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -179,8 +184,48 @@ async def refused(folder: Path, made: Made, reason: str) -> None:
     assert [path for path in (folder / "store/partial").iterdir() if path.suffix != ".part"] == []
 
 
+UNPACK = """
+import json, os, sys
+from forge_rl.sandbox.images.unpack import CompressionError, LayerLimits, TarError, unpack
+limits, answers = LayerLimits(**json.loads(sys.argv[2])), {}
+for name in sorted(os.listdir(sys.argv[1])):
+    fd = os.open(f"{sys.argv[1]}/{name}/layer", os.O_RDONLY)
+    try:
+        answers[name] = str(unpack(fd, 0, os.fstat(fd).st_size, f"{sys.argv[1]}/{name}/store", limits))
+    except (CompressionError, TarError) as error:
+        answers[name] = f"refused: {error}"
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder with one for each hostile layer, by its number, and what one process said that unpacked all of them."""
+    top = tmp_path_factory.mktemp("layers")
+    for number, (make, _) in enumerate(LAYERS.values()):
+        (top / str(number) / "outside").mkdir(parents=True)
+        (top / str(number) / "outside/secret").write_text("secret")
+        (top / str(number) / "layer").write_bytes(gzip.compress(make(str(top / str(number) / "outside"))))
+        (top / str(number) / "store/files").mkdir(parents=True)
+    result = subprocess.run(
+        [sys.executable, "-c", UNPACK, str(top), json.dumps(asdict(LIMITS))], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return top, json.loads(result.stdout)
+
+
 @pytest.mark.parametrize("name", LAYERS)
-async def test_a_hostile_layer_is_refused_and_leaves_nothing(name: str, tmp_path: Path):
+def test_a_hostile_layer_is_refused(name: str, unpacked: tuple[Path, dict[str, str]]):
+    top, answers = unpacked
+    number = str([*LAYERS].index(name))
+    assert re.fullmatch(f"refused: .*{LAYERS[name][1]}.*", answers[number]), answers[number]
+    assert sorted(path.name for path in (top / number).iterdir()) == ["layer", "outside", "store"]
+    outside = [(path.name, path.read_text(), path.stat().st_nlink) for path in (top / number / "outside").iterdir()]
+    assert outside == [("secret", "secret", 1)]
+
+
+@pytest.mark.parametrize("name", [*LAYERS][::3])
+async def test_an_image_with_a_hostile_layer_is_refused_and_leaves_nothing(name: str, tmp_path: Path):
     make, reason = LAYERS[name]
     await refused(tmp_path, image([make(str(tmp_path / "outside"))]), reason)
 

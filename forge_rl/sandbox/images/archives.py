@@ -36,7 +36,9 @@ from forge_rl.sandbox.images.sources import (
 from forge_rl.system.variables import handed_on
 
 _MAX_MEMBERS = 100_000
-_MAX_ARCHIVE = 1 << 40
+_MAX_NAMES = 1 << 12
+_MAX_RATIO, _FREE_BYTES = 200, 1 << 30
+"""Uncompressed bytes of an archive by compressed ones, past the first."""
 _BUILD_S = 3600.0
 _NAME_KEYS = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 
@@ -66,7 +68,7 @@ class LocalSource:
                 return _built(path, folder)
             if path.is_dir():
                 return _FolderFiles(path)
-            return _TarFiles(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, folder)
+            return _TarFiles(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path, folder)
         except FileNotFoundError:
             raise ImageError(f"{path} does not exist", hint="check the image's path") from None
         except OSError as error:
@@ -146,7 +148,8 @@ class LocalSource:
         entries = json_object(b'{"images":' + data + b"}", f"{path}: manifest.json")["images"]
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise ImageError(f"{path}: manifest.json is not a list of objects")
-        tags = [[name for name in entry.get("RepoTags") or [] if isinstance(name, str)] for entry in entries]
+        names = [entry.get("RepoTags") for entry in entries]
+        tags = [[tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else [] for tags in names]
         matches: list[dict[str, object]] = [
             entry
             for entry, names in zip(entries, tags, strict=True)
@@ -227,6 +230,8 @@ def _read_members(fd: int) -> dict[str, BlobPlace | str]:
     headers = _FileHeaders(fd)
     members: dict[str, BlobPlace | str] = {}
     for entry in tar_entries.read_entries(headers):
+        if len(entry.name) + len(entry.target) > _MAX_NAMES:
+            raise tar_entries.TarError(f"a member has a name of {len(entry.name) + len(entry.target)} bytes")
         name = posixpath.normpath(entry.name.decode("utf-8", "replace"))
         if entry.kind == tar_entries.FILE:
             members[name] = BlobPlace(fd, headers.position, entry.size)
@@ -261,11 +266,12 @@ class _FileHeaders:
 
 def _decompressed(fd: int, folder: Path) -> int:
     with tempfile.TemporaryFile(dir=folder) as file:
-        size = 0
-        for chunk in layer_chunks(fd, 0, os.fstat(fd).st_size):
+        size, compressed_size = 0, os.fstat(fd).st_size
+        max_bytes = max(_FREE_BYTES, _MAX_RATIO * compressed_size)
+        for chunk in layer_chunks(fd, 0, compressed_size):
             size += len(chunk)
-            if size > _MAX_ARCHIVE:
-                raise tar_entries.TarError(f"it has more than {_MAX_ARCHIVE} bytes")
+            if size > max_bytes:
+                raise tar_entries.TarError(f"it has more than {max_bytes} bytes")
             file.write(chunk)
         file.flush()
         return os.dup(file.fileno())
@@ -280,7 +286,7 @@ def _built(path: Path, folder: Path) -> _TarFiles:
         raise ImageError(f"{path} does not exist", hint="name a folder with a Dockerfile")
     context = path if path.is_dir() else path.parent
     file_flags = [] if path.is_dir() else ["--file", str(path)]
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder, suffix=".build") as scratch:
         archive, name = Path(scratch, "image.tar"), f"localhost/forge-rl-{os.urandom(6).hex()}"
         save = ["push", name, f"oci-archive:{archive}"]
         steps = [["build", "--layers", "--tag", name, *file_flags, str(context)], save, ["rmi", name]]

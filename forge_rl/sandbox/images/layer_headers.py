@@ -23,6 +23,8 @@ class LayerHeaders:
         self._path = os.path.join(folder, _HEADERS)
         self._file = gzip.GzipFile(self._path, "wb", compresslevel=1)
         self._is_whole = True
+        self.disk_bytes = 0
+        """Length of the file, once it is closed."""
 
     def __enter__(self) -> LayerHeaders:
         return self
@@ -30,7 +32,9 @@ class LayerHeaders:
     def __exit__(self, *_: object) -> None:
         self._file.close()
         os.chmod(self._path, 0o600)
-        if not self._is_whole:
+        if self._is_whole:
+            self.disk_bytes = os.path.getsize(self._path)
+        else:
             os.unlink(self._path)
 
     def add(self, data: bytes) -> None:

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,10 +25,14 @@ from forge_rl.system.folders import write_whole
 from forge_rl.system.variables import handed_on
 
 _STATUS = "layer.json"
-_EVICTED = ".evicted-"
+_EVICTED, _PART = ".evicted-", ".part"
 _ROOT = str(Path(__file__).parents[3])
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from forge_rl.sandbox.images.unpack import main; main()"
 _CHECK_S = 0.05
+_SLACK = 1 << 20
+"""Of compressed layers that are larger than uncompressed."""
+_STALE_S = 7 * 86_400.0
+"""Age at which what was fetched of a layer, or built, and is not used, is removed in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +139,27 @@ class LayerStore:
         diff_id, blob = work.blob.diff_id, work.blob
         if self.hold(diff_id):
             return
+        most_bytes = self._limits.bytes if self.max_bytes is None else min(self._limits.bytes, self.max_bytes)
+        if blob.size > most_bytes + _SLACK:
+            name = blob.digest or diff_id
+            raise ImageError(f"the layer {name} has {blob.size} bytes, more than a layer may have here: {most_bytes}")
         try:
-            with self._locked(self.partial / f"{_hex(diff_id)}.part", work) as fd:
+            with self._locked(self.partial / f"{_hex(diff_id)}{_PART}", work) as fd:
                 if self.hold(diff_id):
                     return
                 work.partial_fd = fd
                 # What a registry sent before is gone on from there.
-                place = peers.fetch(blob, work) if peers is not None and not os.fstat(fd).st_size else None
+                place = None
+                if peers is not None and not os.fstat(fd).st_size:
+                    place = peers.fetch(blob, work, self._limits.max_bytes(blob.size))
                 self._unpack(work, place or source.fetch(blob, work))
-            self.evict(self.max_bytes)
-            if self.max_bytes is not None and (size := self.disk_bytes()) > self.max_bytes:
+            try:
+                self.evict(self.max_bytes)
+                size = self.disk_bytes()
+            except BaseException:
+                self.release(diff_id)
+                raise
+            if self.max_bytes is not None and size > self.max_bytes:
                 self.release(diff_id)
                 self.evict(self.max_bytes)
                 raise ImageError(
@@ -154,16 +170,20 @@ class LayerStore:
             raise ImageError(f"the layer {diff_id} cannot be kept: {error.strerror}", hint="free space") from error
 
     def evict(self, max_bytes: int | None) -> int:
-        """Delete the layers that were used longest ago, but none that is in use; returns how many bytes are freed."""
+        """Delete the layers that were used longest ago, but none that is in use; returns how many bytes are freed.
+
+        What was fetched of layers that nobody fetches any more counts as they do.
+        """
         self._sweep()
         if max_bytes is None:
             return 0
-        sizes = self._sizes()
+        sizes = [*self._sizes(), *self._partial_sizes()]
         total, freed = sum(size for _, size, _ in sizes), 0
         for _, size, path in sorted(sizes):
             if total - freed <= max_bytes:
                 break
-            freed += size if self._delete(path) else 0
+            is_deleted = self._delete(path) if path.parent == self.layers else self._delete_partial(path)
+            freed += size if is_deleted else 0
         return freed
 
     def disk_bytes(self) -> int:
@@ -185,6 +205,31 @@ class LayerStore:
                 size = _status(path).get("disk_bytes", 0)
                 sizes.append((path.stat().st_mtime, size if isinstance(size, int) else 0, path))
         return sizes
+
+    def _partial_sizes(self) -> list[tuple[float, int, Path]]:
+        sizes = []
+        for path in self.partial.glob(f"*{_PART}"):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                sizes.append((status.st_mtime, status.st_blocks * 512, path))
+        return sizes
+
+    def _delete_partial(self, path: Path) -> bool:
+        """Delete what was fetched of a layer unless somebody works on it."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same(fd, path):
+                return False
+            path.unlink()
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
 
     def _delete(self, path: Path) -> bool:
         """Delete a layer unless it is in use."""
@@ -212,9 +257,17 @@ class LayerStore:
                 remove(path)
             elif not path.suffix:
                 self._sweep_unpacked(path)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    if path.stat().st_mtime > time.time() - _STALE_S:
+                        continue
+                    if path.suffix == _PART:
+                        self._delete_partial(path)
+                    else:
+                        remove(path)
 
     def _sweep_unpacked(self, path: Path) -> None:
-        part = path.with_suffix(".part")
+        part = path.with_suffix(_PART)
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,7 +317,7 @@ class LayerStore:
         except BaseException:
             remove(folder)
             raise
-        (self.partial / f"{folder.name}.part").unlink(missing_ok=True)
+        (self.partial / f"{folder.name}{_PART}").unlink(missing_ok=True)
         work.tell(work.blob.size, is_unpacked=True)
 
     def _run(self, work: LayerWork, place: BlobPlace, folder: Path) -> dict[str, object]:

@@ -7,11 +7,13 @@ sends is trusted no more than what a registry does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,10 +26,11 @@ from forge_rl.sandbox.images.sources import BlobPlace, LayerBlob, LayerJob
 from forge_rl.sandbox.images.unpack import FILES
 
 _PATH = re.compile(r"/layers/([0-9a-f]{64})")
-_MAX_BYTES = 64 << 30
 _SENDERS = 8
 """Layers sent at a time; others are told to come again or to ask somebody else."""
 _IDLE_S = 30.0
+_MIN_BYTES_S = 1 << 20
+"""Slower peers are left for another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +44,39 @@ class LayerPeers:
     key: str = field(repr=False)
     """Shared by all of them."""
 
-    def fetch(self, layer: LayerBlob, job: LayerJob) -> BlobPlace | None:
-        """Return a layer's bytes from the first peer that has them; None if none has, or it sends others."""
+    @functools.cached_property
+    def _client(self) -> httpx.Client:
+        """Connections, but not by a proxy that variables name, which would learn the key."""
+        return httpx.Client(timeout=httpx.Timeout(_IDLE_S, connect=3.0), trust_env=False)
+
+    def fetch(self, layer: LayerBlob, job: LayerJob, max_bytes: int) -> BlobPlace | None:
+        """Return a layer's bytes from the first peer that has them; None if none has, or it sends others.
+
+        Args:
+            max_bytes: of the uncompressed layer.
+        """
         digest = layer.diff_id.removeprefix("sha256:")
         # Each layer has an order of its own, so that hosts share the work.
         for address in sorted(self.addresses, key=lambda peer: hashlib.sha256((digest + peer).encode()).digest()):
             size = 0
             with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
-                size = self._receive(f"{address.rstrip('/')}/layers/{digest}", digest, job)
+                size = self._receive(f"{address.rstrip('/')}/layers/{digest}", digest, job, max_bytes)
             if size:
                 return BlobPlace(job.partial_fd, 0, size)
             os.ftruncate(job.partial_fd, 0)
         return None
 
-    def _receive(self, url: str, digest: str, job: LayerJob) -> int:
+    def _receive(self, url: str, digest: str, job: LayerJob, max_bytes: int) -> int:
         """Write a layer into the job's file; returns its size, 0 if the peer does not have it."""
         headers = {"authorization": f"Bearer {self.key}", "accept-encoding": "identity"}
-        received, size = hashlib.sha256(), 0
-        with httpx.stream("GET", url, headers=headers, timeout=httpx.Timeout(_IDLE_S, connect=3.0)) as response:
+        received, size, began_s = hashlib.sha256(), 0, time.monotonic()
+        with self._client.stream("GET", url, headers=headers) as response:
             if response.status_code != 200:
                 return 0
-            for part in response.iter_raw(1 << 18):
+            for part in response.iter_raw():
                 job.check_wanted()
-                if size + len(part) > _MAX_BYTES:
+                is_slow = time.monotonic() - began_s > _IDLE_S + size / _MIN_BYTES_S
+                if is_slow or size + len(part) > max_bytes:
                     return 0
                 received.update(part)
                 size += os.pwrite(job.partial_fd, part, size)

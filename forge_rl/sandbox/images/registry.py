@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +37,15 @@ from forge_rl.sandbox.images.sources import (
 _TRIES, _FIRST_WAIT_S, _MAX_WAIT_S = 5, 0.25, 30.0
 _PROGRESS = 1 << 20
 """Bytes that a download must gain, else it counts as a failed try."""
-_PART = 1 << 18
 _MAX_TOKEN = 1 << 16
 _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
-_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+_CHALLENGE = re.compile(r'\b(\w+)="([^"]*)"')
+_MAX_CHALLENGE = 1 << 12
+_MAX_REDIRECTS = 5
+_ANSWER_S = 120.0
+"""For a manifest, a configuration or a token, whole."""
+_SLOW_S, _MIN_BYTES_S = 60.0, 1 << 10
+"""A download that has fewer bytes a second after so long counts as a failed try."""
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -68,7 +74,7 @@ class RegistryAccess:
     def client(self) -> httpx.Client:
         """Connections, made on first use, as certificates take 30 ms to load."""
         headers = {"accept-encoding": "identity", "user-agent": "forge-rl"}
-        return httpx.Client(follow_redirects=True, max_redirects=5, timeout=_TIMEOUT, headers=headers)
+        return httpx.Client(timeout=_TIMEOUT, headers=headers)
 
 
 class RegistrySource:
@@ -86,8 +92,6 @@ class RegistrySource:
         for _ in range(3):  # an index may list another
             data, kind = self._manifest(tag_or_digest)
             digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-            if tag_or_digest.startswith("sha256:") and digest != tag_or_digest:
-                raise ImageError(f"{name}: the manifest that was sent has the digest {digest}")
             manifest = json_object(data, f"the manifest of {name}")
             kind = str(manifest.get("mediaType") or kind).partition(";")[0]
             if kind in INDEX_TYPES or "manifests" in manifest:
@@ -119,19 +123,25 @@ class RegistrySource:
         def ask(address: str) -> tuple[bytes, str]:
             headers = {"accept": ", ".join((*INDEX_TYPES, *MANIFEST_TYPES))}
             with self._asked(address, f"manifests/{tag_or_digest}", headers) as response:
-                return self._body(response, MAX_MANIFEST), response.headers.get("content-type", "")
+                data = self._body(response, MAX_MANIFEST)
+            self._check_digest(data, tag_or_digest, address)
+            return data, response.headers.get("content-type", "")
 
         return self._everywhere(ask)
 
     def _config(self, digest: str, size: int) -> bytes:
         def ask(address: str) -> bytes:
             with self._asked(address, f"blobs/{digest}", {}) as response:
-                return self._body(response, size)
+                data = self._body(response, size)
+            self._check_digest(data, digest, address)
+            return data
 
-        data = self._everywhere(ask)
-        if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
-            raise ImageError(f"{self._reference.repository}: the configuration sent as {digest} has another digest")
-        return data
+        return self._everywhere(ask)
+
+    def _check_digest(self, data: bytes, expected: str, address: str) -> None:
+        """Raise ImageError if bytes have another digest than is expected, so that the next address is asked."""
+        if expected.startswith("sha256:") and expected != (digest := f"sha256:{hashlib.sha256(data).hexdigest()}"):
+            raise ImageError(f"{address}: {self._reference.repository}: what was sent as {expected} is {digest}")
 
     def _download(self, address: str, layer: LayerBlob, job: LayerJob) -> None:
         fd = job.partial_fd
@@ -142,6 +152,7 @@ class RegistrySource:
             return
         first_byte = start
         headers = {"range": f"bytes={start}-"} if start else {}
+        began_s, received = time.monotonic(), 0
         try:
             with self._asked(address, f"blobs/{layer.digest}", headers) as response:
                 place = response.headers.get("content-range", "")
@@ -149,8 +160,11 @@ class RegistrySource:
                     os.ftruncate(fd, start := 0)  # the whole of it is sent, or another part
                     if response.status_code == 206:
                         raise _TryAgain(f"{address} sent {place!r:.60} instead of the rest of a layer")
-                for part in response.iter_raw(_PART):
+                for part in response.iter_raw():  # as they come: one waited for could keep it from being cancelled
                     job.check_wanted()
+                    received += len(part)
+                    if time.monotonic() - began_s > _SLOW_S + received / _MIN_BYTES_S:
+                        raise _TryAgain(f"{address} sent {received} bytes of a layer in {_SLOW_S:g} s")
                     if start + len(part) > layer.size:
                         raise ImageError(f"{layer.digest}: more than its {layer.size} bytes were sent")
                     start += os.pwrite(fd, part, start)
@@ -215,11 +229,18 @@ class RegistrySource:
 
     @contextlib.contextmanager
     def _sent(self, method: str, url: str, address: str, **arguments: object) -> Iterator[httpx.Response]:
+        client, auth = self._access.client, arguments.pop("auth", None)
         try:
-            with self._access.client.stream(method, url, **arguments) as response:  # type: ignore[arg-type]
-                yield response
-        except httpx.TooManyRedirects:
-            raise ImageError(f"{address} redirects in circles") from None
+            request = client.build_request(method, url, **arguments)  # type: ignore[arg-type]
+            for _ in range(_MAX_REDIRECTS):
+                with contextlib.closing(client.send(request, stream=True, auth=auth)) as response:  # type: ignore[arg-type]
+                    if (next_request := response.next_request) is None:
+                        yield response
+                        return
+                if request.url.scheme == "https" and next_request.url.scheme != "https":
+                    raise ImageError(f"{address} redirects to an address without TLS")
+                request, auth = next_request, None  # whose headers have no password for another host
+            raise ImageError(f"{address} redirects in circles")
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise _TryAgain(f"{address} cannot be reached: {type(error).__name__}: {str(error)[:200]}") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -229,7 +250,7 @@ class RegistrySource:
         status, place = response.status_code, f"{address}: {self._reference.repository} ({path[:90]})"
         if status in _PASSING:
             seconds = response.headers.get("retry-after", "")
-            return _TryAgain(f"{place} answered {status}", float(seconds) if seconds.isdigit() else 0.0)
+            return _TryAgain(f"{place} answered {status}", float(seconds) if seconds.isdecimal() else 0.0)
         if status in (401, 403):
             return ImageError(f"{place} may not be read ({status})", hint="log in with docker, podman or skopeo")
         if status == 404:
@@ -238,7 +259,7 @@ class RegistrySource:
 
     def _authorization(self, challenge: str, address: str) -> str:
         """Return the authorization header that a registry asks for."""
-        scheme, values = challenge.partition(" ")[0].lower(), dict(_CHALLENGE.findall(challenge))
+        scheme, values = challenge.partition(" ")[0].lower(), dict(_CHALLENGE.findall(challenge[:_MAX_CHALLENGE]))
         reference = self._reference
         credentials = credentials_for(reference.registry, reference.repository, self._access.credential_files)
         # A mirror is another host: it gets the credentials for itself only.
@@ -277,9 +298,11 @@ class RegistrySource:
         return token
 
     def _body(self, response: httpx.Response, max_bytes: int) -> bytes:
-        data = bytearray()
-        for part in response.iter_raw(_PART):
+        data, end_s = bytearray(), time.monotonic() + _ANSWER_S
+        for part in response.iter_raw():
             data += part
+            if time.monotonic() > end_s:
+                raise _TryAgain(f"an answer took more than {_ANSWER_S:g} s")
             if len(data) > max_bytes:
                 raise ImageError(f"{self._reference.repository}: an answer has more than {max_bytes} bytes")
         return bytes(data)

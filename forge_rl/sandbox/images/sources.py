@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from forge_rl.sandbox.images.image import MAX_LAYERS, ImageError, check_digest
 
 MAX_MANIFEST, MAX_CONFIG = 4 << 20, 8 << 20
 """Bytes."""
+_MAX_DEPTH = 64
 INDEX_TYPES = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
@@ -155,7 +156,16 @@ def json_object(data: bytes, title: str) -> dict[str, object]:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):  # what is deeper could be neither shown nor written
+        level = [inner for item in level for inner in _inside(item)]
+    if level:
+        raise ImageError(f"{title} is nested more than {_MAX_DEPTH} deep")
     return _object(value, title)
+
+
+def _inside(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def read_place(place: BlobPlace, max_bytes: int, title: str) -> bytes:
@@ -186,6 +196,6 @@ def _list(value: object, title: str) -> list[object]:
 
 def _size(blob: Mapping[str, object], max_bytes: int = 1 << 40) -> int:
     size = blob.get("size")
-    if not isinstance(size, int) or not 0 <= size <= max_bytes:
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= max_bytes:
         raise ImageError(f"a blob's size is {size!r:.40}", hint=f"0 to {max_bytes} bytes can be fetched")
     return size

@@ -55,6 +55,8 @@ class _JoinedWork:
 
     future: Future[None]
     work: LayerWork
+    reference: str
+    """Of the image whose source has the layer."""
     waiters: int = 0
 
 
@@ -143,6 +145,9 @@ class ImageStore:
             image = self._image(reference, content, settings)
             self._note(reference, parsed, content)
             yield image
+        except ImageError:  # its tag may have moved since, or its Dockerfile make other layers
+            self._contents.pop(_key(reference, parsed), None)
+            raise
         finally:
             for diff_id in holds:
                 self._layers.release(diff_id)
@@ -187,7 +192,7 @@ class ImageStore:
         """Return the images that were fetched, by name."""
         images = []
         for path in self._images.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ValueError):  # cut off with the machine's power
                 record = json.loads(path.read_bytes())
                 sizes = [self._layers.status(diff_id).get("disk_bytes") for diff_id in set(record["diff_ids"])]
                 images.append(
@@ -208,7 +213,7 @@ class ImageStore:
         """
         freed = await asyncio.to_thread(self._layers.evict, max_bytes)
         for path in self._images.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ValueError):  # cut off with the machine's power
                 record = json.loads(path.read_bytes())
                 if not any(self._layers.status(diff_id) for diff_id in record["diff_ids"]):
                     path.unlink()
@@ -276,23 +281,25 @@ class ImageStore:
                 holds.append(blob.diff_id)
             if blob.diff_id in holds:
                 return
-        raise ImageError(f"{reference}: others evict its layers as fast as they are fetched", hint="allow more bytes")
+        raise ImageError(f"{reference}: others evict its layers, or fail to fetch them", hint="allow more bytes")
 
     async def _obtained(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
         """Wait for the work on a layer, which all in this process share; it ends when nobody waits any more."""
         with self._guard:
             shared = self._work.get(blob.diff_id)
-            if shared is None or shared.work.is_unwanted.is_set():
+            if shared is None or shared.work.is_unwanted.is_set() or shared.future.done():
                 work = LayerWork(blob, self._progress)
-                shared = _JoinedWork(self._threads.submit(self._layers.obtain, work, source, self._peers), work)
-                self._work[blob.diff_id] = shared
+                future = self._threads.submit(self._layers.obtain, work, source, self._peers)
+                shared = self._work[blob.diff_id] = _JoinedWork(future, work, reference)
             shared.waiters += 1
         try:
             await asyncio.shield(asyncio.wrap_future(shared.future))
             if self._layers.hold(blob.diff_id):
                 holds.append(blob.diff_id)
         except ImageError as error:
-            raise ImageError(f"{reference}: {error.message}", hint=error.hint) from None
+            if shared.reference == reference:
+                raise ImageError(f"{reference}: {error.message}", hint=error.hint) from None
+            # Another image names the same layer, and its source failed, or sent something else.
         finally:
             self._leave(blob.diff_id, shared)
 
@@ -326,7 +333,6 @@ class ImageStore:
         """Write down what an image is made of, so that it needs no registry again."""
         if (reference, content.digest) in self._written:
             return
-        self._written.add((reference, content.digest))
         path = self._record(content.digest)
         try:
             references = json.loads(path.read_bytes())["references"]
@@ -344,6 +350,7 @@ class ImageStore:
         self._write(path, json.dumps(record))
         if isinstance(parsed, RegistryReference) and parsed.digest not in ("", content.digest):
             self._write(self._record(parsed.digest).with_suffix(_OF_INDEX), content.digest)
+        self._written.add((reference, content.digest))
 
     def _write(self, path: Path, text: str) -> None:
         """Write a file whole, which other processes may be writing too."""

@@ -53,6 +53,10 @@ class LayerLimits:
     """Unpacked bytes by compressed ones, past the first `free_bytes`. Layers of programs have 2 to 10."""
     free_bytes: int = 1 << 30
 
+    def max_bytes(self, size: int) -> int:
+        """Return the most unpacked bytes of a layer of `size` compressed ones."""
+        return min(self.bytes, max(self.free_bytes, size * self.ratio))
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnpackedLayer:
@@ -61,7 +65,7 @@ class UnpackedLayer:
     diff_id: str
     """Digest of the uncompressed bytes."""
     disk_bytes: int
-    """Space that the files take."""
+    """Space that the files take, with what is kept beside them."""
     tar_bytes: int
     """Of the uncompressed layer."""
     entries: int
@@ -283,7 +287,7 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
         TarError, CompressionError: it is damaged, or refused.
         OSError: it cannot be written.
     """
-    max_bytes = min(limits.bytes, max(limits.free_bytes, size * limits.ratio))
+    max_bytes = limits.max_bytes(size)
     digest = hashlib.sha256()
     with LayerHeaders(folder) as headers:
         chunks = _hashed(layer_chunks(fd, start, size), digest)
@@ -296,10 +300,11 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
     with open(os.path.join(folder, OWNERS), "w") as file:
         json.dump(layer.owners, file)
         os.fchmod(file.fileno(), 0o600)
+        beside_bytes = headers.disk_bytes + file.tell()
     counts = layer.counts
     return UnpackedLayer(
         diff_id=f"sha256:{digest.hexdigest()}",
-        disk_bytes=counts.disk_bytes,
+        disk_bytes=counts.disk_bytes + -(-beside_bytes // _PAGE) * _PAGE,
         tar_bytes=max_bytes - stream.left_bytes,
         entries=counts.entries,
         omitted=counts.omitted,

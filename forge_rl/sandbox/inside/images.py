@@ -103,8 +103,9 @@ class Root:
         Raises:
             OSError: they do not fit, or something else is where they belong.
         """
-        head, _, rest = packed.partition(b"\n")
-        entries, place = json.loads(rest[: int(head)]), int(head)
+        start = packed.index(b"\n") + 1
+        place = start + int(packed[:start])
+        entries, content = json.loads(packed[start:place]), memoryview(packed)  # copies could exceed the memory limit
         for path, kind, _, _ in reversed(entries):
             if kind:
                 parent = self.open(os.path.join(folder, os.path.dirname(path)), _FOLDER)
@@ -114,17 +115,17 @@ class Root:
                     os.close(parent)
         for path, _, mode, length in entries:
             if mode:
-                self._make(os.path.join(folder, path), mode, rest[place : place + length])
+                self._make(os.path.join(folder, path), mode, content[place : place + length])
                 place += length
 
-    def _make(self, path: str, mode: int, data: bytes) -> None:
+    def _make(self, path: str, mode: int, data: memoryview) -> None:
         if stat.S_ISDIR(mode):
             os.close(self.make_folder(path))
             return
         parent, name = self.make_folder(os.path.dirname(path)), os.path.basename(path)
         try:
             if stat.S_ISLNK(mode):
-                os.symlink(data, os.fsencode(name), dir_fd=parent)
+                os.symlink(bytes(data), os.fsencode(name), dir_fd=parent)
                 return
             # A link in place of the file would have been a change of its own.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK

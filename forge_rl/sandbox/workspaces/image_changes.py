@@ -8,6 +8,7 @@ load, a start-up file, a plugin or configuration of pytest.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import posixpath
 import stat
@@ -15,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from forge_rl.sandbox.images.image import ContainerImage
+from forge_rl.sandbox.inside import kernel
 from forge_rl.sandbox.inside.images import PATH
 from forge_rl.sandbox.workspaces.changes import Change, Entry
 
@@ -36,17 +38,20 @@ _RUNNERS = (
     *("pipx", "poetry", "py.test", "pytest", "python", "python3", "sh", "tox", "uv", "uvx", "wget"),
 )
 """Programs by which test scripts start tests: none is added where the image has none."""
+_LIBRARIES = ("lib", "lib64")
+_MODULE_FOLDERS = ("", "lib-dynload", "site-packages", "dist-packages")
+"""Where modules are looked up in the folder of a Python."""
 _DEFAULT_HOMES = ("root", "home/*")
 
 
 def counted(changes: Sequence[Change], image: ContainerImage) -> list[Change]:
     """Return the changes that count when tests judge them, in order."""
     folders = [posixpath.normpath(path).lstrip("/") for path in image.settings.env.get("PATH", PATH).split(":")]
-    programs = _ProgramFolders(image, frozenset(folders))
+    programs, modules = _ProgramFolders(image, frozenset(folders)), _PythonModules(image, folders)
     counted_changes, dropped_folders = list[Change](), list[str]()
     for change in changes:
         is_below = any(change.path.startswith(f"{folder}/") for folder in dropped_folders)
-        if is_below or not _counts(change, programs):
+        if is_below or not _counts(change, programs) or modules.hides(change):
             if not is_below and change.after is not None:
                 dropped_folders.append(change.path)
             continue
@@ -76,6 +81,76 @@ class _ProgramFolders:
     def holds(self, path: str) -> bool:
         """Return True if a path is a folder of programs, or above one."""
         return any(folder == path or folder.startswith(f"{path}/") for folder in self.folders)
+
+
+class _PythonModules:
+    """The modules of an image's Pythons.
+
+    Args:
+        folders: of the image's programs, beside which each Python has its modules.
+    """
+
+    def __init__(self, image: ContainerImage, folders: Sequence[str]) -> None:
+        self._layers = image.layers
+        self._prefixes = {posixpath.dirname(folder) for folder in folders} | {"usr", "usr/local"}
+        paths = image.settings.env.get("PYTHONPATH", "").split(":")
+        self._paths = [posixpath.normpath(path).lstrip("/") for path in paths if path.startswith("/")]
+        self._stems: dict[str, frozenset[str]] = {}
+
+    def hides(self, change: Change) -> bool:
+        """Return True if a change replaces or deletes a module, or would be imported instead: as a folder is before a
+        file of its name, and a folder's modules before those of later folders."""
+        if not (inner := self._inner_path(change.path)):
+            return False
+        entries = (change.before, change.after)
+        if all(entry is not None and stat.S_ISDIR(entry.mode) for entry in entries):
+            return False
+        folder, name = posixpath.split(change.path)
+        stem = name.partition(".")[0]
+        is_looked_up = posixpath.dirname(inner) in _MODULE_FOLDERS
+        return stem in (self._all_stems if is_looked_up else self._stems_in(folder))
+
+    def _inner_path(self, path: str) -> str:
+        """Return the part of a path below a Python's folder; "" if it is elsewhere."""
+        for folder in self._paths:
+            if path.startswith(f"{folder}/"):
+                return path[len(folder) + 1 :]
+        parts = path.split("/")
+        for place in range(len(parts) - 2):
+            if parts[place] in _LIBRARIES and "/".join(parts[:place]) in self._prefixes:
+                return "/".join(parts[place + 2 :]) if parts[place + 1].startswith("python") else ""
+        return ""
+
+    @functools.cached_property
+    def _all_stems(self) -> frozenset[str]:
+        libraries = [posixpath.join(prefix, library) for prefix in self._prefixes for library in _LIBRARIES]
+        pythons = [
+            posixpath.join(folder, name) for folder in libraries for name in self._stems_in(folder, keeps_suffixes=True)
+        ]
+        pythons = [path for path in pythons if posixpath.basename(path).startswith("python")]
+        folders = [posixpath.join(path, inner) for path in pythons for inner in _MODULE_FOLDERS] + self._paths
+        return frozenset[str]().union(*map(self._stems_in, folders))
+
+    def _stems_in(self, folder: str, *, keeps_suffixes: bool = False) -> frozenset[str]:
+        """Return the names in a folder of the image, without what follows the first dot unless `keeps_suffixes`."""
+        if folder not in self._stems:
+            self._stems[folder] = frozenset(name for layer in self._layers for name in _names_in(layer, folder))
+        names = self._stems[folder]
+        return names if keeps_suffixes else frozenset(name.partition(".")[0] for name in names)
+
+
+def _names_in(layer: Path, folder: str) -> list[str]:
+    root = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = kernel.open_within(root, folder or "/", os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return []
+    finally:
+        os.close(root)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def _counts(change: Change, programs: _ProgramFolders) -> bool:

@@ -1,0 +1,187 @@
+"""Registries, mirrors and archives that harm: none costs more than its own image, or learns what is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from forge_rl.sandbox.images import ImageError, ImageStore
+from tests.images import image, layer, member, registry, write_docker_archive, write_layout
+
+Answers = dict[str, tuple[int, dict[str, str], httpx.SyncByteStream]]
+
+
+def answering(store: ImageStore, answers: Answers) -> list[httpx.Request]:
+    """Let URLs have these answers; return the requests to come."""
+    requests: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        status, headers, stream = answers[str(request.url)]
+        return httpx.Response(status, headers=headers, stream=stream)
+
+    vars(store._access)["client"] = httpx.Client(transport=httpx.MockTransport(answer))
+    return requests
+
+
+class Endless(httpx.SyncByteStream):
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            yield bytes(1 << 16)
+
+
+async def test_redirects_keep_passwords_and_tls(tmp_path: Path):
+    made, auths = image([layer(member("a"))]), tmp_path / "auths.json"
+    (blob,) = made.layers
+    auths.write_text(json.dumps({"auths": {"r.example": {"auth": "bWU6c2VjcmV0"}}}))
+    url = f"https://r.example/v2/it/blobs/{blob}"
+    whole: Answers = {digest: (200, {}, httpx.ByteStream(data)) for digest, data in made.blobs.items()}
+    manifest = "https://r.example/v2/it/manifests/1"
+    answers: Answers = {f"https://r.example/v2/it/blobs/{digest}": answer for digest, answer in whole.items()}
+    store = ImageStore(tmp_path / "store", credentials=(auths,))
+    sent = answering(store, answers)
+    answers[manifest] = (401, {"www-authenticate": "Basic realm=x"}, httpx.ByteStream(b""))
+    with pytest.raises(ImageError, match=r"\(401\)"):
+        await store.get("r.example/it:1")
+    assert sent[-1].headers["authorization"] == "Basic bWU6c2VjcmV0"
+    answers[manifest] = whole[made.manifest]
+    # What comes with a redirect is not read: it may have no end.
+    answers[url] = (307, {"location": "https://other.example/blob"}, Endless())
+    answers["https://other.example/blob"] = whole[blob]
+    await store.get("r.example/it:1")
+    authorized = {request.url.host: "authorization" in request.headers for request in sent}
+    assert authorized == {"r.example": True, "other.example": False}
+    for location, reason in (("http://127.0.0.1:9/stop", "to an address without TLS"), (url, "in circles")):
+        answers[url] = (302, {"location": location}, Endless())
+        await store.prune()
+        with pytest.raises(ImageError, match=f"redirects {reason}"):
+            await store.get("r.example/it:1")
+    assert {request.url.host for request in sent} == {"r.example", "other.example"}
+
+
+async def test_a_mirror_that_lies_of_a_manifest_is_left_for_the_registry(tmp_path: Path):
+    made = image([layer(member("a"))])
+    with registry() as mirror, registry() as server:
+        mirror.add(made, "it:1")
+        server.add(made, "it:1")
+        for digest in (made.manifest, made.config):
+            mirror.blobs[digest] = b'{"mediaType": "x"}'
+        store = ImageStore(tmp_path / "store", mirrors={"*": [mirror.address]})
+        assert (await store.get(f"{server.host}/it@{made.manifest}")).digest == made.manifest
+        assert len(server.requests) == 2
+
+
+async def test_an_image_that_lies_of_a_layer_does_not_harm_others_with_it(tmp_path: Path):
+    made = image([layer(member("a", os.urandom(9000)))])
+    (blob,) = made.layers
+    with registry() as hostile, registry() as server:
+        hostile.add(made, "bad:1")
+        server.add(made, "it:1")
+        hostile.blobs[blob] = bytes(len(made.blobs[blob]))
+        hostile.held.add(blob)
+        store = ImageStore(tmp_path / "store")
+        bad = asyncio.create_task(store.get(f"{hostile.host}/bad:1"))
+        async with asyncio.timeout(60):
+            while not store._work:  # noqa: ASYNC110  what threads do
+                await asyncio.sleep(0.001)
+            good = asyncio.create_task(store.get(f"{server.host}/it:1"))
+            while next(iter(store._work.values())).waiters < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        hostile.go_on.set()
+        assert (await good).digest == made.manifest
+        with pytest.raises(ImageError, match="has another digest"):
+            await bad
+
+
+async def test_a_layer_larger_than_the_store_is_not_fetched(tmp_path: Path):
+    made = image([layer(member("a", os.urandom(3 << 20)))])
+    with registry() as server:
+        reference = server.add(made, "it:1")
+        with pytest.raises(ImageError, match=rf"{made.layers[0]} has \d+ bytes"):
+            await ImageStore(tmp_path / "store", max_bytes=1 << 20).get(reference)
+        assert not any(made.layers[0] in path for path in server.requests)
+
+
+async def test_what_pulls_and_builds_left_is_evicted_too(tmp_path: Path):
+    write_layout(tmp_path / "layout", image([layer(member("a"))]))
+    store = ImageStore(tmp_path / "store", max_bytes=1 << 20)
+    partial = tmp_path / "store/partial"
+    (partial / f"{'a' * 64}.part").write_bytes(os.urandom(2 << 20))  # of a pull that nobody takes up again
+    for name, age_s in (("new.build", 0), ("old.build", 8 * 86_400)):
+        (partial / name).mkdir()
+        os.utime(partial / name, (os.stat(tmp_path).st_mtime - age_s,) * 2)
+    await store.get(f"oci:{tmp_path}/layout")
+    assert [path.name for path in partial.iterdir()] == ["new.build"]
+
+
+async def test_what_is_kept_beside_files_counts(tmp_path: Path):
+    write_layout(tmp_path / "layout", image([layer(member("a")) + os.urandom(2 << 20)]))
+    store = ImageStore(tmp_path / "store")
+    await store.get(f"oci:{tmp_path}/layout")
+    assert store.disk_bytes() > 2 << 20
+
+
+async def test_a_registry_that_only_drips_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forge_rl.sandbox.images.registry._FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("forge_rl.sandbox.images.registry._SLOW_S", -1.0)
+    monkeypatch.setattr("forge_rl.sandbox.images.registry._MIN_BYTES_S", 1e30)
+    with registry() as server:
+        reference = server.add(image([layer(member("a"))]), "it:1")
+        with pytest.raises(ImageError, match=r"sent \d+ bytes of a layer in"):
+            await ImageStore(tmp_path / "store").get(reference)
+
+
+async def test_archives_that_harm_are_refused_by_name(tmp_path: Path):
+    store = ImageStore(tmp_path / "store")
+    with tarfile.open(tmp_path / "names.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("a" * 9000))
+    os.mkfifo(tmp_path / "pipe")
+    write_docker_archive(tmp_path / "tags.tar", [layer(member("a"))])
+    data = (tmp_path / "tags.tar").read_bytes()
+    (tmp_path / "tags.tar").write_bytes(data.replace(b'["it:latest"]', b"123          "))
+    for name, reason in (
+        ("names.tar", "has a name of 9000"),
+        ("pipe", "neither a file nor"),
+        ("tags.tar:x", "no image"),
+    ):
+        async with asyncio.timeout(60):
+            with pytest.raises(ImageError, match=reason):
+                await store.get(f"docker-archive:{tmp_path}/{name}")
+    labels: object = "x"
+    for _ in range(300):
+        labels = [labels]
+    write_layout(tmp_path / "deep", image([layer(member("a"))], {"Labels": labels}))
+    with pytest.raises(ImageError, match="nested more than"):
+        await store.get(f"oci:{tmp_path}/deep")
+
+
+async def test_a_record_that_was_cut_off_is_written_again(tmp_path: Path):
+    write_layout(tmp_path / "layout", image([layer(member("a"))]))
+    name = f"oci:{tmp_path}/layout"
+    await ImageStore(tmp_path / "store").get(name)
+    [record] = (tmp_path / "store/images").glob("*.json")
+    record.write_bytes(b"")  # as after a power cut
+    store = ImageStore(tmp_path / "store")
+    assert store.images() == []
+    await store.get(name)
+    assert [listed.references for listed in store.images()] == [[name]]
+
+
+async def test_a_tag_that_has_moved_is_looked_up_again_once_its_layers_are_gone(tmp_path: Path):
+    old, new = image([layer(member("a"))]), image([layer(member("b"))])
+    with registry() as server:
+        reference, store = server.add(old, "it:1"), ImageStore(tmp_path / "store")
+        assert (await store.get(reference)).digest == old.manifest
+        server.add(new, "it:1")
+        del server.blobs[old.layers[0]]
+        await store.prune()
+        with pytest.raises(ImageError, match="does not exist"):
+            await store.get(reference)
+        assert (await store.get(reference)).digest == new.manifest
