@@ -227,4 +227,5 @@ def test_layouts_of_two_ranks_train_several_adapters_as_one_process_does(base: P
             worst = max(
                 float((saved[key] - values).abs().max() / values.abs().max()) for key, values in expected.items()
             )
-            assert worst < 1e-9, (name, LAYOUTS[index], worst)
+            # What is saved is rounded to float32, at times to its next number.
+            assert worst < 2.5e-7, (name, LAYOUTS[index], worst)
