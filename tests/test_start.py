@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +46,7 @@ class Handle:
     description = ""
     leaves = replicas = 1
     non_finite = NonFiniteTokens()
+    failed_kernels: Mapping[str, str] = {"norms": "it deviates"}
 
     def __init__(self, name: str, stopped: list[str]) -> None:
         self.name = name
@@ -124,6 +126,7 @@ def test_an_open_run_is_complete_and_its_close_stops_everything_once(
         line.run(run.close())
     assert sorted(stopped) == sorted(NAMES)
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "stopped"
+    assert "without its GPU kernel 'norms', more slowly: it deviates" in events(tmp_path)
 
 
 def test_bad_task_files_are_refused_before_anything_starts(
