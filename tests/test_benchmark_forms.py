@@ -65,10 +65,6 @@ SAME = {"chaos_process", "chaos_strict"}
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
-    "container_sessions": {
-        *("start_pN_ms", "sessions_N_s", "commands_per_s", "diff_N_files_ms", "bubblewrap_command_ms"),
-        *("mib_a_session", "mib_a_session_after_commands"),
-    },
     "containers": {
         *(f"musl_{name}" for name in ("pull_s", "tar_s", "pull_over_limit", "pull_cpu_over_limit", "disk_over_layers")),
         *("pull_over_limit", "disk_over_layers"),
