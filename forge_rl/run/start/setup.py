@@ -109,14 +109,14 @@ class RunSetup:
         taught = [name for name in self.loss.columns if name in TEACHER_COLUMNS]
         if taught and self.teachers is None:
             raise ConfigError(
-                f"--loss has one that learns from a teacher's tokens ({', '.join(taught)}), as distill does, and the run "
-                "has no teachers",
+                f"--loss has one that learns from a teacher's tokens ({', '.join(taught)}), as distill does, "
+                "and the run has no teachers",
                 hint="train with python -m recipes.distill --teachers.models MODEL, or choose another --loss",
             )
         if self.examples is None and "values" in self.loss.needs:
             raise ConfigError(
                 f"--loss {type(self.loss).__name__} trains a value model, which generates no episodes",
-                hint="choose a loss of a policy, such as --loss clipped; python -m recipes.ppo trains a critic beside it",
+                hint="choose a loss of a policy, such as --loss clipped; recipes.ppo trains a critic beside it",
             )
 
     @property
