@@ -1,7 +1,15 @@
 """The compiled loops, against Python's integers and torch's cast, at any alignment."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forge_rl.weights.kernels import cast_rows, copy_rows, fingerprint_rows
 from tests.test_fingerprints import formula
@@ -75,3 +83,86 @@ def test_no_rows_do_nothing():
     assert copy_rows(target.numpy(), 8, source, 8, 0, 8, 0, 0) == 0
     assert copy_rows(target.numpy(), 8, source, 8, 3, 0, 0, 0) == 0
     assert (target == 0).all()
+
+
+@given(
+    words=st.integers(0, 300),
+    rows=st.integers(1, 3),
+    pads=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    shifts=st.tuples(st.integers(0, 7), st.integers(0, 7)),
+    first=st.integers(0, 1 << 40),
+    first_step=st.integers(0, 1 << 34),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_lines_and_the_words_around_them_make_one_fingerprint(words, rows, pads, shifts, first, first_step, seed):
+    source_step, target_step = words + pads[0], words + pads[1]
+    source, target = memory(rows * source_step, shifts[0]), memory(rows * target_step + 8, shifts[1])
+    source.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(seed))
+    wanted = [source[row * source_step :][:words] for row in range(rows)]
+    sums = 0
+    for row, row_words in enumerate(wanted):
+        sums += formula({first + row * first_step + item: word for item, word in enumerate(row_words.tolist())})
+    where = rows, words, first, first_step
+    assert fingerprint_rows(source.numpy(), source_step, *where) == sums % (1 << 64)
+    assert copy_rows(target.numpy(), target_step, source.numpy(), source_step, *where) == sums % (1 << 64)
+    for row in range(rows):
+        assert torch.equal(target[row * target_step :][:words], wanted[row])
+        assert (target[row * target_step + words : (row + 1) * target_step] == 0).all()
+    assert (target[rows * target_step :] == 0).all()
+
+
+@given(
+    words=st.integers(0, 100),
+    pads=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    shifts=st.tuples(st.integers(0, 15), st.integers(0, 7)),
+    first=st.integers(0, 1 << 40),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=100, deadline=None)
+def test_floats_at_any_address_are_cast_and_fingerprinted(words, pads, shifts, first, seed):
+    source_step, target_step = 4 * words + pads[0], words + pads[1]
+    source = memory(source_step + 16, 0).view(torch.int32)[shifts[0] :][: 2 * source_step]
+    source.random_(-(1 << 31), 1 << 31, generator=torch.Generator().manual_seed(seed))
+    target = memory(2 * target_step + 8, shifts[1])
+    found = cast_rows(target.numpy(), target_step, source.numpy(), source_step, 2, words, first, 12345)
+    total = 0
+    for row in range(2):
+        written = target[row * target_step :][:words]
+        floats = source[row * source_step :][: 4 * words].view(torch.float32)
+        assert torch.equal(written.view(torch.bfloat16).isnan(), floats.isnan())
+        numbers = ~floats.isnan()
+        assert torch.equal(written.view(torch.int16)[numbers], floats.bfloat16().view(torch.int16)[numbers])
+        total += formula({first + row * 12345 + item: word for item, word in enumerate(written.tolist())})
+        assert (target[row * target_step + words : (row + 1) * target_step] == 0).all()
+    assert found == total % (1 << 64)
+
+
+def test_words_at_an_odd_address_are_copied_one_by_one():
+    memories = [np.zeros(8 * 100 + 1, np.uint8)[1:].view(np.int64) for _ in range(2)]
+    source, target = memories
+    source[:] = np.arange(-50, 50) * 0x123456789ABCDE
+    assert copy_rows(target, 100, source, 100, 1, 100, FIRST, 0) == expected([source.tolist()])
+    assert (target == source).all()
+
+
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_processors_without_avx_512_write_and_add_up_the_same(processor: str, tmp_path: Path):
+    program = """
+import numpy as np
+from forge_rl.weights.kernels import cast_rows, copy_rows
+words, floats = np.arange(500) * 0x123456789ABCDE, np.arange(2000, dtype=np.int32) * 0x12345
+target = np.zeros(500, np.int64)
+results = [copy_rows(target, 0, words, 0, 1, 500, 7, 0)]
+assert (target == words).all()
+results += [cast_rows(target, 0, floats, 0, 1, 500, 7, 0), *target]
+print(*map(int, results))
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ""}
+    output = subprocess.check_output([sys.executable, "-c", program], text=True, env=environment)
+    copied, cast, *written = map(int, output.split())
+    words, floats = np.arange(500) * 0x123456789ABCDE, np.arange(2000, dtype=np.int32) * 0x12345
+    expected_written = torch.from_numpy(floats).view(torch.float32).bfloat16().view(torch.int64).tolist()
+    assert written == expected_written
+    assert copied == formula({7 + item: word for item, word in enumerate(words.tolist())})
+    assert cast == formula({7 + item: word for item, word in enumerate(written)})

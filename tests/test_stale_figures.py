@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools import figures
-from tools.stale_figures import DEPENDENCIES, benchmark_path, stale
+from tools.stale_figures import DEPENDENCIES, benchmark_path, code, stale
 
 
 def test_every_figure_depends_on_files_that_exist() -> None:
@@ -32,7 +32,7 @@ def test_a_figure_is_stale_after_a_change_of_its_paths_only(
     def change(name: str) -> str:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(path.read_text() + "more\n" if path.exists() else "\n")
+        path.write_text(path.read_text() + "total += 1\n" if path.exists() else f"{path.stem} = total = 0\n")
         git("add", name)
         git("commit", "-qm", f"change of {name}")
         return git("rev-parse", "HEAD")
@@ -48,12 +48,30 @@ def test_a_figure_is_stale_after_a_change_of_its_paths_only(
     assert figures.main(figures.Config(stale=True)) == 0
     measured(f"{first} with uncommitted changes")
     assert list(stale(tmp_path)) == [f"sandbox: measured at {first[:8]} with uncommitted changes"]
+    git("mv", "forge_rl/sandbox/pool.py", "forge_rl/sandbox/pools.py")
+    git("commit", "-qm", "a file moves")
+    measured(first)
+    assert list(stale(tmp_path)) == []
     second = change("benchmarks/sandbox.py")
     assert figures.main(figures.Config(stale=True)) == 1
-    assert f"sandbox: commits since {first[:8]}: 1; the last: " in capsys.readouterr().out
-    change("forge_rl/sandbox/pool.py")
+    assert f"sandbox: other code since {first[:8]}: benchmarks/sandbox.py; the last" in capsys.readouterr().out
+    change("forge_rl/sandbox/pools.py")
     measured(second)
     [line] = stale(tmp_path)
-    assert line.endswith("the last: " + git("log", "-1", "--format=%h %s"))
+    assert line.endswith("the last commit: " + git("log", "-1", "--format=%h %s"))
     measured("0" * 40)  # as in a shallow clone
     assert list(stale(tmp_path)) == [f"sandbox: its commit {'0' * 40} is not in this clone's history"]
+
+
+def test_prose_and_names_of_local_variables_are_no_code() -> None:
+    before = 'LIMIT = 3\n\ndef double(value):\n    """Old."""\n    found = value * 2\n    return found\n'
+    after = "LIMIT = 3  # why\n\ndef double(value: int) -> int:\n    product = value * 2\n    return product\n"
+    assert code(before) == code(after)
+    for old, new in (("LIMIT = 3", "LIMIT = 4"), ("* 2", "* 3"), ("return product", "return value"), ("LIMIT", "LOW")):
+        assert code(after.replace(old, new)) != code(before)
+    swapped = "def f(x):\n    a, b = x\n    return a - b\n"
+    assert (
+        code(swapped)
+        == code(swapped.replace("a,", "low,").replace("a -", "low -"))
+        != code(swapped.replace("a - b", "b - a"))
+    )

@@ -18,6 +18,8 @@ from forge_rl.runtime.supervision import Restart
 
 POLICY = "policy"
 """Name of the teacher that is the policy itself, on its own engines."""
+TEACHER_COLUMNS = ("teacher", "top_ids", "top_teacher")
+"""Columns of a loss that hold a teacher's scores; see `teachers.TeacherScores.columns`."""
 
 TeacherTexts: TypeAlias = Annotated[
     tuple[str, ...],

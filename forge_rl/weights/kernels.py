@@ -1,7 +1,8 @@
 """Compiled CPU loops that copy, cast and fingerprint rows of words in one pass, at memory speed.
 
 Numba compiles them at first use and caches the result on disk. Rows are in a one-dimensional array with a stride of
-`step` items; LLVM vectorises the plain stride-1 loops over each.
+`step` items. Whole cache lines of words of 8 bytes are left to line_loops.py; LLVM vectorises the plain loops here over
+the rest, and over smaller words.
 """
 
 from __future__ import annotations
@@ -10,22 +11,27 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-KEY_LOW, KEY_HIGH, KEY_SHIFT = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0x27D4EB2F)
-"""a, b and c of a fingerprint; see fingerprints.py."""
+from forge_rl.weights.line_loops import (
+    KEY_HIGH,
+    KEY_LOW,
+    KEY_SHIFT,
+    TURN_WORDS,
+    cast_lines,
+    copy_lines,
+    fingerprint_lines,
+)
 
 Words = np.ndarray[tuple[int], np.dtype[Any]]
 
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_CAST_WORDS = 4096  # stay in the L1 cache between cast and fingerprint
-_COPY_WORDS = 128  # few, so that reading from memory and writing to it overlap
 
 
 @numba.njit(nogil=True, cache=True)
 def _fingerprint(words: Words, first: int) -> np.uint64:
+    """Fingerprint words of any size one after the other."""
     total = np.uint64(0)
     low, high = np.uint64(first) * KEY_LOW, np.uint64(first) * KEY_HIGH + KEY_SHIFT
     for item in range(words.size):
@@ -34,6 +40,18 @@ def _fingerprint(words: Words, first: int) -> np.uint64:
         low += KEY_LOW
         high += KEY_HIGH
     return total
+
+
+@numba.njit(nogil=True, cache=True)
+def _lines(address: np.uint64, words: int) -> tuple[int, int]:
+    """Return the words before the first whole cache line, and those of the whole turns after it.
+
+    Without a word that begins a line, all of them come before.
+    """
+    if address % np.uint64(8):
+        return words, 0
+    before = min(words, int((np.uint64(0) - address) % np.uint64(64) // np.uint64(8)))
+    return before, (words - before) // TURN_WORDS * TURN_WORDS
 
 
 @numba.njit(nogil=True, cache=True)
@@ -50,37 +68,41 @@ def fingerprint_rows(source: Words, step: int, rows: int, words: int, first: int
     """
     total = np.uint64(0)
     for row in range(rows):
-        total += _fingerprint(source[row * step : row * step + words], first + row * first_step)
+        values, index = source[row * step : row * step + words], first + row * first_step
+        count = words // TURN_WORDS * TURN_WORDS if values.itemsize == 8 else 0
+        if count:
+            total += fingerprint_lines(np.uint64(0), np.uint64(values.ctypes.data), np.uint64(count), np.uint64(index))
+        total += _fingerprint(values[count:], index + count)
     return total
 
 
 @intrinsic
-def _store_line(typing: Any, target: Any, source: Any) -> Any:
-    """Copy a cache line of 8 words by a store that bypasses the cache, to an address aligned to 64.
-
-    Like memcpy for large copies, this avoids reading the target's cache line first. Plain numba cannot express it: its
-    loops took 1.2 times as long to copy and fingerprint 256 MiB on two threads, 1.4 times on one.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        line = ir.VectorType(ir.IntType(64), 8).as_pointer()
-        target_pointer, source_pointer = (builder.inttoptr(address, line) for address in arguments)
-        stored = builder.store(builder.load(source_pointer, align=8), target_pointer, align=64)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), generate
-
-
-@intrinsic
 def _fence(typing: Any) -> Any:
-    """Complete all stores by `_store_line`, which are weakly ordered."""
+    """Complete all stores past the cache, which are weakly ordered."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_words(target: Words, source: Words, first: int) -> np.uint64:
+    for item in range(source.size):
+        target[item] = source[item]
+    return _fingerprint(source, first)
+
+
+@numba.njit(nogil=True, cache=True)
+def _cast_words(target: Words, source: Words, first: int) -> np.uint64:
+    floats, halves = source.view(np.uint32), target.view(np.uint16)
+    for item in range(floats.size):
+        bits = floats[item]
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        halves[item] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
+    return _fingerprint(target, first)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -93,20 +115,17 @@ def copy_rows(
         source_row = source[row * step : row * step + words]
         target_row = target[row * target_step : row * target_step + words]
         index = first + row * first_step
-        num_streamed, target_address, source_address = (
-            0,
-            np.uint64(target_row.ctypes.data),
-            np.uint64(source_row.ctypes.data),
-        )
-        if target_row.itemsize == 8 and target_address % 64 == 0:
-            num_streamed = words // _COPY_WORDS * _COPY_WORDS
-        for start in range(0, num_streamed, _COPY_WORDS):
-            total += _fingerprint(source_row[start : start + _COPY_WORDS], index + start)
-            for line in range(8 * start, 8 * (start + _COPY_WORDS), 64):
-                _store_line(target_address + np.uint64(line), source_address + np.uint64(line))
-        for item in range(num_streamed, words):
-            target_row[item] = source_row[item]
-        total += _fingerprint(source_row[num_streamed:], index + num_streamed)
+        before, count = _lines(np.uint64(target_row.ctypes.data), words) if target_row.itemsize == 8 else (words, 0)
+        if count:
+            total += copy_lines(
+                np.uint64(target_row[before:].ctypes.data),
+                np.uint64(source_row[before:].ctypes.data),
+                np.uint64(count),
+                np.uint64(index + before),
+            )
+        total += _copy_words(target_row[:before], source_row[:before], index)
+        after = before + count
+        total += _copy_words(target_row[after:], source_row[after:], index + after)
     _fence()
     return total
 
@@ -121,15 +140,19 @@ def cast_rows(
     """
     total = np.uint64(0)
     for row in range(rows):
-        for start in range(0, words, _CAST_WORDS):
-            count = min(_CAST_WORDS, words - start)
-            source_block = source[row * step + 4 * start : row * step + 4 * (start + count)].view(np.uint32)
-            target_block = target[row * target_step + start : row * target_step + start + count]
-            halves = target_block.view(np.uint16)
-            for item in range(4 * count):
-                bits = source_block[item]
-                rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-                nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-                halves[item] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
-            total += _fingerprint(target_block, first + row * first_step + start)
+        source_row = source[row * step : row * step + 4 * words]
+        target_row = target[row * target_step : row * target_step + words]
+        index = first + row * first_step
+        before, count = _lines(np.uint64(target_row.ctypes.data), words)
+        if count:
+            total += cast_lines(
+                np.uint64(target_row[before:].ctypes.data),
+                np.uint64(source_row[4 * before :].ctypes.data),
+                np.uint64(count),
+                np.uint64(index + before),
+            )
+        total += _cast_words(target_row[:before], source_row[: 4 * before], index)
+        after = before + count
+        total += _cast_words(target_row[after:], source_row[4 * after :], index + after)
+    _fence()
     return total

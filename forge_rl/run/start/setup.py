@@ -14,7 +14,7 @@ from forge_rl.rewards.peers import as_reward
 from forge_rl.rollout.agent_runner import Agent, AgentGateway
 from forge_rl.rollout.examples import ExampleFn
 from forge_rl.services.reward import RewardFunction, parts_of
-from forge_rl.services.teachers_config import TeachersConfig
+from forge_rl.services.teachers_config import TEACHER_COLUMNS, TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.types import Task
 
@@ -88,7 +88,11 @@ class Rollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """What a run trains on, with which loss and tasks; made by `start_rollouts`, `start_examples` and `start`."""
+    """What a run trains on, with which loss and tasks; made by `start_rollouts`, `start_examples` and `start`.
+
+    Raises:
+        ConfigError: the loss learns from something that the run does not have.
+    """
 
     loss: Loss
     """Determines whether the trainer keeps a frozen reference, or has a value model."""
@@ -100,6 +104,20 @@ class RunSetup:
     evaluation: Mapping[str, Sequence[Task]] | None = None
     """Sets of tasks to evaluate on, by name; None for the mixture's own."""
     critic: CriticConfig | None = None
+
+    def __post_init__(self) -> None:
+        taught = [name for name in self.loss.columns if name in TEACHER_COLUMNS]
+        if taught and self.teachers is None:
+            raise ConfigError(
+                f"--loss has one that learns from a teacher's tokens ({', '.join(taught)}), as distill does, "
+                "and the run has no teachers",
+                hint="train with python -m recipes.distill --teachers.models MODEL, or choose another --loss",
+            )
+        if self.examples is None and "values" in self.loss.needs:
+            raise ConfigError(
+                f"--loss {type(self.loss).__name__} trains a value model, which generates no episodes",
+                hint="choose a loss of a policy, such as --loss clipped; recipes.ppo trains a critic beside it",
+            )
 
     @property
     def teachers(self) -> TeachersConfig | None:
