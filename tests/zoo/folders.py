@@ -78,10 +78,12 @@ def _random_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _add_extras(checkpoint: Checkpoint, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
-    embedding, layers = state["model.embed_tokens.weight"], config["num_hidden_layers"]
+    embedding, layers = state.get("model.embed_tokens.weight"), config["num_hidden_layers"]
     for name in state:
         if name.endswith(ROUTER_BIASES):
             state[name] = torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1)) * 0.2
+        if name.endswith("layer_scalar"):
+            state[name] = torch.full_like(state[name], 0.75)
     if checkpoint.head != "as configured":
         state["lm_head.weight"] = embedding.clone()
     if checkpoint.head == "own":
