@@ -73,7 +73,7 @@ class Config(BenchmarkConfig):
     """Names of published checkpoints, as in tests/zoo; by default all without a native family, and one of each of
     these."""
     rows: Path | None = None
-    """Folder with what was measured of each model; those of this commit are not measured again."""
+    """Folder with what was measured of each model, which is not measured again: a row of another commit names it."""
     engines: bool = True
     """Load published versions into an engine of each model."""
     whole_runs: bool = True
@@ -130,12 +130,12 @@ def measure(config: Config, report: Report) -> None:
 
 
 def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
-    """Return a model's row if it was measured at this commit."""
+    """Return what was measured of a model, with the commit if it was another one; None if nothing was."""
     if path is None or not path.exists():
         return None
     measured = json.loads(path.read_text())
-    row: dict[str, object] | None = measured["row"] if measured["commit"] == commit else None
-    return row
+    row: dict[str, object] = measured["row"]
+    return row if measured["commit"] == commit else row | {"commit": measured["commit"]}
 
 
 def _compare(name: str, folder: Path) -> dict[str, object]:
