@@ -88,7 +88,8 @@ def _random_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _add_extras(checkpoint: Checkpoint, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
-    embedding, layers = state.get("model.embed_tokens.weight"), config["num_hidden_layers"]
+    embedding = next(state[name] for name in state if name.endswith(("embed_tokens.weight", "embeddings.weight")))
+    layers = config["num_hidden_layers"]
     for name in state:
         if name.endswith(ROUTER_BIASES):
             state[name] = torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1)) * 0.2
