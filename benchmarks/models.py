@@ -19,6 +19,11 @@ For each published checkpoint, a small random model with the quirks of its folde
 
     python -m benchmarks.models --rows rows --models google/gemma-3-1b-it
     python -m benchmarks.models --rows rows --json out.json
+
+`--native` measures the same models in native code and in transformers', in alternation, and nothing else: updates of
+whole rows in float32, and for each family the factor of seconds an update.
+
+    python -m benchmarks.models --native --json out.json
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +44,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import init_distributed
 
@@ -73,13 +79,17 @@ class Config(BenchmarkConfig):
     """Names of published checkpoints, as in tests/zoo; by default all without a native family, and one of each of
     these."""
     rows: Path | None = None
-    """Folder with what was measured of each model; those of this commit are not measured again."""
+    """Folder with what was measured of each model, which is not measured again: a row of another commit names it."""
     engines: bool = True
     """Load published versions into an engine of each model."""
     whole_runs: bool = True
     """Do a whole run of each model."""
     timeout_s: int = 900
     """Seconds that an engine or a run may take."""
+    native: bool = False
+    """Measure native families against transformers' code of them instead."""
+    repeats: int = LEAST_REPEATS
+    """Updates of each, after one that is not measured."""
 
     def __post_init__(self) -> None:
         from tests.zoo.checkpoints import CHECKPOINTS
@@ -87,12 +97,17 @@ class Config(BenchmarkConfig):
 
         if unknown := set(self.models) - (CHECKPOINTS | GENERAL).keys():
             raise BenchmarkError(f"there is no model {min(unknown)!r}", hint="see tests/zoo for the names")
+        if self.repeats < LEAST_REPEATS:
+            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
         if self.timeout_s < 1:
             raise BenchmarkError(f"--timeout-s is {self.timeout_s}", hint="set it to 1 or more")
 
 
 def measure(config: Config, report: Report) -> None:
     """Try each model, and print a table."""
+    if config.native:
+        compare_with_native(config.repeats, report)
+        return
     names = config.models or default_models()
     paths = {name: config.rows and config.rows / (re.sub(r"\W+", "-", name) + ".json") for name in names}
     rows = {name: row for name in names if (row := _measured(paths[name], report.commit))}
@@ -129,13 +144,51 @@ def measure(config: Config, report: Report) -> None:
     Console(highlight=False).print(_table(report))
 
 
+def compare_with_native(repeats: int, report: Report) -> None:
+    """Train models of three families in native code and in transformers', by turns, in float32."""
+    from forge_rl.engines.optimizer import OptimizerConfig
+    from forge_rl.engines.protocol import Modelling, TrainSettings
+    from forge_rl.engines.titan.train import TitanEngine
+    from tests.fakes import make_model, packed, random_batch, train_batch
+
+    codes: tuple[Modelling, ...] = ("native", "transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 2048}
+    batch = packed(random_batch(1, vocab=43, groups=8, group_size=4, turns=6), seq_len=512)
+    init_distributed(0, 1, "127.0.0.1", 0)
+    try:
+        for family in ("llama", "qwen3", "qwen3_moe"):
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch)
+                make_model(folder, family, num_attention_heads=4, num_key_value_heads=2, **sizes)
+                optimizer = OptimizerConfig(lr=1e-4)
+                engines = {
+                    code: TitanEngine(
+                        folder, TrainSettings(dtype="float32", seq_len=512, modelling=code, optimizer=optimizer)
+                    )
+                    for code in codes
+                }
+                seconds: dict[str, list[float]] = {code: [] for code in codes}
+                for repeat in range(repeats + 1):
+                    for code in codes if repeat % 2 else codes[::-1]:
+                        start = time.perf_counter()
+                        train_batch(engines[code], batch)
+                        seconds[code].append(time.perf_counter() - start)
+                        is_warmup = repeat == 0
+                        row = {"family": family, "modelling": code, "seconds": seconds[code][-1], "warmup": is_warmup}
+                        report.rows.append(row)
+            measured = {code: report.measure(f"seconds_{code}_{family}", seconds[code][1:]) for code in codes}
+            report.results[f"factor_{family}"] = measured["transformers"] / measured["native"]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
-    """Return a model's row if it was measured at this commit."""
+    """Return what was measured of a model, with the commit if it was another one; None if nothing was."""
     if path is None or not path.exists():
         return None
     measured = json.loads(path.read_text())
-    row: dict[str, object] | None = measured["row"] if measured["commit"] == commit else None
-    return row
+    row: dict[str, object] = measured["row"]
+    return row if measured["commit"] == commit else row | {"commit": measured["commit"][:8]}
 
 
 def _compare(name: str, folder: Path) -> dict[str, object]:

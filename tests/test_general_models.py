@@ -141,8 +141,7 @@ def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
         ({"model_type": "mistral", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"model_type": "mistral", "num_attention_heads": "four"}, "mistral|num_attention_heads"),
         ({"model_type": "bloom"}, "bloom"),
-        ({"model_type": "llama4_text"}, "attn_temperature_tuning"),
-        ({"model_type": "gemma4_text"}, "heads of different sizes"),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "is not a decoder"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, message: str, tmp_path: Path):

@@ -24,7 +24,7 @@ from recipes.grpo import Config
 from tests.plain_trainer import in_float64, logits_of
 from tests.test_titan_model import engine_of, titan_logits
 from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, REFUSED
-from tests.zoo.folders import SIZES, write
+from tests.zoo.folders import SIZES, transformers_config, write
 from tests.zoo.general import GENERAL, UNSERVED
 from tests.zoo.trained import prepare, stored
 
@@ -43,7 +43,9 @@ def test_a_published_folder_is_read_as_transformers_does(name: str, tmp_path: Pa
     assert not check_weights(folder, architecture)
     titan = engine_of(folder, 150).model
     token_ids = torch.randint(0, architecture.vocab, (150,), generator=torch.Generator().manual_seed(1))
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, config=transformers_config(folder), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         expected = logits_of(in_float64(reference, titan), token_ids)
     assert expected.std() > 0.2, "the model must tell tokens apart for this to be a test"

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,7 @@ class Tokenizer:
         self._completion = f"COMPLETION-{secrets.token_hex(8)}"
         try:
             self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
+                folder, config=_config_of(folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # third-party files can be malformed in any way
             cause = (str(error).splitlines() or [type(error).__name__])[0]
@@ -424,3 +424,15 @@ class Tokenizer:
             return None
         settings = json.loads(path.read_text())
         return settings.get(key, settings.get("text_config", {}).get(key))
+
+
+def _config_of(folder: Path) -> Any:
+    """Return an empty config for a model of a type that transformers does not know, such as Kimi K2, else None.
+
+    transformers would read config.json to choose a tokenizer's class, and fail at what such a model adds to it.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    path = folder / "config.json"
+    model_type = json.loads(path.read_text()).get("model_type") if path.exists() else None
+    return PreTrainedConfig() if isinstance(model_type, str) and model_type not in CONFIG_MAPPING else None

@@ -268,6 +268,29 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         quantized="fp8",
         stops=DEEPSEEK_STOPS,
     ),
+    "moonshotai/Kimi-K2-Instruct, with a tokenizer.json": Checkpoint(
+        family="deepseek_v3",
+        config={
+            "model_type": "kimi_k2",
+            "n_group": 1,
+            "rope_scaling": {
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+                "type": "yarn",
+            },
+            "rope_theta": 50000.0,
+            "routed_scaling_factor": 2.827,
+            "topk_group": 1,
+        },
+        shards=4,
+        quantized="fp8",
+        stops=("<|im_end|>", "[EOS]"),
+        template="file",
+    ),
     "moonshotai/Moonlight-16B-A3B-Instruct": Checkpoint(
         family="deepseek_v3",
         config={

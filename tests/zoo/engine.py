@@ -22,6 +22,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings, Dtype
 from forge_rl.weights.transports.protocol import TensorBucket
 from tests.engine_conformance import publish
+from tests.zoo.folders import transformers_config
 
 IDS = [(number * 37 + 11) % 250 for number in range(48)]
 
@@ -110,7 +111,10 @@ def expected_logprobs(folder: Path, dtype: Dtype) -> Expected:
     by_dtype = {}
     for name in {"float32", dtype}:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=resolve_dtype(cast(Dtype, name)), attn_implementation="eager"
+            folder,
+            config=transformers_config(folder),
+            dtype=resolve_dtype(cast(Dtype, name)),
+            attn_implementation="eager",
         ).eval()
         with torch.no_grad():
             logprobs = model(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
@@ -129,7 +133,7 @@ def gap(measured: torch.Tensor, expected: Expected, dtype: Dtype) -> float:
 def dtype_of(folder: Path) -> Dtype:
     """vLLM's latent attention has no float32 on CPUs with AMX, and its Gated DeltaNet has none on any."""
     model_type = json.loads((folder / "model" / "config.json").read_text())["model_type"]
-    return "bfloat16" if model_type in ("deepseek_v3", "qwen3_next") else "float32"
+    return "bfloat16" if model_type in ("deepseek_v3", "kimi_k2", "qwen3_next") else "float32"
 
 
 def try_folder(folder: Path, expected: tuple[Expected, Expected]) -> dict[str, float]:

@@ -40,9 +40,9 @@ def write(name: str, folder: Path) -> Path:
     stops = [tokens[stop] for stop in checkpoint.stops]
     config: dict[str, Any] = {
         **SIZES,
+        "model_type": checkpoint.family,
         **(FAMILIES | GENERAL_FAMILIES)[checkpoint.family],
         **checkpoint.config,
-        "model_type": checkpoint.family,
         "vocab_size": len(tokens) + checkpoint.padding,
         "bos_token_id": 0,
         "eos_token_id": stops[-1],
@@ -60,11 +60,21 @@ def write(name: str, folder: Path) -> Path:
     return folder
 
 
+def transformers_config(folder: Path) -> Any:
+    """Load a folder's config as transformers has it, which knows Kimi K2 as a DeepSeek-V3."""
+    from transformers import AutoConfig
+
+    values = json.loads((folder / "config.json").read_text())
+    if values["model_type"] != "kimi_k2":
+        return AutoConfig.from_pretrained(folder)
+    return AutoConfig.for_model(**{**values, "model_type": "deepseek_v3"})
+
+
 def _random_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Make weights large enough to tell tokens apart, in the files' dtype, under the names that transformers saves."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    config = transformers_config(folder)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
@@ -78,10 +88,13 @@ def _random_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _add_extras(checkpoint: Checkpoint, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
-    embedding, layers = state["model.embed_tokens.weight"], config["num_hidden_layers"]
+    embedding = next(state[name] for name in state if name.endswith(("embed_tokens.weight", "embeddings.weight")))
+    layers = config["num_hidden_layers"]
     for name in state:
         if name.endswith(ROUTER_BIASES):
             state[name] = torch.randn(state[name].shape, generator=torch.Generator().manual_seed(1)) * 0.2
+        if name.endswith("layer_scalar"):
+            state[name] = torch.full_like(state[name], 0.75)
     if checkpoint.head != "as configured":
         state["lm_head.weight"] = embedding.clone()
     if checkpoint.head == "own":

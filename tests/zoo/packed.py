@@ -18,6 +18,7 @@ from forge_rl.packing.rows import Row
 from tests.dense_masks import dense_mask
 from tests.fakes import packed, random_batch
 from tests.plain_trainer import InFloat64, share_angles
+from tests.zoo.folders import transformers_config
 
 VOCABULARY = 250
 """Tokens that batches draw from; the folders of the zoo have more."""
@@ -55,11 +56,12 @@ def compare(engine: TitanEngine, folder: Path, rows: tuple[Row, ...]) -> Deviati
 
     model: Any = engine.model
     window = engine.architecture.window
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, config=transformers_config(folder), dtype=torch.float64, attn_implementation="eager"
+    ).eval()
     for parameter in reference.parameters():  # routers that ask for float32
         parameter.data = parameter.double()
-    if hasattr(reference.config, "num_experts_per_tok"):
-        reference.set_experts_implementation("eager")  # torch's product of groups has no float64
+    reference.set_experts_implementation("eager")  # torch's product of groups has no float64
     if not engine.architecture.family.general:
         share_angles(reference, model)
     generator = torch.Generator().manual_seed(0)

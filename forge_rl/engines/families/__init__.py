@@ -5,13 +5,13 @@ build and shard its layers. It imports torchtitan inside functions, so that conf
 one, add a file and its name here.
 """
 
-from forge_rl.engines.families.deepseek_v3 import DEEPSEEK_V3
+from forge_rl.engines.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from forge_rl.engines.families.family import Family
 from forge_rl.engines.families.gpt_oss import GPT_OSS
 from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3)
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3, KIMI_K2)
 }
 """Families by the model_type of config.json."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from forge_rl.engines.families import llama, qwen
@@ -149,3 +150,5 @@ DEEPSEEK_V3 = Family(
     layer=layer,
     set_sharding=set_sharding,
 )
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+"""DeepSeek-V3 under another name, with all experts in one group."""

@@ -28,16 +28,27 @@ _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers whose masks `titan.general_attention` makes."""
 _RECURRENT_KINDS = ("linear_attention", "conv")
 """Kinds of layers whose state `titan.general_state` restarts."""
+_TOKEN_KINDS = ("mlp", "moe")
+"""Kinds of layers that see each token alone."""
 _MIXERS = ("linear_attn", "mamba", "conv", "mixer")
 """Names of the module with the state in transformers' layers of these kinds."""
 COMPARED = frozenset(
     (
         *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "diffllama", "ernie4_5"),
-        *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
+        *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe"),
         *("granite", "granitemoehybrid", "hunyuan_v1_dense", "hyperclovax", "jetmoe", "lfm2", "lfm2_moe"),
-        *("llama", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron"),
-        *("olmo", "olmo2", "olmo3", "phi3", "phimoe", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
-        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+        *("llama", "llama4_text", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat"),
+        *("nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "phi3", "phimoe", "qwen2_moe", "qwen3"),
+        *(
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_moe",
+            "qwen3_next",
+            "seed_oss",
+            "smollm3",
+            "stablelm",
+            "starcoder2",
+        ),
         "vaultgemma",
     )
 )
@@ -60,7 +71,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
     config = _load_config(path)
     _check_layers(path, config, _class_of(config))
     shapes = weight_shapes(path.parent)
-    heads = _whole(path, config, "num_attention_heads")
+    heads = _largest(config, "num_attention_heads")
     dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -85,8 +96,8 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         dim=dim,
         layers=layers,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or dim // heads,
+        kv_heads=_largest(config, "num_key_value_heads") or heads,
+        head_dim=_largest(config, "head_dim") or dim // heads,
         hidden_dim=_whole(path, config, "intermediate_size"),
         vocab=_whole(path, config, "vocab_size"),
         norm_eps=float(getattr(config, "rms_norm_eps", 1e-6) or 1e-6),
@@ -118,8 +129,8 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
     problem = ""
     if not isinstance(getattr(getattr(causal, "model", None), "layers", None), nn.ModuleList):
         problem = "has no model.layers"
-    elif causal.get_input_embeddings() is not getattr(causal.model, "embed_tokens", None):
-        problem = "has no model.embed_tokens"
+    elif not isinstance(causal.get_input_embeddings(), nn.Embedding):
+        problem = "has no embedding"
     elif not isinstance(head, nn.Linear) or head.bias is not None:
         problem = "has no lm_head without bias"
     else:
@@ -263,18 +274,14 @@ def _check_layers(path: Path, config: Any, model: Any) -> None:
     """Raise ModelError if a model has layers that cannot be trained on packed rows."""
     problem = ""
     kinds = getattr(config, "layer_types", None) or ()
-    if other_kinds := sorted({str(kind) for kind in kinds if kind not in _LAYER_KINDS + _RECURRENT_KINDS}):
+    if other_kinds := sorted(set(map(str, kinds)).difference(_LAYER_KINDS, _RECURRENT_KINDS, _TOKEN_KINDS)):
         problem = f"has layers of {', '.join(other_kinds)}, which might carry a state from one episode into the next"
     elif getattr(model, "_is_stateful", False) and not kinds:
         problem = "has recurrent layers, whose state would carry over from one episode into the next"
-    elif not _is_uniform(config):
-        problem = "has layers with heads of different sizes"
     elif not _has_interface(model):
         problem = "does without transformers' attention interface"
     elif getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         problem = "is not a decoder"
-    elif getattr(config, "attn_temperature_tuning", False):
-        problem = "scales scores by a token's place in the row (attn_temperature_tuning), instead of in its episode"
     elif "dynamic" in _rope_types(config):
         problem = "has RoPE of type 'dynamic', whose angles depend on the longest episode of a row"
     if problem:
@@ -293,14 +300,12 @@ def _has_interface(model: Any) -> bool:
     )
 
 
-def _is_uniform(config: Any) -> bool:
-    """Return whether all layers have heads of the same number and size; a config of others refuses to name them."""
+def _largest(config: Any, name: str) -> int | None:
+    """Return the largest value of a key among layers, which differ in Gemma 4: its config names no common one."""
     try:
-        for name in ("head_dim", "num_attention_heads", "num_key_value_heads"):
-            getattr(config, name, None)
+        return cast("int | None", getattr(config, name, None))
     except Exception:  # of a class of transformers that is no AttributeError
-        return False
-    return True
+        return max(int(getattr(config.per_layer_config[layer], name)) for layer in range(config.num_hidden_layers))
 
 
 def recurrent_mixers(causal: Any) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.general import causal_model, recurrent_mixers
 from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
-from forge_rl.engines.titan.general_state import ROW, RowContext, restart_states
+from forge_rl.engines.titan.general_state import ROW, RowContext, restart_places, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies
 from forge_rl.packing.rows import Row
@@ -58,6 +58,7 @@ class GeneralModel(nn.Module):
         self.enable_weight_tying = architecture.tied and not values
         self.model: Any = causal.model
         restart_states(recurrent_mixers(causal), causal.config)
+        restart_places(causal)
         with torch.device("meta"):
             self.lm_head: Any = config(
                 in_features=architecture.dim, out_features=1 if values else architecture.vocab
@@ -169,6 +170,14 @@ class _StandIn(nn.Module):
         return self.output
 
 
+class _DecoderOutput(MoeModelOutputWithPast):
+    """Output of a decoder that has None for all that a model's own decoder may return besides hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _AroundHead:
     """A model's own code between its decoder and its head, and after the head.
 
@@ -200,7 +209,7 @@ class _AroundHead:
         return not torch.equal(self.logits(outputs), outputs)
 
     def _run(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._decoder.output = MoeModelOutputWithPast(last_hidden_state=hidden)
+        self._decoder.output = _DecoderOutput(last_hidden_state=hidden)
         tokens = torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device)
         logits: torch.Tensor = self._causal(input_ids=tokens, use_cache=False).logits
         self._decoder.output = self._head.output = None

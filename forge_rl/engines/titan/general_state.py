@@ -1,5 +1,5 @@
-"""Layers with a state (linear attention, state spaces, short convolutions) over packed rows: the state restarts in each
-episode."""
+"""Layers over packed rows whose code counts tokens from the row's first one: a state (linear attention, state spaces,
+short convolutions) and scores scaled by place restart in each episode."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ class RowContext:
     """The row of a forward pass, and what layers derive from it."""
 
     row: Row
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """Each token's position in its episode less its index in the row, [L] int64."""
+        positions = self.row.positions
+        return positions - torch.arange(len(positions), device=positions.device)
 
     @cached_property
     def paths(self) -> list[tuple[torch.Tensor, int]]:
@@ -71,3 +77,34 @@ def _by_path(forward: Callable[..., Any], config: Any) -> Callable[..., torch.Te
         return torch.cat(outputs, dim=1)
 
     return run
+
+
+class _PlacesInEpisodes:
+    """Takes the place of a cache of keys in a layer that asks one for the number of tokens before the row's first."""
+
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self._offsets = offsets
+
+    def get_seq_length(self, layer: int = 0) -> torch.Tensor:
+        """Return what a layer adds to a token's index, to have its position."""
+        return self._offsets
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the row's keys and values: no earlier ones are kept."""
+        return keys, values
+
+
+def restart_places(causal: Any) -> None:
+    """Have attention that scales scores by a token's place in the row (Llama 4) use its place in the episode.
+
+    Args:
+        causal: transformers' model.
+    """
+
+    def with_places(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        context: RowContext = getattr(causal.config, ROW)
+        return args, {**kwargs, "past_key_values": _PlacesInEpisodes(context.offsets)}
+
+    for module in causal.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            module.register_forward_pre_hook(with_places, with_kwargs=True)
