@@ -186,6 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     registry: Registry
     protocol_version = "HTTP/1.1"
     wbufsize = 0
+    disable_nagle_algorithm = True  # else a client waits 40 ms for the body of an answer
 
     def log_message(self, *_: object) -> None:
         pass

@@ -331,6 +331,23 @@ def test_other_names_are_refused(text: str):
         parse_reference(text)
 
 
+def unpackers() -> list[bytes]:
+    text = "".join(path.read_text() for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"))
+    commands = [path.read_bytes() for pid in text.split() if (path := Path(f"/proc/{pid}/cmdline")).exists()]
+    return [command for command in commands if b"images.unpack" in command]
+
+
+async def test_processes_started_ahead_end_if_no_layer_needs_them(tmp_path: Path):
+    made = big()
+    with registry() as server:
+        reference = server.add(made, "it:1")
+        await ImageStore(tmp_path / "store").get(reference)
+        await ImageStore(tmp_path / "store").get(reference)  # another store looks the tag up, and needs no layer
+        with pytest.raises(ImageError):
+            await ImageStore(tmp_path / "store").get(f"{server.host}/none:1")
+    assert unpackers() == []
+
+
 async def test_many_who_want_a_layer_wait_for_one_download(tmp_path: Path):
     made = big()
     with registry() as server:
