@@ -204,6 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
             challenge = f'Bearer realm="{own.address}/token",service="here",scope="repository:x:pull"'
             self._answer(401, b"", {"www-authenticate": challenge})
             return
+        if path == "/v2/":
+            self._answer(200, b"{}")
+            return
         _, _, rest = path.partition("/v2/")
         if "/manifests/" in rest:
             repository, _, wanted = rest.partition("/manifests/")
