@@ -15,6 +15,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -23,6 +24,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.sandbox.images import ImageError, ImageStore, LayerPeers
 from forge_rl.sandbox.images.references import parse_reference
 from forge_rl.sandbox.images.unpack import OPAQUE
+from forge_rl.sandbox.images.unpacker import Unpacker
 from tests.images import (
     OCI_INDEX,
     OCI_MANIFEST,
@@ -329,6 +331,31 @@ def test_names_are_read_as_docker_does(text: str, registry: str, repository: str
 def test_other_names_are_refused(text: str):
     with pytest.raises(ImageError):
         parse_reference(text)
+
+
+async def test_a_killed_unpacking_begins_again_and_one_that_always_is_killed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made, kills = big(), [True]
+    unpack = Unpacker.unpack
+
+    def killed(self: Unpacker, *arguments: Any) -> Any:
+        if kills and (len(kills) > 1 or kills.pop()):
+            self._process.kill()
+        return unpack(self, *arguments)
+
+    monkeypatch.setattr(Unpacker, "unpack", killed)
+    with registry() as server:
+        reference = server.add(made, "it:1")
+        store = ImageStore(tmp_path / "store")
+        assert all(folder.is_dir() for folder in (await store.get(reference)).layers)
+        await store.prune()
+        kills += [True, True]
+        with pytest.raises(ImageError, match="is killed again and again"):
+            await store.get(reference)
+    await store.prune()
+    assert [*store._layers.layers.iterdir(), *store._layers.partial.iterdir()] == []
+    assert unpackers() == []
 
 
 def unpackers() -> list[bytes]:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import stat
 import threading
 import time
@@ -314,11 +315,15 @@ class LayerStore:
     def _unpack(self, work: LayerWork, place: BlobPlace, unpacker: Unpacker) -> None:
         diff_id = work.blob.diff_id
         folder = self.partial / _hex(diff_id)
-        remove(folder)  # of a process that was killed
         try:
-            (folder / FILES).mkdir(parents=True)
-            (folder / FILES).chmod(0o755)
             result = self._run(work, place, folder, unpacker)
+            if result is None:
+                with contextlib.closing(Unpacker()) as unpacker:
+                    result = self._run(work, place, folder, unpacker)
+            if result is None:
+                raise ImageError(
+                    f"the process that unpacks the layer {diff_id} is killed again and again", hint="free memory"
+                )
             if result.get("diff_id") != diff_id:
                 raise ImageError(f"the layer {diff_id} has other content, of digest {result.get('diff_id')}")
             write_whole(folder / _STATUS, json.dumps(result))
@@ -333,7 +338,11 @@ class LayerStore:
         (self.partial / f"{folder.name}{_PART}").unlink(missing_ok=True)
         work.tell(work.blob.size, is_unpacked=True)
 
-    def _run(self, work: LayerWork, place: BlobPlace, folder: Path, unpacker: Unpacker) -> dict[str, object]:
+    def _run(self, work: LayerWork, place: BlobPlace, folder: Path, unpacker: Unpacker) -> dict[str, object] | None:
+        """Unpack into a new folder; return what the process says of the layer, or None if it was killed."""
+        remove(folder)  # of a process that was killed
+        (folder / FILES).mkdir(parents=True)
+        (folder / FILES).chmod(0o755)
         arguments = {
             "start": place.start,
             "size": place.size,
@@ -341,6 +350,8 @@ class LayerStore:
             "limits": asdict(self._limits),
         }
         status, output, errors = unpacker.unpack(arguments, [place.fd, work.partial_fd], work.check_wanted)
+        if status == -signal.SIGKILL:
+            return None
         name = work.blob.digest or work.blob.diff_id
         if status or not output:
             text = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
