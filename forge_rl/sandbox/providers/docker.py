@@ -267,7 +267,7 @@ class DockerSession:
         name = answer.get("Id")
         if not (isinstance(name, str) and _ID.fullmatch(name)):
             raise SandboxError("Docker's answer names no command")
-        heard = _Streams(self.limits.output_bytes)
+        heard = _CommandOutput(self.limits.output_bytes)
         request = HttpRequest(
             method="POST", url=f"{_API}/exec/{name}/start", headers={}, body={"Detach": False, "Tty": False}
         )
@@ -364,7 +364,7 @@ class DockerSession:
 
 
 @dataclass(eq=False)
-class _Streams:
+class _CommandOutput:
     """What a command has printed so far: frames of 8 bytes (stream, three zeros, length) and content, cut to limits."""
 
     max_bytes: int
