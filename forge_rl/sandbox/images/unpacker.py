@@ -35,7 +35,7 @@ class Unpacker:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-s", "-S", "-c", _PROGRAM, _ROOT],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=handed_on(),
