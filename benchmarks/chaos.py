@@ -3,7 +3,9 @@
 python -m benchmarks.chaos --json out.json
 
 Each episode runs cells that depend on all cells before, in a durable session. Kills are spread evenly over the cells:
-of a fork server, of the process that keeps it, of one session, or of half of the sessions.
+of a fork server, of the process that keeps it, of one session, or of half of the sessions. With `--images`, sessions
+are of images, of which the store has room for a part, and every other kill is of a pull: its connection, the process
+that unpacks, or another process that pulls into the same store.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.chaos_images import ChaosImages, chaos_images
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.errors import check_flags
 from forge_rl.sandbox import DurableSessions, Limits, Pool, Result
@@ -47,9 +50,13 @@ class Config(BenchmarkConfig):
     """Seed of the kills."""
     profile: Profile = "standard"
     """Profile of the sessions; in `process`, each cell is a command line."""
+    images: int = 0
+    """Number of images of the sessions; 0 for none."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", minimum={"episodes": 1, "kills": 0, "at_once": 1, "cells": 1})
+        check_flags(self, "--", minimum={"episodes": 1, "kills": 0, "at_once": 1, "cells": 1, "images": 0})
+        if self.images and self.profile != "process":
+            raise BenchmarkError(f"sessions of {self.profile} have no image", hint="add --profile process")
 
 
 def measure(config: Config, report: Report) -> None:
@@ -66,7 +73,12 @@ def measure(config: Config, report: Report) -> None:
 
 async def play_under_chaos(config: Config) -> dict[str, float]:
     """Play episodes under kills; return how many ended right and came twice, and the leftovers of their sessions."""
-    before, rng = _mounts(), random.Random(config.seed)
+    with chaos_images(config.images, config.seed) as images:
+        return await _play(config, images)
+
+
+async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
+    before, rng = _mounts() | _shared_memory(), random.Random(config.seed)
     limits = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20)
     ended: Counter[int] = Counter()
     right: set[int] = set()
@@ -74,7 +86,10 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
     trees: set[str] = set()
     first_command, middle_command, last_command = _COMMANDS if config.profile == "process" else _CELLS
     began = time.perf_counter()
-    async with Pool(profile=config.profile, limits=limits, sessions=2 * config.at_once, servers=2, warm=2) as pool:
+    store = "" if images is None else str(images.folder)
+    async with Pool(
+        profile=config.profile, limits=limits, sessions=2 * config.at_once, servers=2, warm=2, images=store
+    ) as pool:
         sessions, numbers = DurableSessions(pool), iter(range(config.episodes))
         cells = kills = 0
 
@@ -84,12 +99,17 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
             while kills < config.kills and cells * config.kills >= (kills + 1) * config.episodes * config.cells * 0.98:
                 trees.update(host.tree for host in pool.hosts)
                 pids.update(pid for host in pool.hosts for pid in processes(host))
-                kill(pool, rng)
+                if images is not None and kills % 2:
+                    images.cut_a_pull(rng)
+                else:
+                    kill(pool, rng)
                 kills += 1
 
         async def play() -> None:
             for number in numbers:
-                async with sessions.open() as session:
+                async with contextlib.AsyncExitStack() as stack:
+                    image = None if images is None else await stack.enter_async_context(images.use(number))
+                    session = await stack.enter_async_context(sessions.open(image=image))
                     expected, is_right = number, True
                     await session.run(first_command.format(number))
                     for _ in range(config.cells - 1):
@@ -107,6 +127,11 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
                 group.create_task(play())
         trees.update(host.tree for host in pool.hosts)
         pids.update(pid for host in pool.hosts for pid in processes(host))
+    left = len((_mounts() | _shared_memory()) - before) + _left(trees, pids)
+    pulls = {}
+    if images is not None:
+        pulls = {"pulls_cut": float(images.cut), "registry_requests": float(images.server.requests.total())}
+        left += await images.left()
     return {
         "episodes": float(len(ended)),
         "right": float(len(right)),
@@ -114,7 +139,8 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
         "kills": float(kills),
         "rebuilt": float(sessions.counts["rebuilt"]),
         "cells_repeated": float(sessions.counts["repeated"]),
-        "left": float(len(_mounts() - before) + _left(trees, pids)),
+        **pulls,
+        "left": float(left),
         "seconds": time.perf_counter() - began,
     }
 
@@ -188,6 +214,10 @@ def _runs(pid: int) -> bool:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         return (state, parent) != ("Z", "1")
     return False
+
+
+def _shared_memory() -> set[str]:
+    return {str(path) for path in Path("/dev/shm").glob("forge*")}
 
 
 def _mounts() -> set[str]:

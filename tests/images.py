@@ -186,6 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     registry: Registry
     protocol_version = "HTTP/1.1"
     wbufsize = 0
+    disable_nagle_algorithm = True  # else a client waits 40 ms for the body of an answer
 
     def log_message(self, *_: object) -> None:
         pass
@@ -202,6 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
         if own.password and self.headers.get("authorization") != f"Bearer token-of-{own.password}":
             challenge = f'Bearer realm="{own.address}/token",service="here",scope="repository:x:pull"'
             self._answer(401, b"", {"www-authenticate": challenge})
+            return
+        if path == "/v2/":
+            self._answer(200, b"{}")
             return
         _, _, rest = path.partition("/v2/")
         if "/manifests/" in rest:

@@ -19,8 +19,7 @@ FORMS = {
     "answers": "--tasks 10 --datasets chain_sum",
     "chaos": "--episodes 8 --kills 2",
     "conformance": "--smoke",
-    "container_sessions": "--sessions 8 --images 2 --layers 3 --starts 8 --changed-files 10 --repeats 5",
-    "containers": "--images musl",
+    "containers": "--images musl --variants 2 --sessions 8 --starts 8 --changed-files 10 --podman-sessions 2",
     "data": "--gb 0.01 --tasks 1000",
     "demo": "--smoke --seeds 0",
     "engine_start": "--smoke",
@@ -66,8 +65,10 @@ COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
     "containers": {
-        *(f"musl_{name}" for name in ("pull_s", "tar_s", "pull_over_limit", "pull_cpu_over_limit", "disk_over_layers")),
-        *("pull_over_limit", "disk_over_layers"),
+        *(f"musl_{name}" for name in ("pull_s", "tar_s", "podman_s", "pull_over_limit")),
+        *("pull_over_limit", "pull_over_podman", "pull_N_images_s", "disk_over_layers", "bubblewrap_command_ms"),
+        *("podman_start_ms", "podman_sessions_N_s", "podman_mib_a_session", "start_pN_ms", "diff_N_files_ms"),
+        *("sessions_N_s", "mib_a_session", "mib_a_session_after_commands", "commands_per_s"),
     },
     "engine_start": {"import_s", "cold_s", "warm_s", "respawn_s", "warm_over_imports"},
     "front_end": {

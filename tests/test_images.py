@@ -15,6 +15,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -23,6 +24,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.sandbox.images import ImageError, ImageStore, LayerPeers
 from forge_rl.sandbox.images.references import parse_reference
 from forge_rl.sandbox.images.unpack import OPAQUE
+from forge_rl.sandbox.images.unpacker import Unpacker
 from tests.images import (
     OCI_INDEX,
     OCI_MANIFEST,
@@ -329,6 +331,48 @@ def test_names_are_read_as_docker_does(text: str, registry: str, repository: str
 def test_other_names_are_refused(text: str):
     with pytest.raises(ImageError):
         parse_reference(text)
+
+
+async def test_a_killed_unpacking_begins_again_and_one_that_always_is_killed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made, kills = big(), [True]
+    unpack = Unpacker.unpack
+
+    def killed(self: Unpacker, *arguments: Any) -> Any:
+        if kills and (len(kills) > 1 or kills.pop()):
+            self._process.kill()
+        return unpack(self, *arguments)
+
+    monkeypatch.setattr(Unpacker, "unpack", killed)
+    with registry() as server:
+        reference = server.add(made, "it:1")
+        store = ImageStore(tmp_path / "store")
+        assert all(folder.is_dir() for folder in (await store.get(reference)).layers)
+        await store.prune()
+        kills += [True, True]
+        with pytest.raises(ImageError, match="is killed again and again"):
+            await store.get(reference)
+    await store.prune()
+    assert [*store._layers.layers.iterdir(), *store._layers.partial.iterdir()] == []
+    assert unpackers() == []
+
+
+def unpackers() -> list[bytes]:
+    text = "".join(path.read_text() for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"))
+    commands = [path.read_bytes() for pid in text.split() if (path := Path(f"/proc/{pid}/cmdline")).exists()]
+    return [command for command in commands if b"images.unpack" in command]
+
+
+async def test_processes_started_ahead_end_if_no_layer_needs_them(tmp_path: Path):
+    made = big()
+    with registry() as server:
+        reference = server.add(made, "it:1")
+        await ImageStore(tmp_path / "store").get(reference)
+        await ImageStore(tmp_path / "store").get(reference)  # another store looks the tag up, and needs no layer
+        with pytest.raises(ImageError):
+            await ImageStore(tmp_path / "store").get(f"{server.host}/none:1")
+    assert unpackers() == []
 
 
 async def test_many_who_want_a_layer_wait_for_one_download(tmp_path: Path):

@@ -48,7 +48,6 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "speculation": ("forge_rl/engines/speculation.py", "forge_rl/engines/vllm"),
     "tools": ("forge_rl/envs", "forge_rl/sandbox", "forge_rl/system/result_cache.py"),
     "trees": ("forge_rl/packing", "forge_rl/engines/titan"),
-    "container_sessions": ("forge_rl/sandbox",),
     "update_cost": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/algorithms/logprobs.py"),
     "weights": ("forge_rl/weights", "forge_rl/services/weight_store.py"),
     "weights_model": ("forge_rl/weights", "forge_rl/services/weight_store.py", "forge_rl/engines/vllm/transfer.py"),

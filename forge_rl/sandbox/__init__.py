@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.pool import Pool as Pool
     from forge_rl.sandbox.protocol import SandboxPool as SandboxPool
     from forge_rl.sandbox.protocol import SandboxSession as SandboxSession
+    from forge_rl.sandbox.providers.docker import DockerPool as DockerPool
     from forge_rl.sandbox.providers.e2b import E2BPool as E2BPool
     from forge_rl.sandbox.providers.remote import RemotePool as RemotePool
     from forge_rl.sandbox.session import PoolSession as PoolSession
@@ -36,6 +37,7 @@ _NAMES: LazyNames[object] = LazyNames(
     {
         "CellError": "forge_rl.sandbox.limits:CellError",
         "Checkout": "forge_rl.sandbox.workspaces.repositories:Checkout",
+        "DockerPool": "forge_rl.sandbox.providers.docker:DockerPool",
         "DurableSession": "forge_rl.sandbox.durable:DurableSession",
         "DurableSessions": "forge_rl.sandbox.durable:DurableSessions",
         "E2BPool": "forge_rl.sandbox.providers.e2b:E2BPool",
@@ -57,6 +59,7 @@ _NAMES: LazyNames[object] = LazyNames(
 __all__ = [
     "CellError",
     "Checkout",
+    "DockerPool",
     "DurableSession",
     "DurableSessions",
     "E2BPool",

@@ -54,7 +54,7 @@ class SandboxSession(Protocol):
 
 
 class SandboxPool(Protocol):
-    """Opens sessions; `forge_rl.sandbox.Pool`, `RemotePool` and `E2BPool` do.
+    """Opens sessions; `forge_rl.sandbox.Pool`, `RemotePool`, `E2BPool` and `DockerPool` do.
 
     async def answer(pool: SandboxPool, code: str) -> str | None:
         async with pool.session() as session:

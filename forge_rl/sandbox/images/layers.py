@@ -7,9 +7,8 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,17 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from forge_rl.sandbox.images.image import ImageError
-from forge_rl.sandbox.images.layer_stream import ZSTD
 from forge_rl.sandbox.images.peers import LayerPeers
 from forge_rl.sandbox.images.sources import BlobPlace, ImageSource, LayerBlob
 from forge_rl.sandbox.images.unpack import FILES, LayerLimits
+from forge_rl.sandbox.images.unpacker import Unpacker
 from forge_rl.system.folders import write_whole
-from forge_rl.system.variables import handed_on
 
 _STATUS = "layer.json"
 _EVICTED, _PART = ".evicted-", ".part"
-_ROOT = str(Path(__file__).parents[3])
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from forge_rl.sandbox.images.unpack import main; main()"
 _CHECK_S = 0.05
 _SLACK = 1 << 20
 """Of compressed layers that are larger than uncompressed."""
@@ -97,6 +93,22 @@ class LayerStore:
             path.mkdir(exist_ok=True)
         self._guard = threading.Lock()
         self._holds: dict[str, _LayerHold] = {}
+        self._spare: Unpacker | None = None
+
+    def prepare(self) -> None:
+        """Start a process for a layer that may have to be unpacked; `dismiss` ends it if none had."""
+        with self._guard:
+            self._spare = self._spare or Unpacker()
+
+    def dismiss(self) -> None:
+        """End what `prepare` started, and no layer took."""
+        if (spare := self._taken_spare()) is not None:
+            spare.close()
+
+    def _taken_spare(self) -> Unpacker | None:
+        with self._guard:
+            spare, self._spare = self._spare, None
+        return spare
 
     def files(self, diff_id: str) -> Path:
         """Return a layer's lower folder."""
@@ -148,11 +160,13 @@ class LayerStore:
                 if self.hold(diff_id):
                     return
                 work.partial_fd = fd
-                # What a registry sent before is gone on from there.
-                place = None
-                if peers is not None and not os.fstat(fd).st_size:
-                    place = peers.fetch(blob, work, self._limits.max_bytes(blob.size))
-                self._unpack(work, place or source.fetch(blob, work))
+                unpacker = self._taken_spare() or Unpacker()
+                with contextlib.closing(unpacker):
+                    # What a registry sent before is gone on from there.
+                    place = None
+                    if peers is not None and not os.fstat(fd).st_size:
+                        place = peers.fetch(blob, work, self._limits.max_bytes(blob.size))
+                    self._unpack(work, place or source.fetch(blob, work), unpacker)
             try:
                 self.evict(self.max_bytes)
                 size = self.disk_bytes()
@@ -298,14 +312,18 @@ class LayerStore:
             finally:
                 os.close(fd)
 
-    def _unpack(self, work: LayerWork, place: BlobPlace) -> None:
+    def _unpack(self, work: LayerWork, place: BlobPlace, unpacker: Unpacker) -> None:
         diff_id = work.blob.diff_id
         folder = self.partial / _hex(diff_id)
-        remove(folder)  # of a process that was killed
         try:
-            (folder / FILES).mkdir(parents=True)
-            (folder / FILES).chmod(0o755)
-            result = self._run(work, place, folder)
+            result = self._run(work, place, folder, unpacker)
+            if result is None:
+                with contextlib.closing(Unpacker()) as unpacker:
+                    result = self._run(work, place, folder, unpacker)
+            if result is None:
+                raise ImageError(
+                    f"the process that unpacks the layer {diff_id} is killed again and again", hint="free memory"
+                )
             if result.get("diff_id") != diff_id:
                 raise ImageError(f"the layer {diff_id} has other content, of digest {result.get('diff_id')}")
             write_whole(folder / _STATUS, json.dumps(result))
@@ -320,40 +338,24 @@ class LayerStore:
         (self.partial / f"{folder.name}{_PART}").unlink(missing_ok=True)
         work.tell(work.blob.size, is_unpacked=True)
 
-    def _run(self, work: LayerWork, place: BlobPlace, folder: Path) -> dict[str, object]:
-        """Unpack in a process of its own, which has the lock too: it may outlive this one."""
+    def _run(self, work: LayerWork, place: BlobPlace, folder: Path, unpacker: Unpacker) -> dict[str, object] | None:
+        """Unpack into a new folder; return what the process says of the layer, or None if it was killed."""
+        remove(folder)  # of a process that was killed
+        (folder / FILES).mkdir(parents=True)
+        (folder / FILES).chmod(0o755)
         arguments = {
-            "fd": place.fd,
             "start": place.start,
             "size": place.size,
             "folder": str(folder),
             "limits": asdict(self._limits),
         }
-        # Only zstd needs an installed package; without those Python starts in a third of the time.
-        no_packages = [] if os.pread(place.fd, len(ZSTD), place.start) == ZSTD else ["-S"]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-s", *no_packages, "-c", _PROGRAM, _ROOT, json.dumps(arguments)],
-            pass_fds=sorted({place.fd, work.partial_fd}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=handed_on(),
-        )
-        try:
-            while True:
-                try:
-                    output, errors = process.communicate(timeout=_CHECK_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    work.check_wanted()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+        status, output, errors = unpacker.unpack(arguments, [place.fd, work.partial_fd], work.check_wanted)
+        if status == -signal.SIGKILL:
+            return None
         name = work.blob.digest or work.blob.diff_id
-        if process.returncode or not output:
+        if status or not output:
             text = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            raise ImageError(f"the layer {name} could not be unpacked ({process.returncode}): {text:.500}")
+            raise ImageError(f"the layer {name} could not be unpacked ({status}): {text:.500}")
         result: dict[str, object] = json.loads(output)
         if "refused" in result:
             raise ImageError(f"the layer {name} is refused: {result['refused']}", hint="build the image anew")

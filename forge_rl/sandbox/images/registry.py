@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -72,9 +73,15 @@ class RegistryAccess:
 
     @functools.cached_property
     def client(self) -> httpx.Client:
-        """Connections, made on first use, as certificates take 30 ms to load."""
+        """Connections, made on first use."""
         headers = {"accept-encoding": "identity", "user-agent": "forge-rl"}
-        return httpx.Client(timeout=_TIMEOUT, headers=headers)
+        return httpx.Client(timeout=_TIMEOUT, headers=headers, verify=_trusted_certificates())
+
+
+@functools.cache
+def _trusted_certificates() -> ssl.SSLContext:
+    """Return the certificates of a process, which take 40 ms to load."""
+    return httpx.create_ssl_context()
 
 
 class RegistrySource:

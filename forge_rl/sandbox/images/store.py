@@ -136,12 +136,15 @@ class ImageStore:
                 if isinstance(parsed, RegistryReference)
                 else LocalSource(parsed, self._layers.partial)
             )
-            if (content := self._known(reference, parsed)) is None:
-                content = await self._looked_up(_key(reference, parsed), source)
-            settings = settings_of(content.config, reference)
-            async with task_group() as group:
-                for blob in {blob.diff_id: blob for blob in content.layers}.values():
-                    group.create_task(self._hold_layer(blob, source, reference, holds))
+            try:
+                if (content := self._known(reference, parsed)) is None:
+                    content = await self._looked_up(_key(reference, parsed), source)
+                settings = settings_of(content.config, reference)
+                async with task_group() as group:
+                    for blob in {blob.diff_id: blob for blob in content.layers}.values():
+                        group.create_task(self._hold_layer(blob, source, reference, holds))
+            finally:
+                self._layers.dismiss()
             image = self._image(reference, content, settings)
             self._note(reference, parsed, content)
             yield image
@@ -262,14 +265,18 @@ class ImageStore:
     async def _looked_up(self, key: tuple[object, ...], source: ImageSource) -> ImageContent:
         """Find out what an image is made of; all who ask at the same time wait for one answer."""
         with self._guard:
-            if (future := self._lookups.get(key)) is None or future.done():
-                future = self._lookups[key] = self._lookup_threads.submit(source.content)
+            future = self._lookups.get(key)
+            if future is None or (future.done() and key not in self._contents):
+                future = self._lookups[key] = self._lookup_threads.submit(self._look_up, key, source)
         try:
-            content = await asyncio.shield(asyncio.wrap_future(future))
+            return await asyncio.shield(asyncio.wrap_future(future))
         finally:
             if future.done():
                 self._lookups.pop(key, None)
-        self._contents[key] = content
+
+    def _look_up(self, key: tuple[object, ...], source: ImageSource) -> ImageContent:
+        self._layers.prepare()
+        content = self._contents[key] = source.content()
         return content
 
     async def _hold_layer(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:

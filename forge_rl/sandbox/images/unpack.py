@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import resource
+import site
+import socket
 import stat
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -34,6 +35,7 @@ _MAX_MARK = 1 << 16
 _MAX_MEMORY = 8 << 30
 _PAGE = 4096
 _MAX_CHUNK = 1 << 20
+_MAX_ORDERS, _MAX_FDS = 1 << 16, 2
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -318,10 +320,18 @@ def _hashed(chunks: Iterator[bytes], digest: hashlib._Hash) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Unpack what the arguments, a JSON object, say, and print a JSON object: an UnpackedLayer, or an error."""
-    arguments = json.loads(sys.argv[-1])
-    fd, folder = arguments["fd"], arguments["folder"]
+    """Unpack what standard input, a socket, says, and print a JSON object: an UnpackedLayer, or an error.
+
+    It says a JSON object, and hands over the file with the layer, and others to keep open.
+    """
+    with socket.socket(fileno=0) as orders:
+        message, fds, *_ = socket.recv_fds(orders, _MAX_ORDERS, _MAX_FDS)
+    if not message:  # there was nothing to unpack
+        return
+    arguments = json.loads(message)
+    fd, folder = fds[0], arguments["folder"]
     if os.pread(fd, len(ZSTD), arguments["start"]) == ZSTD:
+        site.main()  # installed packages, without which Python starts in a third of the time
         import pyarrow  # noqa: F401  before its files are out of reach
     os.umask(0)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))

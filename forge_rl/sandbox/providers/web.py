@@ -37,6 +37,8 @@ class HttpRequest:
     params: Mapping[str, str] | None = None
     file: bytes | None = None
     """Sent as the only file of a form, instead of a body."""
+    content: bytes | None = None
+    """Sent as it is, instead of a body."""
 
 
 class WebClient:
@@ -45,13 +47,15 @@ class WebClient:
     Args:
         service: name of the service for errors.
         most_requests: connections at a time.
+        transport: instead of TCP.
     """
 
-    def __init__(self, service: str, *, most_requests: int) -> None:
+    def __init__(self, service: str, *, most_requests: int, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.service = service
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=most_requests, max_keepalive_connections=most_requests),
             follow_redirects=False,
+            transport=transport,
         )
 
     async def close(self) -> None:
@@ -89,6 +93,7 @@ class WebClient:
                     request.url,
                     headers={"accept-encoding": "identity", **request.headers},
                     json=request.body,
+                    content=request.content,
                     params=request.params,
                     files=None if request.file is None else {"file": ("file", request.file)},
                     timeout=timeout,
