@@ -286,7 +286,10 @@ def adapter_folder(place: Path, model: Path) -> Path:
     Raises:
         ModelError: there is none, it is not safe to read, or it adapts another model than the folder `model` holds.
     """
-    folder = find_trained(place)
+    try:
+        folder = find_trained(place)
+    except OSError as error:
+        raise ModelError(f"{place} cannot be read: {error.strerror}", hint="name a folder that you may read") from error
     if not is_adapter(folder):
         raise ModelError(
             f"{place} holds no adapter in PEFT's format",

@@ -88,11 +88,11 @@ class ServedAdapters:
         async with self._changing:
             await self._add(name, place)
 
-    async def load(self, body: bytes, taken: Sequence[str]) -> str:
+    async def load(self, body: bytes, model_names: Sequence[str]) -> str:
         """Answer a request for a further adapter; returns what its client is told.
 
         Args:
-            taken: names of the model itself.
+            model_names: names of the model itself.
 
         Raises:
             ApiError: the request is malformed, or the adapter may not or cannot be loaded.
@@ -105,7 +105,7 @@ class ServedAdapters:
         name = request.lora_name
         if not name or not request.lora_path:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
-        if name in taken:
+        if name in model_names:
             raise ApiError(400, f"`{name[:100]}` is the model's own name", param="lora_name", code="invalid_value")
         place = await asyncio.to_thread(self._allowed, request.lora_path)
         async with self._changing:
