@@ -1,6 +1,7 @@
 """Serve a model over OpenAI's and Anthropic's APIs.
 
 python -m apps.gateway --model smollm2-135m --port 8000
+python -m apps.gateway --model smollm2-135m --adapters math=runs/grpo-1a2b3c4d code=my_adapter
 
 Requests need a key: --api-key-file, the environment's FORGE_RL_API_KEY, or one that is generated and kept in the folder
 --out. The key itself cannot be a flag, as all users of a machine see the flags of its processes.
@@ -22,11 +23,14 @@ import tyro
 
 from forge_rl.engines.context import with_longest_context
 from forge_rl.engines.speculation import resolve_draft_model
-from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
+from forge_rl.gateway.adapters import ServedAdapters
 from forge_rl.gateway.keys import kept_key, read_key
+from forge_rl.models.adapter_limits import check_served, served_rank
+from forge_rl.models.adapters import Adapter, is_adapter
 from forge_rl.models.bundled import default_cache
-from forge_rl.models.resolve import find_model
+from forge_rl.models.resolve import check_files, find_model, find_trained
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -42,6 +46,8 @@ from forge_rl.tokens.tokenizer import Tokenizer
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
 START_DEADLINE_S = 900.0
+_STEP_ADAPTERS = 4
+"""Adapters in a step of an engine, if --generator.max-loras is not set."""
 
 
 class _Service(Protocol):
@@ -57,6 +63,15 @@ class Config(GatewayConfig):
 
     model: str = "smollm2-135m"
     """Bundled model, Hugging Face id, or folder of a model, a checkpoint, or a run, for its newest checkpoint."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters of the model to serve beside it, as NAME=FOLDER: requests give NAME as their model. FOLDER is of an
+    adapter in PEFT's format, of a checkpoint, or of a run with --lora.rank, for its best checkpoint or else its newest.
+    --generator.max-loras limits how many share a step, and is 4 by default here."""
+    adapter_folders: tuple[Path, ...] = ()
+    """Folders from which requests may load further adapters, by POST /v1/load_lora_adapter, and then also drop any, by
+    POST /v1/unload_lora_adapter, as vLLM has them. By default they can do neither."""
+    max_adapters: int = 32
+    """Maximum adapters that are loaded at a time."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
     api_key_file: Path | None = None
@@ -84,6 +99,8 @@ class Config(GatewayConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         read_template_args(self.template_args)
+        check_flags(self, "--", minimum={"max_adapters": 1})
+        self._check_adapters()
         if self.without_key == "this-machine" and self.is_public:
             raise ConfigError(
                 f"--without-key is this-machine, but other machines can reach the host {self.host}",
@@ -92,6 +109,34 @@ class Config(GatewayConfig):
         if self.without_key != "nobody" and self.api_key_file is not None:
             raise ConfigError(
                 f"--without-key is {self.without_key}, but --api-key-file is set", hint="leave out one of them"
+            )
+
+    @property
+    def serves_adapters(self) -> bool:
+        """True if there are adapters to serve, or may be."""
+        return bool(self.adapters or self.adapter_folders or self.generator.max_loras)
+
+    @property
+    def adapter_places(self) -> dict[str, Path]:
+        """Where each adapter of --adapters is, by name."""
+        return {name: Path(place).expanduser() for name, _, place in (text.partition("=") for text in self.adapters)}
+
+    def _check_adapters(self) -> None:
+        for text in self.adapters:
+            name, _, place = text.partition("=")
+            if not name or not place or not name.isprintable():
+                raise ConfigError(f"--adapters has {text!r:.200}", hint="give NAME=FOLDER, such as math=runs/math")
+        names = [text.partition("=")[0] for text in self.adapters]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"--adapters names {twice[0]!r} twice", hint="give each adapter a name of its own")
+        if len(names) > self.max_adapters:
+            raise ConfigError(
+                f"--adapters has {len(names)}, and --max-adapters is {self.max_adapters}", hint="raise --max-adapters"
+            )
+        if self.adapter_folders and self.without_key != "nobody":
+            raise ConfigError(
+                f"--without-key is {self.without_key}, but --adapter-folders lets requests load and drop adapters",
+                hint="leave out one of them",
             )
 
 
@@ -154,7 +199,8 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens, template_args=args)
         if note := describe_added_stop(tokenizer):
             _warn(note)
-        settings = with_longest_context(config.generator, folder, min_tokens=config.generator.max_tokens)
+        settings = await asyncio.to_thread(_with_adapters, config, folder, name)
+        settings = with_longest_context(settings, folder, min_tokens=settings.max_tokens)
         engines = await services.engines(settings, folder, config.seed, config.cache)
         gateway = Gateway(
             config,
@@ -164,6 +210,7 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
             open_to_all=config.without_key != "nobody",
             healthy=lambda: engines.answers,
             warn=_warn,
+            adapters=await _adapters(config, engines, settings, folder) if config.serves_adapters else None,
         )
         async with gateway:
             yield gateway, engines, services.faults
@@ -211,6 +258,62 @@ def _model(config: Config) -> tuple[Path, str]:
     return folder, Path(os.path.abspath(path)).name if path.is_dir() else config.model
 
 
+def _with_adapters(config: Config, model: Path, name: str) -> Generator.Config:
+    """Return the engines' settings, with room for the adapters, all of which they can serve.
+
+    Raises:
+        ConfigError, ModelError: they cannot serve one, which the message names.
+    """
+    settings = config.generator
+    if not config.serves_adapters:
+        return settings
+    if clash := config.adapter_places.keys() & {name, *config.aliases}:
+        raise ConfigError(f"--adapters names {min(clash)!r}, the model's own name", hint="choose another name")
+    folders = [adapter_folder(place, model) for place in config.adapter_places.values()]
+    settings = replace(
+        settings,
+        max_loras=settings.max_loras or _STEP_ADAPTERS,
+        max_lora_rank=max([settings.max_lora_rank, *(Adapter.read(folder).rank for folder in folders)]),
+    )
+    for folder in folders:
+        check_served(Adapter.read(folder), model, max_rank=served_rank(settings.max_lora_rank))
+    return settings
+
+
+def adapter_folder(place: Path, model: Path) -> Path:
+    """Return the folder of the adapter that a run, a checkpoint or a folder stands for.
+
+    Raises:
+        ModelError: there is none, it is not safe to read, or it adapts another model than the folder `model` holds.
+    """
+    try:
+        folder = find_trained(place)
+    except OSError as error:
+        raise ModelError(f"{place} cannot be read: {error.strerror}", hint="name a folder that you may read") from error
+    if not is_adapter(folder):
+        raise ModelError(
+            f"{place} holds no adapter in PEFT's format",
+            hint="name a folder with adapter_config.json, or a run with --lora.rank",
+        )
+    check_files(folder)
+    Adapter.read(folder).check_base(model)
+    return folder
+
+
+async def _adapters(config: Config, engines: Generator, settings: Generator.Config, model: Path) -> ServedAdapters:
+    """Load the adapters of --adapters into the engines."""
+
+    def find(place: Path) -> Path:
+        folder = adapter_folder(place, model)
+        check_served(Adapter.read(folder), model, max_rank=served_rank(settings.max_lora_rank))
+        return folder
+
+    adapters = ServedAdapters(engines, find, folders=config.adapter_folders, max_adapters=config.max_adapters)
+    for name, place in config.adapter_places.items():
+        await adapters.add(name, place)
+    return adapters
+
+
 def _greet(gateway: Gateway, shell_key: str, max_model_len: int) -> None:
     # Through a file from the shell: all users of the machine can see command lines.
     key = f""" \\\n    -H @<(echo "authorization: Bearer {shell_key}")""" if shell_key else ""
@@ -218,11 +321,17 @@ def _greet(gateway: Gateway, shell_key: str, max_model_len: int) -> None:
     body = f'{{"model": "{gateway.model}", "messages": [{{"role": "user", "content": "What is 2 + 3?"}}]}}'
     print(
         f"serving {gateway.model} at {gateway.base_url}\n{who}\n"
-        f"prompt and answer have up to {max_model_len:,} tokens\n\n"
+        f"prompt and answer have up to {max_model_len:,} tokens\n"
+        f"{_adapter_line(gateway)}\n"
         f"  curl {gateway.base_url}/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n\n"
         "Ctrl-C stops it",
         flush=True,
     )
+
+
+def _adapter_line(gateway: Gateway) -> str:
+    names = () if gateway.adapters is None else tuple(gateway.adapters.names)
+    return f"adapters, by the model that a request names: {', '.join(names)}\n" if names else ""
 
 
 if __name__ == "__main__":

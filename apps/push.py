@@ -19,7 +19,7 @@ from forge_rl.models.adapters import BASE
 from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.hf_folder import RECORD, read_object
 from forge_rl.models.hub import CARD, is_hub_id, is_hub_model, upload
-from forge_rl.models.resolve import check_files, checkpoints_in, model_in
+from forge_rl.models.resolve import check_files, find_trained
 from forge_rl.run.launch import launch
 
 
@@ -49,23 +49,6 @@ async def main(config: Config) -> None:
         place, files = with_named_base(folder, files, Path(work))
         url = await asyncio.to_thread(upload, place, files, config.repo, private=config.private, message=config.message)
     print(f"uploaded it: {url}")
-
-
-def find_trained(run: Path) -> Path:
-    """Return the folder of the model that a run, a checkpoint or a folder stands for.
-
-    Raises:
-        ModelError: there is none.
-    """
-    best = run / "checkpoints" / "best"
-    steps = checkpoints_in(run / "checkpoints")
-    place = best if best.is_dir() else steps[max(steps)] if steps else run
-    folder = model_in(place).resolve()
-    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise ModelError(
-            f"{run} holds no model", hint="name a run that has saved one, a checkpoint or a model's folder"
-        )
-    return folder
 
 
 def with_named_base(folder: Path, files: list[Path], work: Path) -> tuple[Path, list[Path]]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 SHM = Path("/dev/shm")
+_DYING_S = 60.0
+"""Longest wait for processes that were killed: on a busy machine they take seconds to give their memory back."""
 
 
 class Command:
@@ -103,11 +105,16 @@ class Command:
         self.seen |= set(self.children())
         self.process.kill()
         self.process.wait()
+        killed = []
         for process in self.seen:
             # Python's tracker of semaphores removes those of processes that were killed, and ends by itself.
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "resource_tracker" not in command_line(process):
                     process.kill()
+                    killed.append(process)
+        end = time.monotonic() + _DYING_S
+        while any(map(lives, killed)) and time.monotonic() < end:
+            time.sleep(0.05)
 
     @property
     def output(self) -> str:

@@ -232,16 +232,24 @@ def commands() -> Iterator[list[Command]]:
             command.clean_up()
 
 
+def _command_line(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")[:300]
+    except OSError:
+        return "ended meanwhile"
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Fails a test that leaves a process of its own behind."""
     before = started_processes()
     yield
     left = started_processes() - before
+    commands = {pid: _command_line(pid) for pid in left}
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes are left: {sorted(left)}"
+    assert not left, f"processes are left: {commands}"
 
 
 @pytest.fixture(scope="session")

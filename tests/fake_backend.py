@@ -15,6 +15,7 @@ import uvicorn.server
 from openai import AsyncOpenAI
 
 from forge_rl.gateway import Gateway, GatewayConfig, Session
+from forge_rl.gateway.adapters import ServedAdapters
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.services.completion import Observer
@@ -168,12 +169,14 @@ async def serving(
     open_to_all: bool = True,
     api_key: str = "",
     warn: Callable[[str], None] = lambda text: None,
+    adapters: ServedAdapters | None = None,
     **config: Any,
 ) -> AsyncIterator[Gateway]:
     """Serve a gateway on a free port of this machine."""
     tokens = tokenizer() if model is None else Tokenizer(model)
     settings = GatewayConfig(**config)
     given = {"api_key": api_key, "open_to_all": open_to_all, "constraints": constraints(), "warn": warn}
+    given["adapters"] = adapters
     async with Gateway(settings, backend, tokens, **given) as gateway:
         yield gateway
 

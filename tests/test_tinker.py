@@ -272,6 +272,21 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path):
         assert (await nobody.get("healthz")).json() == {"status": "ok"}
 
 
+async def test_one_tenant_cannot_fill_the_server(tmp_path: Path):
+    async with serving(tmp_path, max_adapters=2, max_total_adapters=3) as server:
+        ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
+        session_id, bobs = await ann.session(), await bob.session()
+        lora = {"base_model": "base", "lora_config": {"rank": 8}}
+        model_ids = [await ann.model(session_id), await bob.model(bobs)]
+        other = await ann.post("create_model", session_id=session_id, model_seq_id=1, **lora)
+        refusal = await bob.post("create_model", 429, session_id=bobs, model_seq_id=1, **lora)
+        assert "--max-total-adapters" in str(refusal)
+        same = await ann.post("create_model", session_id=session_id, model_seq_id=1, **lora)  # sent again
+        assert same["request_id"] == other["request_id"]
+        await ann.result((await ann.post("unload_model", model_id=model_ids[0]))["request_id"])
+        await bob.post("create_model", session_id=bobs, model_seq_id=1, **lora)
+
+
 async def test_limits_and_hostile_requests_are_refused_by_name(tmp_path: Path):
     async with serving(tmp_path, max_adapters=1, max_tokens_in_flight=40, max_body_bytes=4096) as server:
         ann = Client(server.url, "ann")

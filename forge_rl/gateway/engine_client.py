@@ -14,7 +14,6 @@ from forge_rl.gateway import vllm_internals as vllm
 from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.request_state import REQUEST, CompletionChoice, CompletionDelta, RequestState
-from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import GatewayContext
 from forge_rl.services.completion import GATHER_S
 from forge_rl.system.seeds import derive_seed
@@ -59,7 +58,7 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         """Decode the completions of a prompt; yields vLLM's RequestOutputs, streamed or whole."""
         state, built_prompt = REQUEST.get(), prompt["forge_rl"]
-        choices = [self._choice(built_prompt, params, index, state.session) for index in range(params.n)]
+        choices = [self._choice(built_prompt, params, index, state) for index in range(params.n)]
         state.choices += choices
         constraint = choices[0].sampling.extra.get("structured_outputs")
         if isinstance(constraint, Mapping):
@@ -148,24 +147,24 @@ class EngineClient:
                 case "structural_tag", str():
                     await self._shared.constraints.check("tag", value, caller)
 
-    def _choice(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> CompletionChoice:
+    def _choice(self, prompt: Prompt, params: Any, index: int, state: RequestState) -> CompletionChoice:
         return CompletionChoice(
             index=index,
             prompt=prompt,
-            sampling=self._sampling(prompt, params, index, session),
+            sampling=self._sampling(prompt, params, index, state),
             tokenizer=self._tokenizer,
             skip_special=params.skip_special_tokens,
             keeps_stop=params.include_stop_str_in_output,
             top=params.logprobs,
         )
 
-    def _sampling(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> Sampling:
+    def _sampling(self, prompt: Prompt, params: Any, index: int, state: RequestState) -> Sampling:
         """Return the sampling of a completion: outside of sessions, as requested.
 
         In sessions, `agent_sampling` decides between the run's settings and the request's; logprobs under other
         settings are another distribution's. A session with temperature 0 is an evaluation, and always greedy.
         """
-        tokens, temperature = params.max_tokens, params.temperature
+        session, tokens, temperature = state.session, params.max_tokens, params.temperature
         stop = tuple(params.stop or ())
         seed = params.seed
         if seed is not None and index:
@@ -198,6 +197,7 @@ class EngineClient:
             seed=seed,
             stop=tuple(dict.fromkeys(stop)),
             top_logprobs=top,
+            adapter=state.adapter,
             extra=extra,
         )
 

@@ -179,6 +179,8 @@ class RequestState:
     """Name that the client gave itself; "" if it gave none."""
     model: str = ""
     """The model's name as the client wrote it."""
+    adapter: str = ""
+    """Name of the adapter to sample with; "" for the model itself."""
     param: str = ""
     """Parameter with the messages, prompts or input."""
     body_bytes: int = 0

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Send
 
 from forge_rl.errors import ForgeError
 from forge_rl.gateway import http
+from forge_rl.gateway.adapters import ServedAdapters
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ANTHROPIC_PATH, ApiError, to_api_error
 from forge_rl.gateway.gateway_config import GatewayConfig
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from forge_rl.gateway.vllm_server import VLLMServer
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 AGENT_HEADER = "x-agent-name"
 """Header by which an agent names itself or its sub-agent, which tells their turns apart in kept episodes."""
 _MOST_NAME = 80
@@ -79,6 +81,8 @@ class Gateway:
     """Returns the health that /health reports."""
     warn: Callable[[str], None] = lambda text: None
     """Called with each warning, one line."""
+    adapters: ServedAdapters | None = None
+    """Adapters that requests outside of sessions may name as their model; None serves the model alone."""
 
     def __post_init__(self, api_key: str, open_to_all: bool, constraints: ConstraintChecker | None) -> None:
         config, backend, tokenizer = self.config, self.backend, self.tokenizer
@@ -198,6 +202,7 @@ class Gateway:
         app = Starlette(
             routes=[
                 *(Route(path, partial(self._endpoint, path), methods=["POST"]) for path in _PATHS),
+                *(Route(path, self._change_adapters, methods=["POST"]) for path in (_LOAD, _UNLOAD)),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._list_models),
                 Route("/health", self._health),
@@ -251,7 +256,7 @@ class Gateway:
         state = RequestState(session=session, agent=agent)
         REQUEST.set(state)
         PARSED.set({})
-        request = await self._vllm.read(path, body, state, self._check_model)
+        request = await self._vllm.read(path, body, state, partial(self._check_model, session=session))
         del body
         if session is not None and not state.only_counts:
             session.check_room(state.num_completions)
@@ -285,16 +290,34 @@ class Gateway:
             raise state.failure
         await writer.write_events(buffer, last=True)
 
-    def _check_model(self, name: str) -> str:
-        """Return `name` if it is a name of the model.
+    def _check_model(self, name: str, session: Session | None = None) -> str:
+        """Return the adapter that a request's model stands for; "" for the model itself.
 
         Raises:
             ApiError: the name is unknown.
         """
-        if name not in self._models:
-            problem = f"The model `{name[:100]}` does not exist; available: {', '.join(self._models)}"
-            raise ApiError(404, problem, param="model", code="model_not_found")
-        return name
+        if name in self._models:
+            return ""
+        adapters = self._adapter_names if session is None else ()
+        if name in adapters:
+            return name
+        problem = f"The model `{name[:100]}` does not exist; available: {', '.join((*self._models, *adapters))}"
+        raise ApiError(404, problem, param="model", code="model_not_found")
+
+    @property
+    def _adapter_names(self) -> tuple[str, ...]:
+        return () if self.adapters is None else tuple(self.adapters.names)
+
+    async def _change_adapters(self, request: Request) -> Response:
+        """Load or drop an adapter, with the paths and bodies of vLLM's server."""
+        path = request.url.path
+        if self.adapters is None or request.state.caller is not None or self._closing:
+            raise HTTPException(404)
+        body = await request.body()
+        load = path == _LOAD
+        text = await (self.adapters.load(body, self._models) if load else self.adapters.unload(body))
+        self._metrics.request(path, 200, 0.0)
+        return Response(text, media_type="text/plain")
 
     def _note_replaced(self, name: str) -> None:
         """Count an agent's sampling setting replaced by the run's, and warn the first time."""
@@ -312,9 +335,10 @@ class Gateway:
         self._metrics.request("refused", error.status, 0.0)
 
     async def _list_models(self, request: Request) -> Response:
-        names = self._models
-        if "name" in request.path_params:
-            return JSONResponse(self._model_card(self._check_model(request.path_params["name"])))
+        names = *self._models, *self._adapter_names
+        if (name := request.path_params.get("name")) is not None:
+            self._check_model(name)
+            return JSONResponse(self._model_card(name))
         page_fields = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **page_fields})
 
@@ -325,6 +349,7 @@ class Gateway:
             "object": "model",
             "created": self._started_s,
             "owned_by": "forge_rl",
+            "parent": self.model if name in self._adapter_names else None,
             "max_model_len": self.backend.max_model_len,
             "type": "model",
             "display_name": name,

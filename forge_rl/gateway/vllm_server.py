@@ -110,6 +110,9 @@ class VLLMServer:
     async def read(self, path: str, body: bytes, state: RequestState, check_model: Callable[[str], str]) -> Any:
         """Parse a request's body; return vLLM's request, and set the state's fields.
 
+        Args:
+            check_model: returns the adapter that a model's name stands for, "" for none.
+
         Raises:
             ApiError: the body is not JSON, or a parameter is wrong, unsupported or exceeds a limit.
         """
@@ -117,7 +120,8 @@ class VLLMServer:
         def read(body: bytes) -> Any:
             parsed = APIS[path].read(body)
             request = chat = parsed.vllm
-            state.model, state.param = check_model(request.model), APIS[path].text
+            state.adapter = check_model(request.model)
+            state.model, state.param = request.model, APIS[path].text
             state.streamed, state.num_completions = bool(getattr(request, "stream", False)), parsed.num_completions
             state.only_counts = path.endswith("/count_tokens")
             if path.startswith("/v1/messages"):

@@ -76,6 +76,24 @@ def find_model(name: str, cache: Path) -> Path:
     return resolve_model(str(newest or name), cache).resolve()
 
 
+def find_trained(run: Path) -> Path:
+    """Return the folder of the model or adapter that a run stands for, the best checkpoint's or else the newest's; or a
+    checkpoint, or a folder.
+
+    Raises:
+        ModelError: there is none.
+    """
+    best = run / "checkpoints" / "best"
+    steps = checkpoints_in(run / "checkpoints")
+    place = best if best.is_dir() else steps[max(steps)] if steps else run
+    folder = model_in(place).resolve()
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ModelError(
+            f"{run} holds no model", hint="name a run that has saved one, a checkpoint or a model's folder"
+        )
+    return folder
+
+
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return the folders of checkpoints in a run's folder of them, by step, oldest first.
 

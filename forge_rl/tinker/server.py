@@ -324,6 +324,13 @@ class TinkerServer:
                     f"this key trains {len(current)} adapters, the most it may; finish a session, or unload a model",
                     code="too_many_adapters",
                 )
+            if len(self._trainings) >= self._config.max_total_adapters:
+                raise ApiError(
+                    429,
+                    f"all keys together train {len(self._trainings)} adapters, the most that fit; try again when a "
+                    "session has finished, or ask the server's owner to raise --max-total-adapters",
+                    code="too_many_adapters",
+                )
             training = self._trainings.add(record, session_id)
         return self._promised(self._trainings.submit(training, entry), record.model_id)
 

@@ -31,6 +31,9 @@ class TinkerConfig:
     """Maximum time for a client to send its request, or to read data already sent to it."""
     max_adapters: int = 8
     """Maximum adapters that a key trains at a time."""
+    max_total_adapters: int = 32
+    """Maximum adapters that all keys together train at a time. The trainer holds all of them, each with the memory of
+    the largest rank. --max-adapters below it leaves room for other keys."""
     max_tokens_in_flight: int = 1 << 20
     """Maximum tokens of a key's requests that wait or run: data of passes, and prompts with the most tokens that they
     may sample. Further requests are refused with status 429, after which the client tries again."""
@@ -49,8 +52,8 @@ class TinkerConfig:
             self,
             "--",
             minimum={"port": 0, "max_body_bytes": 1024}
-            | dict.fromkeys(("max_concurrent", "max_adapters", "max_tokens_in_flight", "max_samples"), 1)
-            | dict.fromkeys(("max_checkpoints", "max_sessions", "snapshot_updates"), 1),
+            | dict.fromkeys(("max_concurrent", "max_adapters", "max_total_adapters", "max_samples"), 1)
+            | dict.fromkeys(("max_tokens_in_flight", "max_checkpoints", "max_sessions", "snapshot_updates"), 1),
             above={"client_deadline_s": 0},
             below={"port": 65536},
         )

@@ -170,6 +170,9 @@ class Trainings:
         self._wake = asyncio.Event()
         self._dropped: list[Training] = []
 
+    def __len__(self) -> int:
+        return len(self._trainings)
+
     def of(self, tenant: str) -> list[Training]:
         """Return a tenant's trainings."""
         return [training for training in self._trainings.values() if training.record.tenant == tenant]
