@@ -21,7 +21,7 @@ from forge_rl.weights.manifest import LoadReport, Manifest, factor_names
 from tests.engine_adapters import TARGETS, load, published
 
 if TYPE_CHECKING:
-    from tests.engine_conformance import Decoder
+    from tests.engine_conformance import Decoder, Stream
 
 SCALE, RANK = 1.5, 4
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -57,23 +57,33 @@ async def load_factors(decoder: Decoder, factors: Factors) -> tuple[LoadReport, 
     return await load(decoder, published(decoder, stored, merged, dict.fromkeys(factors, SCALE))), model
 
 
+async def started(decoder: Decoder, seed: int) -> Stream:
+    """A request that a paused engine has taken."""
+    from tests.engine_conformance import LONG_PROMPT, completion
+
+    before = decoder.unfinished()
+    stream = decoder.stream(completion(seed), LONG_PROMPT)
+    for _ in range(10_000):
+        if decoder.unfinished() > before:
+            break
+        await asyncio.sleep(0.01)
+    return stream
+
+
 async def requests_keep_the_version_that_they_began_with(decoder: Decoder) -> None:
     from tests.engine_conformance import LONG_PROMPT, check_logprobs, completion
 
     factors = drawn(decoder)
     await load_factors(decoder, {name: (a, torch.zeros_like(b)) for name, (a, b) in factors.items()})
     streams, models = [], {}
+    await decoder.pause()
     for number in range(4):  # more versions than are kept
         report, model = await load_factors(decoder, factors)
-        await decoder.resume()
         assert report.served_versions == min(number + 2, 3)
         assert report.version == decoder.version
         models[decoder.version] = model
-        streams.append((decoder.version, decoder.stream(completion(number), LONG_PROMPT)))
-        await decoder.complete(completion(9, max_tokens=8), LONG_PROMPT)
-        await decoder.pause()
+        streams.append((decoder.version, await started(decoder, number)))
         factors = moved(factors)
-    assert not streams[0][1].ended, "loads do not wait for requests"
     await decoder.engine.hold(paused=False, asleep=True)
     await decoder.engine.hold(paused=False, asleep=False)
     for version, stream in streams:
@@ -85,12 +95,13 @@ async def requests_keep_the_version_that_they_began_with(decoder: Decoder) -> No
 async def another_base_is_loaded_once_no_request_needs_the_old_one(decoder: Decoder) -> None:
     from tests.engine_conformance import check_logprobs, completion
 
-    _, model = await load_factors(decoder, drawn(decoder))
-    stream = decoder.stream(completion(1))
-    await decoder.complete(completion(9, max_tokens=8))
+    await load_factors(decoder, drawn(decoder))
+    await decoder.pause()
+    stream = await started(decoder, 1)
     with pytest.raises(WeightsError, match="while requests sample"):
         await decoder.load_next()
-    _, model = await load_factors(decoder, drawn(decoder))
+    await load_factors(decoder, drawn(decoder))
+    await decoder.resume()
     await stream.turn()
     (version, plain), *_ = (await decoder.load_next()).items()
     check_logprobs(await decoder.complete(completion(2, max_tokens=24)), {version: plain})
@@ -144,14 +155,14 @@ SERVED_MISTAKES: dict[str, Change] = {
 
 
 async def mistakes_in_serving_are_caught_by_their_effect(decoder: Decoder) -> None:
-    missed = await missed_mistakes(decoder)
-    assert len(missed) == len(SERVED_MISTAKES) + 3
-    assert not [mistake for mistake, error in missed.items() if not error]
-    assert "like version" in missed["stale"]
-    assert "adapters of q_proj" in missed["stale"]
+    errors = await errors_of_served_mistakes(decoder)
+    assert len(errors) == len(SERVED_MISTAKES) + 3
+    assert not [mistake for mistake, error in errors.items() if not error]
+    assert "like version" in errors["stale"]
+    assert "adapters of q_proj" in errors["stale"]
 
 
-async def missed_mistakes(decoder: Decoder) -> dict[str, str]:
+async def errors_of_served_mistakes(decoder: Decoder) -> dict[str, str]:
     """Make each mistake in the engine at the third version; returns the error by mistake, "" if there was none."""
     texts = torch.randint(3, 40000, (4, 25))
     adapters: Any = decoder.engine._adapters  # type: ignore[attr-defined]
@@ -166,7 +177,7 @@ async def missed_mistakes(decoder: Decoder) -> dict[str, str]:
         return ""
 
     async def third(mistake: str, act: Callable[[Factors, Factors, VersionEffects], Awaitable[str]]) -> None:
-        effects = VersionEffects(engines="float32", trainer="float32", what="adapters of q_proj v_proj")
+        effects = VersionEffects(engines="float32", trainer="float32", changed="adapters of q_proj v_proj")
         first = drawn(decoder)
         versions = [{name: (a, torch.zeros_like(b)) for name, (a, b) in first.items()}, first]
         for factors in versions:

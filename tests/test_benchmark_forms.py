@@ -16,6 +16,7 @@ from forge_rl.errors import ForgeError
 from tools.figures import FOLDER, ROOT
 
 FORMS = {
+    "adapters": "--groups 1 --answer-tokens 8 --repeats 1 --families llama --no-engine",
     "answers": "--tasks 10 --datasets chain_sum",
     "chaos": "--episodes 8 --kills 2",
     "conformance": "--smoke",

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Iterator
 
 import pytest
-from monarch.actor import concurrent_endpoint
 
 from tests.engine_served import SERVED
-from tests.test_engine_conformance import RunCheck, VLLMHost, hosted
+from tests.served_host import RunCheck, ServedHost, hosted
 
 pytestmark = pytest.mark.long
-
-
-class ServedHost(VLLMHost):
-    """A process with one engine, in which the checks of served versions run."""
-
-    @concurrent_endpoint
-    async def run(self, check: str) -> str:
-        assert self._decoder is not None
-        try:
-            await asyncio.wait_for(SERVED[check](self._decoder), 300)
-        except Exception:
-            return traceback.format_exc()
-        return ""
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ class Run:
     """A trainer whose logprobs move at each version, and an engine that follows it up to rounding."""
 
     def __init__(self, dtype: str, step: float, seed: int = 0) -> None:
-        self.effects = VersionEffects(engines=dtype, trainer=dtype, what="adapters of q_proj")
+        self.effects = VersionEffects(engines=dtype, trainer=dtype, changed="adapters of q_proj")
         self.drawn = np.random.default_rng(seed)
         self.noise, self.step = NOISE[dtype], step
         self.trainer = [-5 * self.drawn.random(TOKENS)]

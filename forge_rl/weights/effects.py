@@ -79,13 +79,13 @@ class VersionEffects:
     Args:
         engines, trainer: dtypes that they compute in.
         rounded: engines round weights to 8 bits, so that their gap has no bound at the first version.
-        what: what a version changes, for errors, such as "adapters of q_proj, v_proj".
+        changed: what a version changes, for errors, such as "adapters of q_proj, v_proj".
     """
 
-    def __init__(self, *, engines: str, trainer: str, rounded: bool = False, what: str = "weights") -> None:
+    def __init__(self, *, engines: str, trainer: str, rounded: bool = False, changed: str = "weights") -> None:
         self._eps = max(_EPS[engines], _EPS[trainer])
         self._first_bound = np.inf if rounded else max(_LEAST_FIRST, _FIRST_EPS * self._eps)
-        self._what = what
+        self._changed = changed
         self._histories: dict[tuple[str, int], _EngineHistory] = {}
 
     def attest(self, engine: str, incarnation: int, probed: ProbedVersion, logprobs: Logprobs) -> float:
@@ -110,7 +110,7 @@ class VersionEffects:
         if problem:
             raise AttestationError(
                 f"{engine} does not compute with version {probed.version}, though it read its bytes: {problem}"
-                f"{self._likeness(answer, gap)}; what changed are {self._what}",
+                f"{self._likeness(answer, gap)}; what changed are {self._changed}",
                 hint="do not trust samples from it; report this with the run folder's logs, or go on with "
                 "--weights.probes 0",
             )

@@ -379,8 +379,8 @@ def _adapter_slots(config: RunConfig, architecture: Architecture) -> dict[str, i
     if not generator.max_loras or architecture.family.general:
         return {}
     lora = LoRAConfig(rank=served_rank(generator.max_lora_rank))
-    each = adapter_parameters(architecture, lora) * resolve_dtype(generator.dtype).itemsize
-    return {f"{generator.max_loras} adapters of rank {lora.rank}": generator.max_loras * each}
+    adapter_bytes = adapter_parameters(architecture, lora) * resolve_dtype(generator.dtype).itemsize
+    return {f"{generator.max_loras} adapters of rank {lora.rank}": generator.max_loras * adapter_bytes}
 
 
 def _draft_model(settings: DecodeSettings) -> dict[str, int]:

@@ -256,7 +256,7 @@ def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer
         engines=generator.dtype,
         trainer=str(resolve_dtype(config.trainer.dtype)).removeprefix("torch."),
         rounded=config.generator.quantization != "none",
-        what=f"adapters of {' '.join(config.lora.targets)}" if config.lora.rank else "weights",
+        changed=f"adapters of {' '.join(config.lora.targets)}" if config.lora.rank else "weights",
     )
     return VersionProbes(trainer, generator, tokenizer, effects, count=config.weights.probes)
 
