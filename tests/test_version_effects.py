@@ -30,6 +30,10 @@ class Run:
     def rounded(self, logprobs: Logprobs) -> Logprobs:
         return logprobs + self.noise * self.drawn.standard_normal(TOKENS)
 
+    def flipped(self, logprobs: Logprobs) -> Logprobs:
+        """Some tokens went to other experts."""
+        return logprobs + (self.drawn.random(TOKENS) < 0.04) * self.drawn.standard_normal(TOKENS)
+
     def attest(self, logprobs: Logprobs, engine: str = "engine 0") -> float:
         probed = ProbedVersion(version=len(self.trainer) - 1, logprobs=self.trainer[-1])
         return self.effects.attest(engine, 0, probed, logprobs)
@@ -42,8 +46,19 @@ def test_engines_that_follow_are_never_accused(dtype: str, step: float) -> None:
         run = Run(dtype, step, seed)
         for _ in range(100):
             for engine in ("engine 0", "engine 1"):
-                assert run.attest(run.rounded(run.trainer[-1]), engine) < 3 * run.noise
+                answer = run.rounded(run.trainer[-1])
+                assert run.attest(run.flipped(answer) if dtype == "bfloat16" else answer, engine) < 3 * run.noise
             run.next()
+
+
+def test_a_policy_that_collapses_accuses_nobody() -> None:
+    run = Run("float32", 1e-3)
+    for _ in range(5):
+        run.attest(run.rounded(run.trainer[-1]))
+        run.next()
+    run.trainer.append(20 * run.trainer[-1])
+    run.noise *= 20
+    run.attest(run.rounded(run.trainer[-1]))
 
 
 MISTAKES: dict[str, Callable[[Run], Logprobs]] = {

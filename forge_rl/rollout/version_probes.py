@@ -77,7 +77,7 @@ class VersionProbes:
         probed = self._trainer.probed
         if probed is None or self._generator.version != probed.version:
             return
-        if probed is self._attested:
+        if probed is self._attested or not np.isfinite(probed.logprobs).all():  # a policy that is NaN fails elsewhere
             return
         if self._trainer.loads != self._loads:  # a rollback: numbers of versions are used again
             self._loads = self._trainer.loads

@@ -27,6 +27,8 @@ _TIMES = 8.0
 """Factor on the usual gap above which a gap is no rounding. The median of 100 tokens varies by a fifth."""
 _POWER = 12.0
 """Standard errors by which no change and the trainer's change must differ before they are told apart."""
+_OUTLIERS = 0.1
+"""Share of tokens that are left out of a comparison."""
 _KEPT = 8
 """Number of latest versions that are compared with, next to the first one."""
 
@@ -100,7 +102,9 @@ class VersionEffects:
         history = self._histories.setdefault((engine, incarnation), _EngineHistory())
         answer = _Answer(probed=probed, logprobs=logprobs)
         gap = float(np.median(np.abs(logprobs - probed.logprobs)))
-        usual = max(2 * self._eps, float(np.median(history.gaps)) if history.gaps else 0.0)
+        # Rounding is relative: a policy that becomes sure, or collapses, has larger logits and gaps.
+        scale = max(1.0, float(np.abs(probed.logprobs).mean()))
+        usual = max(2 * self._eps, scale * float(np.median(history.gaps)) if history.gaps else 0.0)
         bound = _TIMES * usual if history.gaps else self._first_bound
         problem = "" if gap <= bound else f"its logprobs differ by {gap:.2g}, more than rounding's {bound:.2g}"
         if not np.isfinite(gap):
@@ -116,7 +120,7 @@ class VersionEffects:
             )
         history.first = history.first or answer
         history.latest.append(answer)
-        history.gaps.append(gap)
+        history.gaps.append(gap / scale)
         return gap
 
     def forget(self) -> None:
@@ -127,10 +131,14 @@ class VersionEffects:
         """Say how an engine's change since an earlier version contradicts the trainer's; "" if it does not.
 
         The engine's change x = d + e is the trainer's, d, and rounding e. Its projection on d, <x, d> / <d, d>, is 1 up
-        to |e| / |d|, and 0 if nothing changed.
+        to |e| / |d|, and 0 if nothing changed. The tenth of tokens with the largest e is left out: rounding sends some
+        to another expert.
         """
         moved = answer.probed.logprobs - earlier.probed.logprobs
         change = answer.logprobs - earlier.logprobs
+        errors = np.abs(change - moved)
+        usable = errors <= np.quantile(errors, 1 - _OUTLIERS)
+        moved, change = moved[usable], change[usable]
         noise = np.sqrt(2) * max(earlier.noise, 2 * self._eps)
         if float(np.linalg.norm(moved)) <= _POWER * noise:
             return ""
