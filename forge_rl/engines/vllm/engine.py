@@ -282,7 +282,8 @@ class VLLMEngine:
         clock = PhaseClock()
         with clock.phase("wait"):
             bucket = await anext(buckets, None)
-        is_new_base = not served or self._base != manifest.base
+        if not served or self._base != manifest.base:
+            await self._adapters.forget_versions()  # before anything changes: it may be refused
         self._base = {}
         async with self._changing:
             with clock.phase("pause"):
@@ -291,8 +292,6 @@ class VLLMEngine:
                 await self._stop(clear_cache=True)
                 await self._restore(["weights"])
             try:
-                if is_new_base:
-                    await self._adapters.forget_versions()
                 await self._all_workers("start_load", not served)
                 while bucket is not None:
                     if served:
