@@ -66,6 +66,10 @@ SAME = {"chaos_process", "chaos_strict"}
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
+    "adapters": {
+        *("lora_memory_over_full", "publish_bytes_share", "update_s", "peft_update_s", "update_over_peft"),
+        *("memory_N_over_N", "tokens_N_over_N", "worst_deviation"),
+    },
     "containers": {
         *(f"musl_{name}" for name in ("pull_s", "tar_s", "pull_over_limit", "pull_cpu_over_limit", "disk_over_layers")),
         *("pull_over_limit", "disk_over_layers"),
