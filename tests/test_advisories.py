@@ -224,6 +224,11 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"generator/quantized_bytes": 4096.0},
     ),
     "warm_sessions": ({}, {"sandbox/warm": 0.0, "sandbox/fresh": 64.0}, {"sandbox/warm": 60.0, "sandbox/fresh": 4.0}),
+    "served_adapters": (
+        {"generator.adapters": "served"},
+        {"generator/served_versions": 0.0},
+        {"generator/served_versions": 2.0},
+    ),
     "published_adapters": ({"lora.rank": 8}, {"weights/written_share": 1.0}, {"weights/written_share": 0.02}),
     "mirrored_changes": (
         {"weights.mirror": "s3://a/b"},

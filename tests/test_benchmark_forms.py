@@ -16,6 +16,7 @@ from forge_rl.errors import ForgeError
 from tools.figures import FOLDER, ROOT
 
 FORMS = {
+    "adapters": "--groups 1 --answer-tokens 8 --repeats 1 --families llama --no-engine",
     "answers": "--tasks 10 --datasets chain_sum",
     "chaos": "--episodes 8 --kills 2",
     "conformance": "--smoke",
@@ -64,6 +65,10 @@ SAME = {"chaos_process", "chaos_strict"}
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
+    "adapters": {
+        *("lora_memory_over_full", "publish_bytes_share", "update_s", "peft_update_s", "update_over_peft"),
+        *("memory_N_over_N", "tokens_N_over_N", "worst_deviation"),
+    },
     "containers": {
         *(f"musl_{name}" for name in ("pull_s", "tar_s", "podman_s", "pull_over_limit")),
         *("pull_over_limit", "pull_over_podman", "pull_N_images_s", "disk_over_layers", "bubblewrap_command_ms"),

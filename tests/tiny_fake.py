@@ -6,12 +6,13 @@ FORGE_RL_FAKE_ENGINES=FOLDER python -m tests.tiny_fake --model FOLDER --out FOLD
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from forge_rl import Task, launch
 from forge_rl.rewards.reward_flag import RewardTexts
 from forge_rl.services.generator import Generator
+from forge_rl.services.weight_store_config import WeightStoreConfig
 from recipes import grpo
 from tests import tiny
 from tests.fake_engine import FakeEngine
@@ -29,6 +30,7 @@ class Config(tiny.Config):
     """GRPO on a tiny model that nothing is decoded with."""
 
     rewards: RewardTexts = ("tests.tiny_fake:in_turns",)
+    weights: WeightStoreConfig = field(default_factory=lambda: WeightStoreConfig(probes=0))  # nothing computes logprobs
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ TrainDtype = Literal["auto", "float32", "bfloat16", "float64"]
 Quantization = Literal["none", "fp8", "int8"]
 LoadBalancer = Literal["auto", "none", "headtail", "ptrr"]
 Modelling = Literal["auto", "native", "transformers"]
+AppliedAdapters = Literal["merged", "served"]
 _WHOLE_GPU = 0.9
 """Share of a GPU's memory that an engine takes if nothing else uses the GPU."""
 
@@ -79,6 +80,10 @@ class DecodeSettings:
     """Format that engines round the weights of each version to when they load it: faster, and another policy than the
     trainer's. fp8: E4M3, with a scale for each output of a linear layer or expert matrix and each token's input. int8:
     of experts only, with a scale for each output. Embeddings and the head are not rounded. For CUDA."""
+    adapters: Operational[AppliedAdapters] = "merged"
+    """How engines apply the adapters of versions, with --lora.rank. merged: added to the base's weights, at no cost a
+    token; a load clears the KV cache, and requests in flight go on with the new version. served: as vLLM's own LoRA
+    over the base, loaded once; requests in flight keep the version and the KV cache that they began with."""
     max_loras: Operational[int] = 0
     """Maximum adapters that the requests of one step sample with; requests of further ones wait. Any number can be
     loaded. 0 serves no adapters."""
@@ -168,8 +173,9 @@ class DecodeEngine(Protocol):
         """Load a published version of the weights.
 
         Requests in flight stop at a token boundary, keep their tokens, and continue on the new version; their KV cache
-        is recomputed. A paused engine stays paused. If a load fails once begun, the engine serves nothing until
-        another load succeeds.
+        is recomputed. With `adapters="served"`, a version with adapters of the base that is in place is a new adapter:
+        requests in flight do not stop, and end with the version that they began with. A paused engine stays paused. If
+        a load fails once begun, the engine serves nothing until another load succeeds.
 
         A bucket may be gone once the next one is requested. Error messages call this engine `reader`.
 

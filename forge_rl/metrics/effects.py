@@ -188,6 +188,13 @@ EFFECTS: dict[str, Effect] = {
         cause="every version was written whole, as a host of the weight store is lost again and again, or few weights "
         "are not adapted; see the run's events",
     ),
+    "served_adapters": Effect(
+        flag="--generator.adapters served",
+        is_asked_for=_differs("generator.adapters", "merged"),
+        counted_with="generator/served_versions",
+        amount=_of("generator/served_versions"),
+        cause="engines merged every version, as it was written without adapters; see --lora.publish",
+    ),
     "mirrored_changes": Effect(
         flag="--weights.mirror",
         is_asked_for=_differs("weights.mirror", ""),

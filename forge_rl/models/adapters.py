@@ -66,9 +66,27 @@ def write_adapter(
         factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight.
         base: Hugging Face folder of the model that was adapted.
     """
-    from safetensors.torch import save_file
-
     from forge_rl.models.digests import model_digests
+
+    write_factors(folder, factors, base=base, alpha=alpha, rslora=rslora, dropout=dropout)
+    (folder / BASE).write_text(json.dumps({"folder": str(base), "files": model_digests(base)}, indent=2) + "\n")
+    for path in base.iterdir():
+        is_config = path.name in ("config.json", CONFIG, BASE) or path.name.endswith(".index.json")
+        if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
+            shutil.copy(path, folder / path.name)
+
+
+def write_factors(
+    folder: Path,
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    *,
+    base: Path,
+    alpha: float,
+    rslora: bool = False,
+    dropout: float = 0.0,
+) -> None:
+    """Write the two files of PEFT's format into an existing folder; see `write_adapter`."""
+    from safetensors.torch import save_file
 
     tensors = {}
     for name, pair in factors.items():
@@ -89,11 +107,6 @@ def write_adapter(
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    (folder / BASE).write_text(json.dumps({"folder": str(base), "files": model_digests(base)}, indent=2) + "\n")
-    for path in base.iterdir():
-        is_config = path.name in ("config.json", CONFIG, BASE) or path.name.endswith(".index.json")
-        if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
-            shutil.copy(path, folder / path.name)
 
 
 def name_base(folder: Path, base: Path) -> None:

@@ -45,10 +45,19 @@ StartBranch: TypeAlias = Callable[
 ]
 
 
+class Probes(Protocol):
+    """Attests the engines' version while they decode; see `VersionProbes`."""
+
+    async def attest(self) -> None: ...
+
+    def pop_metrics(self) -> dict[str, float]: ...
+
+
 class Dispatcher:
     """Waits for the engines that the scheduler grants; an episode has one engine at a time.
 
     Args:
+        probes: attest the engines' version at the start of each batch; by default none do.
         wanted_engines: returns how many engines there should be; by default as many as have served at once.
         hold: the run's pause, during which the engines hold their requests; never paused by default.
     """
@@ -61,7 +70,9 @@ class Dispatcher:
         *,
         wanted_engines: Callable[[], int] | None = None,
         hold: Hold | None = None,
+        probes: Probes | None = None,
     ) -> None:
+        self.probes = probes
         self._wanted_engines = wanted_engines
         self._most_engines = 0
         self.hold = hold or Hold()

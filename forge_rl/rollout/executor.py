@@ -25,6 +25,7 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.reward_outage import EpisodeScoring, RewardOutage
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
 from forge_rl.system.seeds import derive_seed
+from forge_rl.system.tasks import task_group
 from forge_rl.system.terminal import shortened
 from forge_rl.types import Batch, Episode, Group, Outcome, Task
 
@@ -143,7 +144,7 @@ class RolloutExecutor:
         self._set_versions()
         self._scheduler.planner.await_batch()
         self._scheduler.reconfigure(self.config)
-        async with self._devices.trainers_wait():
+        async with self._attesting(), self._devices.trainers_wait():
             while True:
                 await self._while_paused()
                 self._changed.clear()
@@ -190,16 +191,31 @@ class RolloutExecutor:
         await self._devices.hand_to_engines()
         self._scheduler.await_evaluation(True)
         try:
-            while True:
-                await self._while_paused()
-                self._changed.clear()
-                self._advance()
-                self._raise_failure()
-                if self.evaluation.complete:
-                    return
-                await self._changed.wait()
+            async with self._attesting():
+                while True:
+                    await self._while_paused()
+                    self._changed.clear()
+                    self._advance()
+                    self._raise_failure()
+                    if self.evaluation.complete:
+                        return
+                    await self._changed.wait()
         finally:
             self._scheduler.await_evaluation(False)
+
+    @contextlib.asynccontextmanager
+    async def _attesting(self) -> AsyncIterator[None]:
+        """Attest the engines' version while the body runs, and wait for it.
+
+        Raises:
+            AttestationError: an engine computes with something else.
+        """
+        if self._dispatcher.probes is None:
+            yield
+            return
+        async with task_group() as group:
+            group.create_task(self._dispatcher.probes.attest())
+            yield
 
     @contextlib.asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
@@ -280,6 +296,8 @@ class RolloutExecutor:
             values["groups/overtaken"], scheduler.planner.overtaken = float(scheduler.planner.overtaken), 0
         if offered:
             values["rollouts/slots_busy"] = busy / offered
+        if self._dispatcher.probes is not None:
+            values |= self._dispatcher.probes.pop_metrics()
         scheduler.outcomes.clear()
         replaced.clear()
         if isinstance(self._run_episode, CountsEpisodes):

@@ -79,7 +79,7 @@ SWITCHES: Mapping[str, Switch] = {
         hint="add --schedule.dynamic-sampling",
     ),
     "--lora.rank": Switch(
-        flags=("lora",),
+        flags=("lora", "generator.adapters"),
         is_on=lambda config: config.lora.rank,
         why="--lora.rank 0 trains all weights, without adapters",
         hint="add --lora.rank 16",

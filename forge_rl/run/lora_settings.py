@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapter_parameters
+from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapted_modules, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
 from forge_rl.flags.given import is_given
+from forge_rl.models.adapter_limits import served_modules, served_rank
 
 if TYPE_CHECKING:
+    from forge_rl.engines.architecture import Architecture
+    from forge_rl.rollout.state import ScheduleConfig
+    from forge_rl.services.generator_config import GeneratorConfig
     from forge_rl.services.trainer_config import TrainerConfig
     from forge_rl.services.weight_store_config import WeightStoreConfig
 
@@ -26,6 +30,14 @@ class AdaptedRun(Protocol):
     @property
     def lora(self) -> LoRAConfig:
         """Settings of the adapters."""
+
+    @property
+    def generator(self) -> GeneratorConfig:
+        """Settings of the engines."""
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        """Settings of the schedule."""
 
     @property
     def seed(self) -> int:
@@ -50,6 +62,43 @@ def with_lora(config: AdaptedRun) -> TrainerConfig:
     return trainer
 
 
+def with_served_versions(config: AdaptedRun) -> GeneratorConfig:
+    """Return the engines' settings, with room for all versions that requests may sample with if these are served as
+    adapters: as many as the bound on the lag, and the latest."""
+    generator = config.generator
+    if generator.adapters == "merged" or not config.lora.rank:
+        return generator
+    max_loras = max(generator.max_loras, config.schedule.lag + 1)
+    return replace(generator, max_loras=max_loras, max_lora_rank=max(generator.max_lora_rank, config.lora.rank))
+
+
+def check_served_versions(config: AdaptedRun, model: Path, architecture: Architecture) -> None:
+    """Refuse versions as adapters that engines cannot serve.
+
+    Args:
+        model: folder of the model.
+
+    Raises:
+        ConfigError: versions hold no adapters, or vLLM cannot serve an adapter of one of the targets.
+    """
+    if config.generator.adapters == "merged" or not config.lora.rank:
+        return
+    if config.trainer.lora.publish != "adapters":
+        flag = "--weights.mirror" if config.weights.mirror else "--lora.publish merged"
+        raise ConfigError(
+            f"--generator.adapters served applies adapters, and versions with {flag} have none",
+            hint=f"leave out one of {flag} and --generator.adapters",
+        )
+    modules = {name.removesuffix(".weight").rpartition(".")[2] for name in served_modules(model)}
+    targets = {name.rpartition(".")[2] for name in adapted_modules(architecture, config.lora).values()}
+    if unserved := sorted(targets - modules):
+        raise ConfigError(
+            f"--generator.adapters served: vLLM cannot serve an adapter of {unserved[0]}",
+            hint=f"leave it out of --lora.targets: {' '.join(sorted(targets & modules))}; or leave out "
+            "--generator.adapters",
+        )
+
+
 def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
     """Describe the adapters and their learning rate for the start of a run; no lines without adapters.
 
@@ -68,7 +117,14 @@ def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
         source = f"{LR_FACTOR:g} times the {default:g} of full training"
     else:
         source = f"as given; {LR_FACTOR:g} times that of full training is usual"
-    return [config.lora.describe(), f"--trainer.optimizer.lr {lr:g} for adapters: {source}"]
+    lines = [config.lora.describe(), f"--trainer.optimizer.lr {lr:g} for adapters: {source}"]
+    if config.generator.adapters == "served":
+        generator = config.generator
+        lines.append(
+            f"--generator.adapters served: engines serve {generator.max_loras} versions at a time, as adapters of at "
+            f"most rank {served_rank(generator.max_lora_rank)}, and keep those with requests in flight"
+        )
+    return lines
 
 
 def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:

@@ -21,7 +21,7 @@ from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.effects import check_switches
 from forge_rl.run.endpoints import address_of, check_reachable
-from forge_rl.run.lora_settings import with_lora
+from forge_rl.run.lora_settings import with_lora, with_served_versions
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
@@ -150,6 +150,7 @@ class RunConfig:
         read_template_args(self.template_args)
         devices = read_placement(self.placement).devices
         object.__setattr__(self, "trainer", with_lora(self))
+        object.__setattr__(self, "generator", with_served_versions(self))
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         if self.prometheus:

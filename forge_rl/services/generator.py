@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
@@ -387,6 +390,28 @@ class Generator:
         async with self._lend():
             return await self._service.try_on(attempt)
 
+    async def score_on_each(self, texts: Sequence[TokenIds]) -> dict[tuple[int, int], npt.NDArray[np.float64]]:
+        """Score all tokens but the first of each text on every engine that serves, without those that die meanwhile.
+
+        Returns:
+            [N] logprobs, text after text, by the engine's index and number of restarts.
+
+        Raises:
+            WeightsError, ConfigError: all engines refuse.
+        """
+
+        async def attempt(replica: Replica) -> tuple[tuple[int, int], npt.NDArray[np.float64]]:
+            with self._blaming(replica):
+                calls = [replica.ask("score", text[:1], text[1:], 1.0, 0, "", deadline_s=_ANSWER_S) for text in texts]
+                scores = await asyncio.gather(*calls)
+            for text, text_scores in zip(texts, scores, strict=True):
+                if problem := validate_scores(text_scores, len(text) - 1, 0, self._tokenizer.vocab_size):
+                    raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+            logprobs = np.concatenate([np.asarray(text_scores.logprobs, np.float64) for text_scores in scores])
+            return (replica.index, replica.incarnation), logprobs
+
+        return dict(await self._pool.each("scoring probes", attempt))
+
     async def sample(self, prompts: Sequence[TokenIds]) -> list[Turn]:
         """Complete prompts with the current policy, as training episodes are sampled.
 
@@ -506,10 +531,13 @@ class Generator:
 
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, the number of
-        spares that stand by, and the bytes of weights that the engines hold in 8 bits."""
+        spares that stand by, of versions that each engine serves as adapters, and the bytes of weights that the engines
+        hold in 8 bits."""
         metrics = self._limits.pop_metrics()
         if self.config.spares:
             metrics["generator/spares"] = float(self.spares)
+        if self.config.adapters == "served" and self.last_load:
+            metrics["generator/served_versions"] = float(min(load.served_versions for load in self.last_load))
         if self.config.quantization != "none" and self.last_load:
             metrics["generator/quantized_bytes"] = float(sum(load.quantized_bytes for load in self.last_load))
         return metrics

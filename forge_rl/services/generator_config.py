@@ -113,6 +113,12 @@ class GeneratorConfig(DecodeSettings):
             raise ConfigError("--generator.urls names a server twice", hint="name each server once")
         if self.max_loras:
             served_rank(self.max_lora_rank)
+        if self.adapters == "served" and (self.urls or self.hosts_per_replica > 1):
+            flag = "--generator.urls" if self.urls else "--generator.hosts-per-replica"
+            raise ConfigError(
+                f"engines of {flag} serve no adapters, and --generator.adapters is served",
+                hint=f"leave out one of {flag} and --generator.adapters",
+            )
         if self.urls and self.max_loras:
             raise ConfigError(
                 "engines of --generator.urls serve no adapters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from forge_rl.engines.protocol import StepRequest
 from forge_rl.errors import ForgeError, ReplicaError
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, pack
-from forge_rl.packing.unpacking import values_of_episodes
+from forge_rl.packing.unpacking import unpack, values_of_episodes
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.services.service_start import ServiceStart
@@ -46,6 +47,7 @@ from forge_rl.services.trainer_ranks import TrainerRanks
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.system.folders import write_whole
 from forge_rl.types import Batch
+from forge_rl.weights.effects import ProbedVersion
 from forge_rl.weights.manifest import TensorSpec
 
 if TYPE_CHECKING:
@@ -89,6 +91,14 @@ class Trainer:
         """Whether the last step left out groups whose advantages are all 0."""
         self.keeps_logprobs = False
         """Whether each step also fetches the trained tokens' logprobs and entropies."""
+        self.probe: Callable[[Layout], PackedBatch] | None = None
+        """Packs texts that are scored at each publish; None scores none."""
+        self.probed: ProbedVersion | None = None
+        """The latest published version's logprobs of them."""
+        self.probe_s = 0.0
+        """Seconds of scoring them since the controller last reset this to 0."""
+        self.loads = 0
+        """Number of times that the ranks have loaded a policy: once, and at each restart."""
         self.scored: tuple[PackedBatch, list[npt.NDArray[np.uint16]]] | None = None
         """The last step's packed batch and, for each of its rows, what `rounded_scores` keeps of the targets' logprobs
         just before their first update, and of their entropies; None without `keeps_logprobs`."""
@@ -142,6 +152,7 @@ class Trainer:
         self.version, self.updates, self.parameters = policy.version, policy.updates, policy.parameters
         self.failed_kernels = policy.failed_kernels
         self._published, self._skipped_in_a_row = None, 0
+        self.probed, self.loads = None, self.loads + 1
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
         """Take in another host, for ranks that are started from now on."""
@@ -387,11 +398,20 @@ class Trainer:
         while True:
             deaths = store.deaths
             try:
-                return await self._publish(store, dtype)
+                version = await self._publish(store, dtype)
+                break
             except ForgeError:
                 if not self.alive or store.deaths == deaths:
                     raise
             await store.returned()
+        if self.probe is not None:
+            began = time.monotonic()
+            packed = await asyncio.to_thread(self.probe, replace(self.layout, minibatches=1, epochs=1))
+            values = unpack(packed, await self.logprobs(packed))
+            logprobs = np.concatenate([tensor.double().cpu().numpy() for _, tensor in sorted(values.items())])
+            self.probed = ProbedVersion(version=version, logprobs=logprobs)
+            self.probe_s += time.monotonic() - began
+        return version
 
     async def _publish(self, store: WeightStore, dtype: str) -> int:
         import torch

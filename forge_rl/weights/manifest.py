@@ -163,6 +163,17 @@ class Manifest:
         return sum(entry.bytes for entry in self.tensors if not entry.name.endswith(factor_names("")))
 
     @property
+    def base(self) -> dict[str, int]:
+        """Fingerprints of the model's weights without adapters, by name."""
+        factors = factor_names("")
+        return {entry.name: entry.fingerprint for entry in self.tensors if not entry.name.endswith(factors)}
+
+    @property
+    def adapter_scales(self) -> frozenset[float]:
+        """Factors on the products of its adapters; none if it has no adapters."""
+        return frozenset(entry.adapter_scale for entry in self.tensors if entry.adapter_scale is not None)
+
+    @property
     def keys(self) -> tuple[str, ...]:
         return tuple(bucket.key for bucket in self.buckets)
 
@@ -218,6 +229,8 @@ class LoadReport:
     """Bytes that each of the engine's workers read, in the published dtype: its own slices."""
     quantized_bytes: int = 0
     """Bytes of weights that the engine computes with in 8 bits, over its workers."""
+    served_versions: int = 0
+    """Number of versions that the engine can sample with, as adapters over one base; 0 if it merges them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
 

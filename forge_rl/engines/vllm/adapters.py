@@ -6,15 +6,21 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.lora.request import LoRARequest
 
-from forge_rl.errors import ConfigError
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.errors import ConfigError, WeightsError
 from forge_rl.models.adapter_limits import check_served, served_modules, served_rank
-from forge_rl.models.adapters import CONFIG, WEIGHTS, Adapter
+from forge_rl.models.adapters import CONFIG, WEIGHTS, Adapter, write_factors
+from forge_rl.weights.fingerprints import Move, move
+from forge_rl.weights.manifest import Manifest, factor_names
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import TensorBucket
 
 
 @dataclass
@@ -28,34 +34,68 @@ class _LoadedAdapter:
     """Requests in flight."""
     is_current: bool = True
     """False once another load has taken its name, or the name was dropped."""
+    version: int | None = None
+    """The version that it makes of the base; None for an adapter that requests name."""
+
+
+@dataclass
+class VersionFactors:
+    """Factors of a version's adapters, as they arrive; see `factor_names`."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    fingerprints: dict[str, int] = field(default_factory=dict)
+
+    def read(self, bucket: TensorBucket) -> None:
+        """Copy a bucket's factors, if it holds any.
+
+        Raises:
+            WeightsError: the bytes are gone.
+        """
+        entries = [entry for entry in bucket.entries if entry.name.endswith(factor_names(""))]
+        if not entries:
+            return
+        with bucket.open() as stored:
+            for entry in entries:
+                values = torch.empty_like(stored[entry.name], device="cpu")
+                moved = Move(values, stored[entry.name].cpu(), entry.shape, TensorSlice.whole(entry.shape))
+                (self.fingerprints[entry.name],) = move([moved])
+                self.tensors[entry.name] = values
+
+    @property
+    def bytes(self) -> int:
+        """Size of the factors."""
+        return sum(values.nbytes for values in self.tensors.values())
 
 
 class EngineAdapters:
-    """The adapters of an engine, by name.
+    """The adapters of an engine, by name, and its versions, if these are adapters of one base.
 
-        adapters = EngineAdapters(folder, max_loras=4, max_rank=16, call=engine._all_workers)
+        adapters = EngineAdapters(folder, DecodeSettings(max_loras=4), call=engine._all_workers)
         await adapters.load("math", Path("runs/math/model"))
-        with adapters.using("math") as request:
+        with adapters.using("math") as (request, version):
             llm.generate(prompt, params, request_id, lora_request=request)
 
     A name may be loaded again while requests sample with it: they go on with the values that they began with. vLLM
-    keys its prefix cache by the load, so that no load reads another's keys and values.
+    keys its prefix cache by the load, so that no load reads another's keys and values. With `adapters="served"`,
+    requests without a name sample with the latest version. The newest `max_loras` versions are kept, and older ones as
+    long as requests sample with them.
 
     Args:
         model: folder of the engine's model.
-        max_loras: adapters in a step; 0 serves none.
-        max_rank: largest rank.
+        settings: the engine's settings.
         call: calls a method of all workers.
     """
 
-    def __init__(
-        self, model: Path, *, max_loras: int, max_rank: int, call: Callable[..., Awaitable[list[Any]]]
-    ) -> None:
+    def __init__(self, model: Path, settings: DecodeSettings, *, call: Callable[..., Awaitable[list[Any]]]) -> None:
         self._model = model
-        self._max_loras = max_loras
-        self._max_rank = served_rank(max_rank) if max_loras else 0
+        self._max_loras = settings.max_loras
+        self._max_rank = served_rank(settings.max_lora_rank) if settings.max_loras else 0
+        self.serve_versions = settings.adapters == "served"
+        """Whether versions are adapters of a base."""
         self._call = call
         self._current: dict[str, _LoadedAdapter] = {}
+        self._versions: list[_LoadedAdapter] = []
+        """Those that are kept, the newest last."""
         self._loads = 0
         self._folder: Path | None = None
 
@@ -70,31 +110,87 @@ class EngineAdapters:
                 f"the engine serves no adapters, and {name!r:.80} is one",
                 hint="set --generator.max-loras to the number of adapters in a step",
             )
+
+        def write(copy: Path) -> None:
+            try:
+                for file in (CONFIG, WEIGHTS):
+                    shutil.copy(folder / file, copy / file)
+            except OSError as error:
+                raise ConfigError(
+                    f"the adapter {name!r:.80} cannot be read from {folder}: {error.strerror or error}",
+                    hint=f"give a folder with {CONFIG} and {WEIGHTS}",
+                ) from error
+
+        loaded = await self._add(name, write, awake=awake)
+        replaced = self._current.get(name)
+        self._current[name] = loaded
+        if replaced is not None:
+            await self._retire(replaced)
+
+    async def load_version(self, manifest: Manifest, factors: VersionFactors) -> None:
+        """Load a version's adapters; requests without a name then sample with them.
+
+        Raises:
+            WeightsError: factors are missing, or have several scales.
+            ConfigError: vLLM does not serve them.
+        """
+        pairs = {}
+        for entry in manifest.tensors:
+            if entry.adapter_scale is None:
+                continue
+            a, b = (factors.tensors.get(name) for name in factor_names(entry.name))
+            if a is None or b is None:
+                raise WeightsError(f"version {manifest.version} lacks the adapter of {entry.name!r}")
+            pairs[entry.name] = a, b
+        if len(manifest.adapter_scales) != 1:
+            raise WeightsError(f"version {manifest.version} has adapters of {len(manifest.adapter_scales)} scales")
+        (scale,), rank = manifest.adapter_scales, len(next(iter(pairs.values()))[0])
+
+        def write(copy: Path) -> None:
+            write_factors(copy, pairs, base=self._model, alpha=scale * rank)
+
+        loaded = await self._add(f"version {manifest.version}", write, awake=True)
+        loaded.version = manifest.version
+        self._versions.append(loaded)
+        while len(self._versions) > self._max_loras:
+            await self._retire(self._versions.pop(0))
+
+    async def forget_versions(self) -> None:
+        """Forget all versions, as their base goes.
+
+        Raises:
+            WeightsError: requests in flight sample with one.
+        """
+        if versions := [str(loaded.version) for loaded in self._versions if loaded.users]:
+            raise WeightsError(
+                f"the base of versions {', '.join(versions)} would change while requests sample with them",
+                hint="--generator.adapters merged loads any base",
+            )
+        while self._versions:
+            await self._retire(self._versions.pop())
+
+    @property
+    def num_versions(self) -> int:
+        """Number of versions that are kept."""
+        return len(self._versions)
+
+    async def _add(self, name: str, write: Callable[[Path], None], *, awake: bool) -> _LoadedAdapter:
+        """Load an adapter under a number of its own, from a folder that `write` fills."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="adapters-"))
         self._loads += 1
         copy = self._folder / str(self._loads)
         copy.mkdir()
         try:
-            for file in (CONFIG, WEIGHTS):
-                shutil.copy(folder / file, copy / file)
+            write(copy)
             check_served(Adapter.read(copy), self._model, max_rank=self._max_rank)
             request = LoRARequest(f"{name}@{self._loads}", self._loads, str(copy))
             if awake:
                 await self._call("add_adapter", *_arguments(request))
-        except OSError as error:
-            shutil.rmtree(copy, ignore_errors=True)
-            raise ConfigError(
-                f"the adapter {name!r:.80} cannot be read from {folder}: {error.strerror or error}",
-                hint=f"give a folder with {CONFIG} and {WEIGHTS}",
-            ) from error
         except BaseException:
             shutil.rmtree(copy, ignore_errors=True)
             raise
-        replaced = self._current.get(name)
-        self._current[name] = _LoadedAdapter(request, copy)
-        if replaced is not None:
-            await self._retire(replaced)
+        return _LoadedAdapter(request, copy)
 
     async def drop(self, name: str) -> None:
         """Forget an adapter; requests that sample with it go on. Unknown names are ignored."""
@@ -102,23 +198,26 @@ class EngineAdapters:
             await self._retire(loaded)
 
     @contextlib.contextmanager
-    def using(self, name: str) -> Iterator[LoRARequest | None]:
-        """Yield vLLM's request for an adapter, whose values stay while the body runs; None without a name.
+    def using(self, name: str) -> Iterator[tuple[LoRARequest | None, int | None]]:
+        """Yield vLLM's request for an adapter, whose values stay while the body runs, and the version that it is.
+
+        Without a name they are those of the latest version, if versions are adapters; otherwise the request is None. An
+        adapter that is named has no version.
 
         Raises:
             ConfigError: no such adapter is loaded.
         """
-        if not name:
-            yield None
+        if not name and not self._versions:
+            yield None, None
             return
-        if (loaded := self._current.get(name)) is None:
+        if (loaded := self._current.get(name) if name else self._versions[-1]) is None:
             names = ", ".join(sorted(self._current)) or "none"
             raise ConfigError(
                 f"the engine has no adapter {name!r:.80}", hint=f"load it first; loaded are: {names:.400}"
             )
         loaded.users += 1
         try:
-            yield loaded.request
+            yield loaded.request, loaded.version
         finally:
             loaded.users -= 1
             if not (loaded.users or loaded.is_current):

@@ -34,7 +34,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import BACKEND
-from forge_rl.engines.vllm.adapters import EngineAdapters, lora_arguments
+from forge_rl.engines.vllm.adapters import EngineAdapters, VersionFactors, lora_arguments
 from forge_rl.engines.vllm.cache_stats import CacheStats
 from forge_rl.engines.vllm.causes import own_log, start_cause
 from forge_rl.engines.vllm.cpu import unlink_shared_memory
@@ -83,12 +83,9 @@ class VLLMEngine:
         self._llm = llm
         self._cache = cache
         self._returns_routing = settings.routed_experts
-        self._adapters = EngineAdapters(
-            Path(llm.vllm_config.model_config.model),
-            max_loras=settings.max_loras,
-            max_rank=settings.max_lora_rank,
-            call=self._all_workers,
-        )
+        self._adapters = EngineAdapters(Path(llm.vllm_config.model_config.model), settings, call=self._all_workers)
+        self._base: dict[str, int] = {}
+        """Fingerprints of the base that is in place, if versions are adapters of it; none otherwise."""
         self._closing = False
         self._requests = 0
         """Requests in flight."""
@@ -173,7 +170,7 @@ class VLLMEngine:
         try:
             parameters = _checked_parameters(sampling, interval)
             async with contextlib.AsyncExitStack() as stack:
-                lora = stack.enter_context(self._adapters.using(sampling.adapter))
+                lora, version = stack.enter_context(self._adapters.using(sampling.adapter))
                 generated = self._llm.generate(prompt, parameters, request_id=request, lora_request=lora)
                 outputs = await stack.enter_async_context(contextlib.aclosing(generated))
                 async for output in outputs:
@@ -194,7 +191,8 @@ class VLLMEngine:
                     gathered.append(completion)
                     if completion.finish_reason is None and clock() < chunk_start + gather_s:
                         continue
-                    chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), num_sent)
+                    starts = version_starts(self._llm, request, completion) if version is None else [(str(version), 0)]
+                    chunk = _chunk(gathered, sampling, starts, num_sent)
                     num_sent += len(chunk.token_ids)
                     if chunk.finish:
                         self._token_s = max(clock() - first, 1e-6) / (num_sent - 1) if num_sent > 1 else self._token_s
@@ -243,7 +241,7 @@ class VLLMEngine:
         self._requests += 1
         try:
             async with contextlib.AsyncExitStack() as stack:
-                lora = stack.enter_context(self._adapters.using(adapter))
+                lora, _ = stack.enter_context(self._adapters.using(adapter))
                 request = self._cache.request_id()
                 generated = self._llm.generate(prompt, params, request_id=request, lora_request=lora)
                 outputs = await stack.enter_async_context(contextlib.aclosing(generated))
@@ -278,9 +276,15 @@ class VLLMEngine:
         await self._llm.update_weight_version("0")
 
     async def load(self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str) -> LoadReport:
+        served, factors = self._adapters.serve_versions and bool(manifest.adapter_scales), VersionFactors()
+        if served and self._base == manifest.base and not self._dropped:
+            return await self._load_adapted(manifest, buckets, reader=reader)
         clock = PhaseClock()
         with clock.phase("wait"):
             bucket = await anext(buckets, None)
+        if not served or self._base != manifest.base:
+            await self._adapters.forget_versions()  # before anything changes: it may be refused
+        self._base = {}
         async with self._changing:
             with clock.phase("pause"):
                 # This also clears the prefix cache. Nothing is computed until the engine resumes, so no block computed
@@ -288,8 +292,10 @@ class VLLMEngine:
                 await self._stop(clear_cache=True)
                 await self._restore(["weights"])
             try:
-                await self._all_workers("start_load")
+                await self._all_workers("start_load", not served)
                 while bucket is not None:
+                    if served:
+                        factors.read(bucket)
                     with clock.phase("load"):
                         await self._all_workers("load_bucket", manifest.version, pickle.dumps(bucket))
                     with clock.phase("wait"):
@@ -297,7 +303,11 @@ class VLLMEngine:
                 with clock.phase("finish"):
                     reports: list[WorkerReport] = await self._all_workers("finish_load")
                     report = _joined(reports)
-                    manifest.attest(report.fingerprints, reader, merged=True)
+                    manifest.attest(report.fingerprints, reader, merged=not served)
+                    if served:
+                        await self._adapters.load_version(manifest, factors)
+                        report = replace(report, served_versions=self._adapters.num_versions)
+                        self._base = manifest.base
                     await self._llm.update_weight_version(str(report.version))
             except BaseException:
                 self._failure = f"version {manifest.version} could not be loaded"
@@ -311,6 +321,38 @@ class VLLMEngine:
         seconds = {name: phase_metrics.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "finish")}
         seconds |= {"finish": seconds["finish"] - fingerprint_s, "fingerprint": fingerprint_s}
         return replace(report, seconds=seconds)
+
+    async def _load_adapted(
+        self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str
+    ) -> LoadReport:
+        """Load a version whose base is in place: its adapters alone, while requests in flight go on."""
+        clock, factors = PhaseClock(), VersionFactors()
+        async with self._changing:
+            try:
+                with clock.phase("load"):
+                    async for bucket in buckets:
+                        factors.read(bucket)
+                manifest.attest(self._base | factors.fingerprints, reader)
+                with clock.phase("finish"):
+                    await self._adapters.load_version(manifest, factors)
+                    await self._llm.update_weight_version(str(manifest.version))
+            except BaseException:
+                self._failure = f"version {manifest.version} could not be loaded"
+                await self._stop(clear_cache=False)
+                raise
+            self._failure = ""
+        await self._apply()
+        seconds = clock.finish_step()
+        return LoadReport(
+            version=manifest.version,
+            fingerprints=self._base | factors.fingerprints,
+            in_place=len(self._base),
+            bytes_read=(factors.bytes,),
+            served_versions=self._adapters.num_versions,
+            seconds={
+                name: seconds.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "fingerprint", "finish")
+            },
+        )
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         await self._adapters.load(name, folder, awake="weights" not in self._released)

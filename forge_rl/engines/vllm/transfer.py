@@ -100,9 +100,10 @@ class WorkerExtension:
         return os.getpid()
 
     @_answered
-    def forge_rl_start_load(self) -> None:
-        """Begin to load a version, possibly after a failed load."""
+    def forge_rl_start_load(self, adds_adapters: bool = True) -> None:
+        """Begin to load a version, possibly after a failed load: its weights with the adapters added, or alone."""
         worker: Any = self
+        self.weight_transfer_engine.adds_adapters = adds_adapters
         internals.allow_another_update(worker)
         worker.start_weight_update()
 
@@ -214,6 +215,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
     init_info_cls = NoInitInfo
     update_info_cls = BucketUpdateInfo
+    adds_adapters = True
+    """Whether the version's adapters are added to its weights."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -274,7 +277,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def _merged(
         self, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
-        """Keep the factors of adapters, and return the other tensors, with their adapters added to those that have one.
+        """Keep the factors of adapters, and return the other tensors, by default with their adapters added to those
+        that have one.
 
         Raises:
             WeightsError: the factors of an adapter have not come, or do not fit.
@@ -289,7 +293,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                 self._factor_reports.append(report)
         merged = {entry.name: tensors[entry.name] for entry in weights}
         for entry in weights:
-            if entry.adapter_scale is None:
+            if entry.adapter_scale is None or not self.adds_adapters:
                 continue
             a, b = (self._factors.get(name) for name in factor_names(entry.name))
             if a is None or b is None or (len(b), a.shape[1]) != entry.shape or len(a) != b.shape[1]:

@@ -20,6 +20,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices
+from forge_rl.run.lora_settings import check_served_versions
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.teachers import engine_settings
@@ -76,7 +77,7 @@ def with_defaults(
     A critic's rows are as long as the trainer's, and its state is where the trainer's is, on the same GPUs.
 
     Args:
-        model: Hugging Face folder; only its config.json is read.
+        model: Hugging Face folder; only its config.json is read, and of served adapters the names of its weights.
         reference: whether the trainer keeps a frozen copy.
         values: whether the trainer has a value model.
         critic: settings of a critic, whose model is a folder or the trainer's.
@@ -85,9 +86,11 @@ def with_defaults(
         The run's settings, the critic's, and a line per choice.
 
     Raises:
-        ConfigError: there are too few GPUs, see `shares_devices`; or the critic does not fit next to the trainer.
+        ConfigError: there are too few GPUs, see `shares_devices`; the critic does not fit next to the trainer; or
+            engines cannot serve the run's adapters.
     """
     gpu, ranks = gpu_bytes(), config.trainer.ranks
+    check_served_versions(config, model, read_architecture(model, config.trainer.modelling))
     if critic is not None:
         check_critic(config, critic, read_architecture(Path(critic.model or model), critic.modelling))
     if not gpu:

@@ -17,13 +17,14 @@ from forge_rl.engines.architecture import Architecture, check_weights, read_arch
 from forge_rl.engines.context import check_context, sequence_bytes
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.lora_config import adapter_parameters
+from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import read_speculation, resolve_draft_model
 from forge_rl.errors import ConfigError
+from forge_rl.models.adapter_limits import served_rank
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.plan.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.run_config import RunConfig
@@ -338,7 +339,9 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         return [store]
     if on_gpu:
         share = round(generator.gpu_share * gpu_bytes())
-        parts = {f"weights, {itemsize} bytes each": weights, "keys and values": max(0, share - weights)}
+        slots = _adapter_slots(config, architecture)
+        cache = max(0, share - weights - sum(slots.values()))
+        parts = {f"weights, {itemsize} bytes each": weights, **slots, "keys and values": cache}
         asleep = {"weights, while it sleeps": weights} if colocated(config) else {}
         is_state_fixed = config.trainer.stays_on_device or config.trainer.enable_cpu_offload or not asleep
         who = "engine" if is_state_fixed else "engine, while the trainer's state is in host memory"
@@ -360,12 +363,24 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
     parts = {
         f"weights, {itemsize} bytes each": weights,
         "keys and values": round(generator.kv_cache_gib * 2**30),
+        **_adapter_slots(config, architecture),
         **_draft_model(generator),
         "process": _ENGINE_PROCESS_BYTES,
     }
     engine = Need(who="engine", count=generator.replicas + generator.guests, parts=parts, hint=_ENGINE_FLAGS)
     asleep = {name: size for name, size in parts.items() if name != "keys and values"}
     return [engine, *_spares(config, asleep), store]
+
+
+def _adapter_slots(config: RunConfig, architecture: Architecture) -> dict[str, int]:
+    """Return the bytes that an engine reserves for adapters, if it serves any: vLLM does so for every linear layer that
+    could have one, on the device and, for the adapters' own copies, on the host, which are one on CPU."""
+    generator = config.generator
+    if not generator.max_loras or architecture.family.general:
+        return {}
+    lora = LoRAConfig(rank=served_rank(generator.max_lora_rank))
+    adapter_bytes = adapter_parameters(architecture, lora) * resolve_dtype(generator.dtype).itemsize
+    return {f"{generator.max_loras} adapters of rank {lora.rank}": generator.max_loras * adapter_bytes}
 
 
 def _draft_model(settings: DecodeSettings) -> dict[str, int]:

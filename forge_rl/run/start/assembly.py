@@ -15,6 +15,7 @@ from typing import TypeVar
 from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.errors import ConfigError
 from forge_rl.metrics.recorder import FOLDER as EPISODES
@@ -26,6 +27,7 @@ from forge_rl.rollout.examples import ExampleMaker, Examples
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler
+from forge_rl.rollout.version_probes import VersionProbes
 from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.run.checkpoints.mirror import MirrorTask
 from forge_rl.run.checkpoints.parts import RunParts
@@ -48,10 +50,13 @@ from forge_rl.run.start.preparation import PreparedRun
 from forge_rl.run.start.services import gpus_taken
 from forge_rl.run.start.setup import AgentPlayer, RunSetup
 from forge_rl.runtime.joining import controller_address
+from forge_rl.services.generator import Generator
 from forge_rl.services.policy_backend import GeneratorBackend
+from forge_rl.services.trainer import Trainer
 from forge_rl.tokens.template_args import read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.tokens.tool_parsers import ToolParser
+from forge_rl.weights.effects import VersionEffects
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -246,6 +251,16 @@ def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str]
         warn(f"the texts of tokens are not kept with the episodes: {error.strerror or error}")
 
 
+def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer: Tokenizer) -> VersionProbes:
+    effects = VersionEffects(
+        engines=generator.dtype,
+        trainer=str(resolve_dtype(config.trainer.dtype)).removeprefix("torch."),
+        rounded=config.generator.quantization != "none",
+        changed=f"adapters of {' '.join(config.lora.targets)}" if config.lora.rank else "weights",
+    )
+    return VersionProbes(trainer, generator, tokenizer, effects, count=config.weights.probes)
+
+
 def _rollouts(
     monitor: RunMonitor,
     config: RunConfig,
@@ -269,6 +284,7 @@ def _rollouts(
         tokenizer,
         wanted_engines=lambda: len(config.generator.urls) + rollout.generator.replicas,
         hold=monitor.faults.hold,
+        probes=_probes(config, services.trainer, rollout.generator, tokenizer) if config.weights.probes else None,
     )
     rollouts = RolloutExecutor(
         dispatcher,

@@ -1,0 +1,138 @@
+"""LoRA: what adapters save and cost, how exact they are, and whether mistakes with them are noticed.
+
+python -m benchmarks.adapters --json out.json
+
+Memory and time are of updates of SmolLM2-135M in float32, each in a process of its own. `update_over_peft` is beside
+transformers with peft, on the same episodes, in turn. `worst_deviation` is the largest difference of a gradient from
+peft's, in float64, over all families with adapters. For `mutations_missed`, a real engine gets adapters that are wrong
+in one way: in what it reads, where the comparison of bytes must name the tensor, and in what it serves, where the
+logprobs of probes must betray it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.adapter_updates import (
+    adapters_peak,
+    adapters_seconds,
+    published_share,
+    update_peak,
+    update_seconds,
+)
+from benchmarks.ranks import run_ranks
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.platform import init_distributed
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import resolve_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Measure adapters."""
+
+    model: str = "smollm2-135m"
+    """Bundled model name, folder, or hub id, of which updates are measured."""
+    rank: int = 16
+    """Rank of the adapters, on all linear layers."""
+    adapters: int = 4
+    """Number of adapters over one base."""
+    groups: int = 4
+    """Groups of a batch, of 8 episodes each."""
+    prompt_tokens: int = 48
+    """Tokens of a prompt, which the episodes of a group share."""
+    answer_tokens: int = 16
+    """Tokens of an answer."""
+    repeats: int = LEAST_REPEATS
+    """Repeats of each measurement of time."""
+    families: tuple[str, ...] = ("llama", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3")
+    """Families whose gradients are compared with peft's."""
+    engine: bool = True
+    """Whether a real engine is given wrong adapters, too."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "groups", "prompt_tokens", "answer_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise BenchmarkError(f"{flag} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
+        if self.adapters < 2:
+            raise BenchmarkError(f"--adapters is {self.adapters}", hint="set --adapters to 2 or more")
+
+
+def measure(config: Config, report: Report) -> None:
+    """Measure in child processes, then compare gradients, then make mistakes."""
+    folder = resolve_model(config.model, default_cache()).resolve()
+    lora = LoRAConfig(rank=config.rank)
+    shape = {
+        "groups": config.groups,
+        "group_size": 8,
+        "prompt": config.prompt_tokens,
+        "answer": config.answer_tokens,
+    }
+    (adapted,) = run_ranks(update_peak, 1, folder, lora, shape)
+    (full,) = run_ranks(update_peak, 1, folder, LoRAConfig(), shape)
+    report.rows.append({"peak_bytes_lora": adapted, "peak_bytes_full": full})
+    report.results["lora_memory_over_full"] = adapted / full
+    (report.results["publish_bytes_share"],) = run_ranks(published_share, 1, folder, lora)
+    (pairs,) = run_ranks(update_seconds, 1, folder, lora, shape, config.repeats)
+    report.rows += [{"update_s": ours, "peft_update_s": peer} for ours, peer in pairs]
+    report.measure("update_s", [ours for ours, _ in pairs])
+    report.measure("peft_update_s", [peer for _, peer in pairs])
+    report.measure("update_over_peft", [ours / peer for ours, peer in pairs])
+    count = config.adapters
+    peaks = {n: run_ranks(adapters_peak, 1, folder, lora, shape, n)[0] for n in (1, count)}
+    report.rows.append({f"peak_bytes_of_{n}": peak for n, peak in peaks.items()})
+    report.results[f"memory_{count}_over_1"] = peaks[count] / peaks[1]
+    (pairs,) = run_ranks(adapters_seconds, 1, folder, lora, shape, count, config.repeats)
+    report.rows += [{f"{count}_adapters_s": several, "1_adapter_s": one} for several, one in pairs]
+    report.measure(f"tokens_{count}_over_1", [one / several for several, one in pairs])
+    _compare_gradients(config, report)
+    if config.engine:
+        _make_mistakes(report)
+
+
+def _compare_gradients(config: Config, report: Report) -> None:
+    """Compare gradients of each family with peft's, in float64."""
+    from tests.test_lora import gradient_deviation
+
+    init_distributed(0, 1, "127.0.0.1", 0)
+    worst = 0.0
+    for family in config.families:
+        for rslora in (False, True):
+            with tempfile.TemporaryDirectory(prefix="adapters-") as name:
+                lora = LoRAConfig(rank=3, alpha=5.0, rslora=rslora)
+                deviation, largest = gradient_deviation(Path(name), family, lora)
+            report.rows.append({"family": family, "rslora": rslora, "deviation": deviation, "largest": largest})
+            worst = max(worst, deviation)
+    torch.distributed.destroy_process_group()
+    report.results["worst_deviation"] = worst
+
+
+def _make_mistakes(report: Report) -> None:
+    """Give a real engine wrong adapters, and count those that nobody noticed."""
+    from tests.served_host import MistakeHost, hosted
+
+    given = {"max_loras": 3, "max_lora_rank": 8}
+    errors: dict[str, str] = {}
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="adapters-") as name:
+        context = hosted(MistakeHost, Path(name), given)
+        check = runner.run(context.__aenter__())
+        try:
+            for kind in ("value", "effect"):
+                errors |= {f"{kind}: {mistake}": error for mistake, error in json.loads(check(kind)).items()}
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+    report.rows += [{"mistake": mistake, "error": error[:300]} for mistake, error in errors.items()]
+    report.results["mutations"] = float(len(errors))
+    report.results["mutations_missed"] = float(sum(not error for error in errors.values()))
+
+
+if __name__ == "__main__":
+    run_benchmark("adapters", Config, measure)

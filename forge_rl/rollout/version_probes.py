@@ -1,0 +1,111 @@
+"""Probes of a run: short texts that trainer and engines score at each version, to attest it by its effect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forge_rl.packing.rows import pack
+from forge_rl.services.generator import Generator
+from forge_rl.services.trainer import Trainer
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Batch, Episode, Group, Task, Turn
+from forge_rl.weights.effects import ProbedVersion, VersionEffects
+
+TEXTS = (
+    "The answer is 42, since 6 * 7 = 42. To check this, divide 42 by 7, which gives 6 again, as it should.",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / 2",
+    "Once there was a small boat that had never seen the sea. One morning the river rose, and it drifted away.",
+    "Question: what is the capital of France, and which river flows through it? Answer: Paris, on the Seine.",
+    "Let x be a real number with x^2 - 5x + 6 = 0. Factor it as (x - 2)(x - 3), so x is either 2 or 3.",
+    '{"name": "search", "arguments": {"query": "weather in Oslo", "limit": 3}} returned 3 results, the first of 12 C.',
+    "Water boils at 100 degrees at sea level, and at about 90 degrees 3,000 metres above it, as the air is thinner.",
+    "SELECT name, COUNT(*) FROM orders WHERE total > 10 GROUP BY name ORDER BY 2 DESC LIMIT 5; -- five names",
+)
+"""What is scored; any text shows a change of weights."""
+_TOKENS = 24
+"""Scored tokens of a text."""
+
+
+class VersionProbes:
+    """Has engines answer the probes of the trainer's latest version while a batch is generated.
+
+        probes = VersionProbes(trainer, generator, tokenizer, effects, count=4)
+        await probes.attest()  # while the engines decode
+
+    Args:
+        trainer: gets the probes, which it scores at each publish.
+        count: number of texts, at most `len(TEXTS)`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        effects: VersionEffects,
+        *,
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        start = tokenizer.render([{"role": "user", "content": "go"}])[:1]
+        longest = min(_TOKENS, generator.max_model_len - 2)
+        self._texts = [np.array([*start, *tokenizer.encode(text)[:longest]], np.int32) for text in TEXTS[:count]]
+        groups = tuple(_group(number, ids) for number, ids in enumerate(self._texts))
+        batch = Batch(groups=groups, version=0)
+        trainer.probe = lambda layout: pack(batch, torch.ones(len(groups), 1), layout, drop_uniform=False)
+        self._trainer = trainer
+        self._generator = generator
+        self._effects = effects
+        self._clock = clock
+        self._attested: ProbedVersion | None = None
+        self._loads = trainer.loads
+        self._metrics: dict[str, float] = {}
+        self._seconds = 0.0
+
+    async def attest(self) -> None:
+        """Compare every engine with the trainer, once for each version.
+
+        Raises:
+            AttestationError: an engine computes with something else than the version that it was told to load.
+        """
+        probed = self._trainer.probed
+        if probed is None or self._generator.version != probed.version:
+            return
+        if probed is self._attested or not np.isfinite(probed.logprobs).all():  # a policy that is NaN fails elsewhere
+            return
+        if self._trainer.loads != self._loads:  # a rollback: numbers of versions are used again
+            self._loads = self._trainer.loads
+            self._effects.forget()
+        began = self._clock()
+        answers = await self._generator.score_on_each(self._texts)
+        self._seconds += self._clock() - began
+        if self._generator.version != probed.version:
+            return
+        gaps = [
+            self._effects.attest(f"engine {index}", incarnation, probed, logprobs)
+            for (index, incarnation), logprobs in answers.items()
+        ]
+        self._attested = probed
+        if gaps:
+            self._metrics["weights/probe_gap"] = max(gaps)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return metrics since the last call: the largest gap of an engine, and the seconds of trainer and engines."""
+        metrics, self._metrics = self._metrics, {}
+        seconds, self._seconds = self._seconds + self._trainer.probe_s, 0.0
+        self._trainer.probe_s = 0.0
+        return metrics | {"weights/probe_s": seconds}
+
+
+def _group(number: int, ids: npt.NDArray[np.int32]) -> Group:
+    """Make a group of one episode that scores all tokens but the first."""
+    task = Task(id=str(number), source="probes", messages=({"role": "user", "content": "go"},))
+    zeros = np.zeros(len(ids) - 1)
+    turn = Turn(prompt_ids=ids[:1], token_ids=ids[1:], logprobs=zeros, versions=zeros.astype(np.int32), text="")
+    return Group(task=task, episodes=(Episode(task=task, turns=(turn,)),))

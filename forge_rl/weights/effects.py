@@ -1,0 +1,161 @@
+"""Attests versions by their effect: an engine's logprobs of fixed texts must follow the trainer's.
+
+Value attestation compares bytes that an engine read. What it computes with may still be something else: the adapter of
+another version or of nobody, one whose scale was forgotten, weights that sleep has freed. That shows in its logprobs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.errors import AttestationError
+
+Logprobs = npt.NDArray[np.float64]
+"""[N] logprobs of the probes' tokens."""
+
+_EPS = {"float64": 2.0**-23, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+"""Distance of 1 to the next number; engines compute in float32 at most."""
+_FIRST_EPS = 64
+"""Largest median gap at the first version, in epsilons: rounding of bfloat16 gave 0.02 to 0.05, of float32 1e-5."""
+_LEAST_FIRST = 0.05
+_TIMES = 8.0
+"""Factor on the usual gap above which a gap is no rounding. The median of 100 tokens varies by a fifth."""
+_POWER = 12.0
+"""Standard errors by which no change and the trainer's change must differ before they are told apart."""
+_OUTLIERS = 0.1
+"""Share of tokens that are left out of a comparison."""
+_KEPT = 8
+"""Number of latest versions that are compared with, next to the first one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedVersion:
+    """The trainer's logprobs of the probes under a version."""
+
+    version: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What an engine answered under a version that it was told to have."""
+
+    probed: ProbedVersion
+    logprobs: Logprobs
+
+    @property
+    def noise(self) -> float:
+        return float(np.sqrt(np.mean((self.logprobs - self.probed.logprobs) ** 2)))
+
+
+@dataclass
+class _EngineHistory:
+    first: _Answer | None = None
+    latest: deque[_Answer] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=4 * _KEPT))
+
+    @property
+    def answers(self) -> Iterator[_Answer]:
+        """Earlier answers, the latest first."""
+        yield from reversed(self.latest)
+        if self.first is not None and self.first not in self.latest:
+            yield self.first
+
+
+class VersionEffects:
+    """Compares what engines answer under each version with the trainer, and with earlier versions.
+
+        effects = VersionEffects(engines="bfloat16", trainer="bfloat16")
+        effects.attest("generator/0", 0, probed, logprobs)  # at each version
+
+    An engine fails if its logprobs did not change although the trainer's did, if they moved by less than half or more
+    than one and a half times as far, or if they are off by more than eight times the usual gap. Each test only decides
+    where the trainer's change stands out of the rounding by so much that chance is no explanation; in bfloat16, changes
+    of a single small update often do not, and the sum of several does.
+
+    Args:
+        engines, trainer: dtypes that they compute in.
+        rounded: engines round weights to 8 bits, so that their gap has no bound at the first version.
+        changed: what a version changes, for errors, such as "adapters of q_proj, v_proj".
+    """
+
+    def __init__(self, *, engines: str, trainer: str, rounded: bool = False, changed: str = "weights") -> None:
+        self._eps = max(_EPS[engines], _EPS[trainer])
+        self._first_bound = np.inf if rounded else max(_LEAST_FIRST, _FIRST_EPS * self._eps)
+        self._changed = changed
+        self._histories: dict[tuple[str, int], _EngineHistory] = {}
+
+    def attest(self, engine: str, incarnation: int, probed: ProbedVersion, logprobs: Logprobs) -> float:
+        """Compare an engine's logprobs under a version with the trainer's; returns the median absolute difference.
+
+        Args:
+            incarnation: number of the engine's restarts; another one begins without a history.
+
+        Raises:
+            AttestationError: it computes with something else than the version; says what it looks like.
+        """
+        history = self._histories.setdefault((engine, incarnation), _EngineHistory())
+        answer = _Answer(probed=probed, logprobs=logprobs)
+        gap = float(np.median(np.abs(logprobs - probed.logprobs)))
+        # Rounding is relative: a policy that becomes sure, or collapses, has larger logits and gaps.
+        scale = max(1.0, float(np.abs(probed.logprobs).mean()))
+        usual = max(2 * self._eps, scale * float(np.median(history.gaps)) if history.gaps else 0.0)
+        bound = _TIMES * usual if history.gaps else self._first_bound
+        problem = "" if gap <= bound else f"its logprobs differ by {gap:.2g}, more than rounding's {bound:.2g}"
+        if not np.isfinite(gap):
+            problem = "its logprobs are not finite"
+        for earlier in history.answers:
+            problem = problem or self._stale(answer, earlier)
+        if problem:
+            raise AttestationError(
+                f"{engine} does not compute with version {probed.version}, though it read its bytes: {problem}"
+                f"{self._likeness(answer, gap)}; what changed are {self._changed}",
+                hint="do not trust samples from it; report this with the run folder's logs, or go on with "
+                "--weights.probes 0",
+            )
+        history.first = history.first or answer
+        history.latest.append(answer)
+        history.gaps.append(gap / scale)
+        return gap
+
+    def forget(self) -> None:
+        """Forget earlier versions, after a rollback gives their numbers to others."""
+        self._histories.clear()
+
+    def _stale(self, answer: _Answer, earlier: _Answer) -> str:
+        """Say how an engine's change since an earlier version contradicts the trainer's; "" if it does not.
+
+        The engine's change x = d + e is the trainer's, d, and rounding e. Its projection on d, <x, d> / <d, d>, is 1 up
+        to |e| / |d|, and 0 if nothing changed. The tenth of tokens with the largest e is left out: rounding sends some
+        to another expert.
+        """
+        moved = answer.probed.logprobs - earlier.probed.logprobs
+        change = answer.logprobs - earlier.logprobs
+        errors = np.abs(change - moved)
+        usable = errors <= np.quantile(errors, 1 - _OUTLIERS)
+        moved, change = moved[usable], change[usable]
+        noise = np.sqrt(2) * max(earlier.noise, 2 * self._eps)
+        if float(np.linalg.norm(moved)) <= _POWER * noise:
+            return ""
+        share = float(change @ moved / (moved @ moved))
+        if 0.5 <= share <= 1.5:
+            return ""
+        since = f"since version {earlier.probed.version}"
+        if not change.any():
+            return f"nothing changed {since}, and the trainer's logprobs did, by {np.abs(moved).mean():.2g} on average"
+        return f"its logprobs moved {share:.2g} times as far as the trainer's {since}"
+
+    def _likeness(self, answer: _Answer, gap: float) -> str:
+        """Name the version that an answer looks like, if it is another one."""
+        gaps = {
+            earlier.probed.version: float(np.median(np.abs(answer.logprobs - earlier.probed.logprobs)))
+            for history in self._histories.values()
+            for earlier in history.answers
+        }
+        likely = min(gaps, key=gaps.__getitem__, default=None)
+        return f"; they are like version {likely}'s" if likely is not None and gaps[likely] < gap / 4 else ""
