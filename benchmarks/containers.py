@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.container_images import PACKAGES, BuiltImage, Layer, build_images, build_variants, serve
@@ -84,7 +85,8 @@ def measure(config: Config, report: Report) -> None:
             pulled = _measure_store(report, store, [f"{host}/{image.name}:1" for image in variants])
             for layer in {layer.path: layer for image in variants for layer in image.layers}.values():
                 if layer.path not in sizes:
-                    sizes |= _untar(folder / "small", [layer])
+                    _untar(folder / "small", [layer])
+                    sizes |= _sizes(folder / "small", [layer])
             report.measure("disk_over_layers", [_disk_bytes(store) / sum(sizes.values())])
             measure_bubblewrap(report, pulled[0], config.repeats)
             if peer is not None:
@@ -108,19 +110,19 @@ def _measure_pulls(
     Returns:
         The space that each layer takes, unpacked by tar.
     """
-    totals, sizes = dict.fromkeys(("pull", "tar", "podman"), 0.0), {}
+    totals, sizes = dict.fromkeys(("pull", "tar", "podman"), 0.0), dict[Path, int]()
     for image in images:
         reference = f"{pullers.host}/{image.name}:1"
         seconds: dict[str, list[float]] = {"pull": [], "tar": [], "podman": []}
         warm_ups, repeats = (0, config.large_repeats) if image.name == "large" else (1, config.repeats)
         for repeat in range(warm_ups + repeats):
             runs: dict[str, Callable[[], object]] = {
-                "pull": lambda reference=reference: asyncio.run(ImageStore(folder / "pull").get(reference)),
-                "tar": lambda image=image: sizes.update(_untar(folder / "tar", image.layers)),
+                "pull": partial(_pull, folder / "pull", reference),
+                "tar": partial(_untar, folder / "tar", image.layers),
             }
             if (peer := pullers.peer) is not None:
                 peer.run("podman rmi --all --force")
-                runs["podman"] = lambda peer=peer, reference=reference: peer.pull(reference)
+                runs["podman"] = partial(peer.pull, reference)
             for kind, run in runs.items():
                 os.sync()
                 start_time = time.perf_counter()
@@ -132,6 +134,8 @@ def _measure_pulls(
                 )
                 if repeat >= warm_ups:
                     seconds[kind].append(elapsed)
+                if kind == "tar":
+                    sizes |= _sizes(folder / "tar", image.layers)
                 for name in ("pull", "tar"):
                     shutil.rmtree(folder / name, ignore_errors=True)
         for kind, durations in seconds.items():
@@ -144,13 +148,20 @@ def _measure_pulls(
     return sizes
 
 
-def _untar(folder: Path, layers: Sequence[Layer]) -> dict[Path, int]:
-    """Unpack layers; return the space that each takes."""
-    targets = {layer.path: folder / layer.path.name for layer in layers}
-    for path, target in targets.items():
+def _pull(folder: Path, reference: str) -> None:
+    asyncio.run(ImageStore(folder).get(reference))
+
+
+def _untar(folder: Path, layers: Sequence[Layer]) -> None:
+    for layer in layers:
+        target = folder / layer.path.name
         target.mkdir(parents=True)
-        subprocess.run(["tar", "-xzf", str(path), "-C", str(target)], check=True)
-    return {path: _disk_bytes(target) for path, target in targets.items()}
+        subprocess.run(["tar", "-xzf", str(layer.path), "-C", str(target)], check=True)
+
+
+def _sizes(folder: Path, layers: Sequence[Layer]) -> dict[Path, int]:
+    """Return the space that each layer takes, unpacked by `_untar`."""
+    return {layer.path: _disk_bytes(folder / layer.path.name) for layer in layers}
 
 
 def _disk_bytes(folder: Path) -> int:

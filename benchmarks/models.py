@@ -174,7 +174,8 @@ def compare_with_native(repeats: int, report: Report) -> None:
                         train_batch(engines[code], batch)
                         seconds[code].append(time.perf_counter() - start)
                         is_warmup = repeat == 0
-                        row = {"family": family, "modelling": code, "seconds": seconds[code][-1], "warmup": is_warmup}
+                        row: dict[str, object] = {"family": family, "modelling": code, "warmup": is_warmup}
+                        row["seconds"] = seconds[code][-1]
                         report.rows.append(row)
             measured = {code: report.measure(f"seconds_{code}_{family}", seconds[code][1:]) for code in codes}
             report.results[f"factor_{family}"] = measured["transformers"] / measured["native"]

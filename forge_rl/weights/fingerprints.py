@@ -206,9 +206,9 @@ def _run(tasks: Iterator[tuple[int, Callable[[], SupportsInt]]]) -> list[tuple[i
 
 def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> torch.Tensor:
     """Fingerprint with torch operations on any device, asynchronously; an int64 scalar."""
-    from forge_rl.weights import kernels
+    from forge_rl.weights.line_loops import KEY_HIGH, KEY_LOW, KEY_SHIFT
 
-    low_key, high_key, shift = int(kernels.KEY_LOW), int(kernels.KEY_HIGH), int(kernels.KEY_SHIFT)
+    low_key, high_key, shift = int(KEY_LOW), int(KEY_HIGH), int(KEY_SHIFT)
     word = _word_bytes(shape, values.dtype)
     per_word = word // values.dtype.itemsize
     words = values.contiguous().view(-1).view(_BITS[word])

@@ -91,7 +91,8 @@ def _fence(typing: Any) -> Any:
 def _copy_words(target: Words, source: Words, first: int) -> np.uint64:
     for item in range(source.size):
         target[item] = source[item]
-    return _fingerprint(source, first)
+    total: np.uint64 = _fingerprint(source, first)
+    return total
 
 
 @numba.njit(nogil=True, cache=True)
@@ -102,7 +103,8 @@ def _cast_words(target: Words, source: Words, first: int) -> np.uint64:
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         halves[item] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
-    return _fingerprint(target, first)
+    total: np.uint64 = _fingerprint(target, first)
+    return total
 
 
 @numba.njit(nogil=True, cache=True)

@@ -71,7 +71,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
     config = _load_config(path)
     _check_layers(path, config, _class_of(config))
     shapes = weight_shapes(path.parent)
-    heads = _largest(config, "num_attention_heads")
+    heads = _largest(config, "num_attention_heads") or _whole(path, config, "num_attention_heads")
     dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
