@@ -190,7 +190,8 @@ async def errors_of_served_mistakes(decoder: Decoder) -> dict[str, str]:
         async def act(new: Factors, old: Factors, effects: VersionEffects, change: Change = change) -> str:
             async def load_version(manifest: Manifest, factors: VersionFactors) -> None:
                 for name, pair in change(new, old).items():
-                    factors.tensors |= dict(zip(factor_names(name), pair, strict=True))
+                    copies = [factor.clone() for factor in pair]  # a file holds no tensor twice
+                    factors.tensors |= dict(zip(factor_names(name), copies, strict=True))
                 await EngineAdapters.load_version(adapters, manifest, factors)
 
             adapters.load_version = load_version
