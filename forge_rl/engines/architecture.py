@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from forge_rl.engines.families import FAMILIES
+from forge_rl.engines.families import NATIVE_TYPES
 from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.engines.families.general import read_general, weight_shapes
 from forge_rl.engines.protocol import Modelling
@@ -130,9 +130,9 @@ def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architectu
     if not isinstance(values, dict):
         raise ModelError(f"{path} is not a JSON object", hint="give a Hugging Face model folder")
     model_type = values.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = NATIVE_TYPES.get(model_type) if isinstance(model_type, str) else None
     if family is None and modelling == "native":
-        native_types = ", ".join(map(repr, sorted(FAMILIES)))
+        native_types = ", ".join(map(repr, sorted(NATIVE_TYPES)))
         raise ModelError(
             f"{path} has model_type {model_type!r:.80}, and torchtitan's modelling is for {native_types}",
             hint="set --trainer.modelling to auto or transformers",

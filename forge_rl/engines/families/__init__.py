@@ -12,6 +12,9 @@ from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3, KIMI_K2)
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3)
 }
 """Families by the model_type of config.json."""
+
+NATIVE_TYPES: dict[str, Family] = FAMILIES | {KIMI_K2.model_type: KIMI_K2}
+"""As FAMILIES, with model types that are another's in all but name."""
