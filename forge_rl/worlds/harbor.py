@@ -19,7 +19,7 @@ from forge_rl.sandbox.images import ImageError
 from forge_rl.sandbox.session import check_folders
 from forge_rl.types import Message, Task
 from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
-from forge_rl.worlds.container import task_image
+from forge_rl.worlds.container import ContainerSession, task_image
 from forge_rl.worlds.harbor_image import harbor_container
 from forge_rl.worlds.harbor_trial import HarborSession, working_folder
 from forge_rl.worlds.shell import SHELL_TOOL
@@ -163,11 +163,21 @@ class HarborEnv:
         if not task.truth["has_script"]:
             return SingleTurn(task)
         session: CodeSession = (
-            harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
+            self.container(task)
             if task.truth.get("image")
             else HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
         )
         return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
+
+    def container(self, task: Task) -> ContainerSession:
+        """Return the container of one episode of a task, for an agent that works in it.
+
+        Raises:
+            TaskError: the task has no image.
+        """
+        if not task.truth.get("image"):
+            raise TaskError(f"{task.id} has no image", hint="give it a docker_image, or a Dockerfile")
+        return harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
