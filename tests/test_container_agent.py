@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.gateway.agent_command import AgentCommand
 from forge_rl.types import Outcome, Sampling
 from forge_rl.worlds.container_agent import ContainerAgents
+from tests.commands import Command, metrics, tiny_run
 from tests.container_images import host_layer, layer, written_layout
 from tests.fake_backend import FakeBackend, letters_of
 from tests.harbor_tasks import FILES, TASKS, write_tasks
@@ -75,7 +77,7 @@ def episode_of(loop: asyncio.Runner, folder: Path, command: Any, replies: list[s
 
     async def work() -> Any:
         async with attempts_of(agent) as attempts:
-            return await attempts(task, PolicyClient(backend, Sampling(max_tokens=300)))
+            return await attempts(task, PolicyClient(backend, Sampling(max_tokens=300)))  # type: ignore[arg-type]
 
     return loop.run(work())
 
@@ -120,3 +122,46 @@ def test_mini_swe_agent_solves_a_task(loop: asyncio.Runner, folder: Path, mini_p
     assert [turn.text for turn in episode.turns] == replies
     [segment] = episode.segments  # what it sends back is what was generated, token by token
     assert sum(segment.trained) == sum(len(turn.token_ids) for turn in episode.turns)
+
+
+VOWELS = """#!/bin/bash
+printf '0.%03d' $(grep -o '[aeiou]' /app/text | wc -l) > /logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.nightly
+def test_a_run_trains_on_turns_of_mini_swe_agent(
+    folder: Path, mini_python: Path, commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    write_tasks(tmp_path / "tasks", f"oci:{folder / 'layout'}")
+    for script in (tmp_path / "tasks").glob("*/tests/test.sh"):
+        script.write_text(VOWELS)
+    config = {
+        "agent": {"system_template": "Write.", "instance_template": "{{task}}", "step_limit": 2},
+        "model": {"action_regex": r"\A(.*)\Z", "observation_template": "Go on.", "model_kwargs": {"drop_params": True}},
+        "environment": {"interpreter": ["/bin/sh", "-c", 'printf %s "$0" >> /app/text']},
+    }  # all that this small model writes is a command, which keeps its text
+    (tmp_path / "mini.yaml").write_text(json.dumps(config))
+    agent = shlex.join([str(mini_python), str(MINI), "-c", str(tmp_path / "mini.yaml")])
+    env = f"harbor:{tmp_path / 'tasks'},images={folder / 'store'},held_out_share=0,local=true"
+    flags: tuple[str, ...] = (
+        "--command",
+        agent,
+        "--env",
+        env,
+        "--steps",
+        "2",
+        "--checkpoint-every",
+        "0",
+        "--groups-per-batch",
+        "2",
+    )
+    flags += ("--group-size", "2", "--generator.max-tokens", "16")
+    out = tmp_path / "run"
+    command = tiny_run(commands, tiny_model, out, *flags, recipe="recipes.agent_command")
+    assert command.end(500) == 0, command.output
+    episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    trained = [episode for episode in episodes if episode["step"]]
+    assert {episode["outcome"] for episode in trained} <= {"completed", "truncated"}
+    assert len({episode["reward"] for episode in trained}) > 1
+    assert any(row.get("grad_norm", 0) > 0 for row in metrics(out))

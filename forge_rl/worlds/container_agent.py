@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.errors import ConfigError, ForgeError
@@ -47,7 +47,7 @@ class ContainerAgents:
                 f"the tasks of {environment!r:.80} have no containers for an agent to work in",
                 hint="name Harbor's or SWE-bench's tasks, as --env harbor:FOLDER or --env swebench:FILE",
             )
-        self._environment: ContainerEnv = environment
+        self._environment = cast(ContainerEnv, environment)
 
     def open(self, task: Task) -> contextlib.AbstractAsyncContextManager[AgentContainer]:
         """Hold the container of one episode while the body runs."""
@@ -99,7 +99,7 @@ class AgentContainer:
             writer.write(json.dumps(response).encode() + b"\n")
             await writer.drain()
 
-    async def _run(self, command: list[str], env: Mapping[str, str], folder: str) -> Mapping[str, Any]:
+    async def _run(self, command: list[str], env: Mapping[str, str], folder: str) -> dict[str, Any]:
         try:
             result = await self._session.execute(command, env=env, folder=folder)
         except ForgeError as error:
