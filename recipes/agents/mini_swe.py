@@ -22,10 +22,10 @@ settings = {
     "model.model_class": "litellm_textbased",  # commands in fenced blocks; "litellm" for models that call tools
     "model.cost_tracking": "ignore_errors",  # the policy has no price
 }
-configs = sys.argv[1:] or ["-c", "mini_textbased.yaml"]
 command = [sys.executable, "-m", "minisweagent", "--yolo", "--exit-immediately", "--agent-class", "default"]
-command += ["--model", f"openai/{os.environ['FORGE_RL_MODEL']}", "--task", task, "--output", os.devnull, *configs]
+command += ["--model", f"openai/{os.environ['FORGE_RL_MODEL']}", "--task", task, "--output", os.devnull]
 for name, value in settings.items():
     command += ["-c", f"{name}={json.dumps(value)}"]
+command += sys.argv[1:] or ["-c", "mini_textbased.yaml"]  # the last has precedence
 variables = {"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 os.execve(command[0], command, {**os.environ, **variables})
