@@ -82,17 +82,18 @@ def find_dataset(name: str, datasets: Sequence[Mapping[str, Any]]) -> Mapping[st
     Raises:
         ConfigError: there is none; lists similar names.
     """
-    wanted, _, version = name.partition("@")
-    named = [entry for entry in datasets if entry.get("name") == wanted]
+    dataset, _, version = name.partition("@")
+    named = [entry for entry in datasets if entry.get("name") == dataset]
     if not named:
         names = {str(entry.get("name")) for entry in datasets}
         raise ConfigError(
-            f"Harbor's registry has no data set {wanted!r}", hint=f"{suggest(wanted, names, 'data sets')}; or a folder"
+            f"Harbor's registry has no data set {dataset!r}",
+            hint=f"{suggest(dataset, names, 'data sets')}; or a folder",
         )
     versions = {str(entry.get("version", "")): entry for entry in named}
     if version and version not in versions:
         raise ConfigError(
-            f"the data set {wanted} has no version {version!r}", hint=f"versions: {', '.join(sorted(versions))}"
+            f"the data set {dataset} has no version {version!r}", hint=f"versions: {', '.join(sorted(versions))}"
         )
     return versions[version or max(versions, key=_version_key)]
 
