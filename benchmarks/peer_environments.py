@@ -79,6 +79,8 @@ TINKER = Peer(
 )
 """tinker's client, and its cookbook with what its loops need; its renderers of other models are not among that."""
 
+MINI_SWE = Peer(name="mini-swe-agent", packages=("mini-swe-agent==2.4.6", "litellm==1.110.2"))
+
 
 def set_up(peer: Peer) -> Path:
     """Create a peer's environment, unless it exists with exactly these packages.

@@ -107,6 +107,7 @@ from forge_rl.types import Sampling as Sampling
 from forge_rl.types import Score as Score
 from forge_rl.types import Task as Task
 from forge_rl.types import Turn as Turn
+from forge_rl.worlds.container_agent import ContainerAgents as ContainerAgents
 from forge_rl.worlds.game import GuessNumber as GuessNumber
 from forge_rl.worlds.python import PythonEnv as PythonEnv
 

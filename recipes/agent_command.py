@@ -3,7 +3,8 @@
 python -m recipes.agent_command --command "python my_agent.py"
 
 The command finds the policy through OPENAI_BASE_URL and OPENAI_API_KEY, or Anthropic's equivalents, and reads the task
-as JSON from stdin; the last line that it prints is scored. See agents/ask_twice.py for an example.
+as JSON from stdin; the last line that it prints is scored. See agents/ask_twice.py for an example. With
+--env harbor:FOLDER it works in the container of each task, whose tests are the reward: see agents/mini_swe.py.
 """
 
 from __future__ import annotations
@@ -19,17 +20,12 @@ EXAMPLE = shlex.join([sys.executable, str(Path(__file__).parent / "agents" / "as
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(rl.RunConfig):
+class Config(rl.TaskConfig):
     """Train an agent command with group-relative advantages."""
 
     UNUSED = ("environment",)
     command: str = EXAMPLE
     """The agent's program and arguments, split as by a shell. Each episode runs it once."""
-    tasks: rl.TaskTexts = (rl.ONE_DIGIT_ADDITION,)
-    eval_tasks: rl.Tunable[tuple[str, ...]] = ()
-    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
-    data: rl.DataConfig = field(default_factory=rl.DataConfig)
-    rewards: rl.RewardTexts = ("auto",)
     loss: rl.LossTexts = ("clipped",)
     gateway: rl.GatewayConfig = field(default_factory=lambda: rl.GatewayConfig(aliases=("gpt-4o-mini",)))
     """Address at which the agent finds the policy, model names that it may request, and limits on its processes."""
@@ -48,12 +44,14 @@ async def step(run: rl.Run[Config]) -> None:
 
 async def main(config: Config) -> None:
     """Run all remaining steps."""
+    environment = rl.build_environment(config.env)
+    containers = rl.ContainerAgents(environment) if config.env else None
     async with rl.start(
         config,
         loss=rl.build_loss(config.loss),
-        sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks),
-        reward=rl.build_reward(config.rewards),
-        agent=rl.AgentCommand(config.command, config.gateway.agent_limits),
+        sources=config.sources(environment),
+        reward=containers.reward if containers else rl.build_reward(config.rewards),
+        agent=rl.AgentCommand(config.command, config.gateway.agent_limits, workplaces=containers),
         gateway=config.gateway,
         recipe="agent_command",
     ) as run:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.texts import names_code
@@ -22,7 +22,7 @@ from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.commands import CommandLimits, CommandResult, run_command
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import handed_on
-from forge_rl.types import Task
+from forge_rl.types import Score, Task
 
 _FAILED_STARTS = 8
 """Consecutive processes that end for one cause before calling the policy, after which AgentStartError is raised."""
@@ -42,6 +42,24 @@ class AgentStartError(AgentError):
     """All processes of an agent fail for one cause before they call the policy; stops the run."""
 
 
+class Workplace(Protocol):
+    """Where an agent's process works in one episode."""
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Environment variables by which the process finds it."""
+
+    async def score(self) -> Score:
+        """Score what the process has done there, once it has ended."""
+
+
+class Workplaces(Protocol):
+    """Makes the workplace of each episode, such as `forge_rl.worlds.container_agent.ContainerAgents`."""
+
+    def open(self, task: Task) -> contextlib.AbstractAsyncContextManager[Workplace]:
+        """Hold the workplace of an episode while the body runs."""
+
+
 class AgentCommand:
     """An agent run as a command line, in any language.
 
@@ -56,13 +74,19 @@ class AgentCommand:
         command: program and arguments, or a line that is split as in a shell.
         limits: resource limits of each process.
         log: file for the processes' stderr.
+        workplaces: where the processes work. What they have done there is scored, not what they print.
 
     Raises:
         ConfigError: the program does not exist.
     """
 
     def __init__(
-        self, command: str | Sequence[str], limits: CommandLimits | None = None, *, log: Path | None = None
+        self,
+        command: str | Sequence[str],
+        limits: CommandLimits | None = None,
+        *,
+        log: Path | None = None,
+        workplaces: Workplaces | None = None,
     ) -> None:
         self.command = tuple(shlex.split(command) if isinstance(command, str) else command)
         self.limits = limits or CommandLimits()
@@ -70,6 +94,7 @@ class AgentCommand:
             program = self.command[0] if self.command else ""
             raise ConfigError(f"the agent's program {program!r} was not found", hint="use a program on the PATH")
         self.log = log
+        self.workplaces = workplaces
         self._slots = asyncio.Semaphore(self.limits.at_a_time)
         self._failed_starts: list[str] = []
         """Cause, repeated, of each process that failed since one last called the policy."""
@@ -83,30 +108,39 @@ class AgentCommand:
     def __repr__(self) -> str:
         return f"AgentCommand({shlex.join(self.command)!r})"
 
-    async def __call__(self, task: Task, session: Session) -> str | None:
-        """Run the command on a task.
+    async def __call__(self, task: Task, session: Session) -> str | Score | None:
+        """Run the command on a task; return the text to score, or the score of its workplace.
 
         Raises:
             AgentError: the command failed.
             AgentStartError: too many processes in a row failed for the same cause before they called the policy.
         """
-        task_fields = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
         async with self._slots:
-            with tempfile.TemporaryDirectory(prefix="forge_rl-agent-") as folder:
-                file = Path(folder) / "task.json"
-                file.write_text(json.dumps(task_fields))
-                variables = {
-                    "OPENAI_BASE_URL": session.base_url,
-                    "OPENAI_API_BASE": session.base_url,  # older name that some packages still read
-                    "OPENAI_API_KEY": session.key,
-                    "ANTHROPIC_BASE_URL": session.anthropic_url,
-                    "ANTHROPIC_API_KEY": session.key,
-                    "FORGE_RL_MODEL": session.model,
-                    "FORGE_RL_TASK_FILE": str(file),
-                    "PATH": _path(),
-                }
-                stdin = json.dumps(self._stdin(task_fields, session)).encode()
-                process = await run_command(self.command, self.limits, variables=variables, stdin=stdin)
+            if self.workplaces is None:
+                return await self._run(task, session, {})
+            async with self.workplaces.open(task) as workplace:
+                await self._run(task, session, workplace.variables)
+                return await workplace.score()
+
+    async def _run(self, task: Task, session: Session, more: Mapping[str, str]) -> str | None:
+        """Run the command with these variables among its own; return what it answers."""
+        task_fields = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
+        with tempfile.TemporaryDirectory(prefix="forge_rl-agent-") as folder:
+            file = Path(folder) / "task.json"
+            file.write_text(json.dumps(task_fields))
+            variables = {
+                "OPENAI_BASE_URL": session.base_url,
+                "OPENAI_API_BASE": session.base_url,  # older name that some packages still read
+                "OPENAI_API_KEY": session.key,
+                "ANTHROPIC_BASE_URL": session.anthropic_url,
+                "ANTHROPIC_API_KEY": session.key,
+                "FORGE_RL_MODEL": session.model,
+                "FORGE_RL_TASK_FILE": str(file),
+                "PATH": _path(),
+                **more,
+            }
+            stdin = json.dumps(self._stdin(task_fields, session)).encode()
+            process = await run_command(self.command, self.limits, variables=variables, stdin=stdin)
         self._note(session, process)
         if process.problem:
             raise AgentError(f"the agent's process {process.problem}", hint=self._hint)

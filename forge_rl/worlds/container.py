@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_rl.errors import TaskError
-from forge_rl.sandbox import DurableSession, DurableSessions, Limits, Pool, PoolSession, SandboxError, shared_pool
+from forge_rl.sandbox import (
+    DurableSession,
+    DurableSessions,
+    Limits,
+    Pool,
+    PoolSession,
+    Result,
+    SandboxError,
+    shared_pool,
+)
 from forge_rl.sandbox.images import ContainerImage, ImageError, ImageStore
 from forge_rl.sandbox.images.references import LocalReference, parse_reference
 from forge_rl.sandbox.workspaces.changes import Change
@@ -91,15 +100,40 @@ class ContainerSession(CodeSession):
             SandboxError: the image cannot be had, or the sandbox failed; a `DivergedError` if the files were lost, and
                 commands showed something else when they were rerun.
         """
+        result = await self.execute(commands)
+        return _SPENT if result is None or self._session is None else shown_commands(self._session, result)
+
+    async def execute(
+        self, command: str | Sequence[str], *, env: Mapping[str, str] | None = None, folder: str = ""
+    ) -> Result | None:
+        """Run a program with its arguments, or command lines in the image's shell.
+
+        Args:
+            env: variables besides the container's.
+            folder: where it starts; "" for the container's.
+
+        Returns:
+            What it did; None if the session has ended because it exceeded its memory.
+
+        Raises:
+            SandboxError: as `run`.
+        """
         if self._is_spent:
-            return _SPENT
+            return None
         session = self._session or await self._open()
         container = self._container
-        result = await session.run(commands, wall_s=container.timeout_s, env=container.env, folder=container.folder)
+        result = await session.run(
+            command,
+            wall_s=container.timeout_s,
+            env={**container.env, **(env or {})},
+            folder=folder or container.folder,
+        )
         if not session.alive and result.error is not None and result.error.name == "OutOfMemory":
             self._is_spent = True  # by files in memory: the model's doing, and no failure of the sandbox
-            return _SPENT
-        return shown_commands(session, result)
+            return None
+        if not session.alive:  # it was lost with the same commands again and again, which cannot end it
+            raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
+        return result
 
     async def fork(self) -> ContainerSession:
         """Return a session with a copy of this one's files."""

@@ -19,8 +19,9 @@ from forge_rl.sandbox.images import ImageError
 from forge_rl.sandbox.session import check_folders
 from forge_rl.types import Message, Task
 from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
-from forge_rl.worlds.container import task_image
+from forge_rl.worlds.container import ContainerSession, task_image
 from forge_rl.worlds.harbor_image import harbor_container
+from forge_rl.worlds.harbor_registry import REGISTRY, dataset_folder, is_registry_name
 from forge_rl.worlds.harbor_trial import HarborSession, working_folder
 from forge_rl.worlds.shell import SHELL_TOOL
 
@@ -99,7 +100,8 @@ class HarborTask:
 
 @dataclass(frozen=True)
 class HarborEnv:
-    """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks.
+    """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks, or
+    `--env harbor:NAME@VERSION`, with a data set of Harbor's registry.
 
     If a task has tests/test.sh, the model works in a shell, in a sandbox session without a network. A task with an
     image (`docker_image` in task.toml, or environment/Dockerfile) has a session of that image. Others have this
@@ -112,12 +114,12 @@ class HarborEnv:
     GPU, are rejected.
 
     Raises:
-        ConfigError: the folder has no tasks, or an option is out of range.
+        ConfigError: the folder has no tasks, the data set cannot be fetched, or an option is out of range.
         TaskError: a task cannot be read; names the file and the cause.
     """
 
     folder: str
-    """A task, or a folder of tasks."""
+    """A task, a folder of tasks, or the name of a data set, of whose versions the newest is taken if none is named."""
     _: KW_ONLY
     skip: bool = False
     """Skip tasks that need what a sandbox does not have, if there are others."""
@@ -129,6 +131,10 @@ class HarborEnv:
     """Memory of a session, unless task.toml sets memory_mb; a part of it is for files."""
     images: str = "~/.cache/forge_rl/images"
     """Folder of images, shared by runs."""
+    datasets: str = "~/.cache/forge_rl/harbor"
+    """Folder of the data sets that have been fetched, shared by runs."""
+    registry: str = REGISTRY
+    """URL or file of the registry of data sets."""
     local: bool = False
     """Take images in files of this machine that tasks name (`docker_image = "oci:FOLDER"`): only for your own."""
     tool: bool = False
@@ -151,7 +157,10 @@ class HarborEnv:
             shows_schema=self.tool,
         )
         object.__setattr__(self, "settings", settings)
-        object.__setattr__(self, "tasks", read_tasks(Path(self.folder).expanduser()))
+        folder = Path(self.folder).expanduser()
+        if is_registry_name(self.folder):
+            folder = dataset_folder(self.folder, cache=Path(self.datasets), registry=self.registry)
+        object.__setattr__(self, "tasks", read_tasks(folder))
 
     @property
     def in_process(self) -> bool:
@@ -163,11 +172,21 @@ class HarborEnv:
         if not task.truth["has_script"]:
             return SingleTurn(task)
         session: CodeSession = (
-            harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
+            self.container(task)
             if task.truth.get("image")
             else HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
         )
         return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
+
+    def container(self, task: Task) -> ContainerSession:
+        """Return the container of one episode of a task, for an agent that works in it.
+
+        Raises:
+            TaskError: the task has no image.
+        """
+        if not task.truth.get("image"):
+            raise TaskError(f"{task.id} has no image", hint="give it a docker_image, or a Dockerfile")
+        return harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.

@@ -107,6 +107,10 @@ class SweBenchEnv:
 
     def __call__(self, task: Task) -> CodeWorld:
         """Make the environment of one episode."""
+        return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=self.container(task))
+
+    def container(self, task: Task) -> ContainerSession:
+        """Return the container of one episode, also for an agent that works in it."""
         truth: Mapping[str, Any] = task.truth
         memory = self.memory_mib << 20
         limits = Limits(
@@ -124,8 +128,7 @@ class SweBenchEnv:
             timeout_s=self.timeout_s,
             folder=self.folder,
         )
-        session = ContainerSession(container, _RowTests(task, self), hidden=truth["hidden"])
-        return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
+        return ContainerSession(container, _RowTests(task, self), hidden=truth["hidden"])
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
