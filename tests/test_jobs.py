@@ -61,13 +61,18 @@ async def test_a_host_whose_process_ends_is_reported_by_name():
     assert "ended" in cause
 
 
-async def test_a_host_that_cannot_join_says_why_and_one_that_is_given_back_ends(tmp_path: Path):
+async def test_a_host_that_cannot_join_says_why_and_one_that_is_given_back_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "logs").mkdir()
     job = build_job("process:2,most_replaced=1")
     assert isinstance(job, ReplacingJob)
 
     async def main() -> tuple[str, int]:
         cause = await job.replace("host1.1", tmp_path, lambda _: None)
+        # The real command would end by itself, on a busy machine before it is given back.
+        sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+        monkeypatch.setattr("forge_rl.jobs.process.join_command", lambda *_: sleeps)
         started: asyncio.Queue[str] = asyncio.Queue()
         replacing = asyncio.create_task(job.replace("host1.2", tmp_path, started.put_nowait))
         pid = int((await started.get()).split()[1])
