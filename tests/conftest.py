@@ -155,10 +155,17 @@ def semaphores_of_the_killed() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 3 M parameters with the bundled model's tokenizer; nobody writes to its folder."""
-    from forge_rl.models.bundled import bundled_model, default_cache
-    from tests.tiny import make_tiny_model
+    from tests.tiny import bundled_folder, make_tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", bundled_model(default_cache()))
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", bundled_folder())
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer that loads at once, see `make_small_tokenizer`; nobody writes to it."""
+    from tests.tiny import make_small_tokenizer
+
+    return make_small_tokenizer(tmp_path_factory.mktemp("model") / "tokenizer")
 
 
 @pytest.fixture(scope="session")

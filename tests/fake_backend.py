@@ -17,11 +17,11 @@ from openai import AsyncOpenAI
 from forge_rl.gateway import Gateway, GatewayConfig, Session
 from forge_rl.gateway.adapters import ServedAdapters
 from forge_rl.gateway.constraints import ConstraintChecker
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.services.completion import Observer
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
+from tests.tiny import bundled_folder
 
 
 class _Impatient:
@@ -45,7 +45,7 @@ Script = Callable[[tuple[int, ...], Sampling], Sequence[int]]
 
 @cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer(bundled_model(default_cache()))
+    return Tokenizer(bundled_folder())
 
 
 @cache

@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest import mock
 
 from forge_rl.engines.protocol import Quantization
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime import supervision
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
@@ -22,9 +21,10 @@ from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
 from tests.fake_engine import FOLDER, FakeEngine, FakeStore, Orders, draw
+from tests.tiny import bundled_folder
 
 PROMPT = (1, 4093, 198, 1780)
-MODEL = bundled_model(default_cache())
+MODEL = bundled_folder()
 
 
 @dataclass

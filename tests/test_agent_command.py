@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
@@ -21,6 +20,7 @@ from forge_rl.runtime.commands import CommandLimits
 from forge_rl.types import Outcome, Task
 from recipes.agent_command import EXAMPLE
 from tests.fake_backend import FakeBackend, until
+from tests.processes import lives
 from tests.test_agent_openai import PolicyClient, attempts_of
 
 TASK = Task(
@@ -199,7 +199,7 @@ async def test_all_that_it_started_ends_with_it_when_its_time_is_over(tmp_path: 
         episode = await asyncio.wait_for(working, 120)
     assert episode.outcome in (Outcome.TRUNCATED, Outcome.ENVIRONMENT_ERROR)
     pids = [int(pid) for pid in started.read_text().split()]
-    await until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    await until(lambda: not any(lives(pid) for pid in pids))
 
 
 async def test_no_more_run_at_a_time_than_may():

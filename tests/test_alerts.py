@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
@@ -26,6 +25,7 @@ from forge_rl.run.endpoints import address_of, is_loopback, listen
 from forge_rl.run.records.run_dir import as_flat_json
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.isolation import Isolation
+from tests.processes import lives
 
 CUT = {"episodes/truncated": 0.9}
 WELL = {"episodes/truncated": 0.1}
@@ -94,7 +94,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
         log.log(4, CUT)
         log.log(5, CUT)
     assert any("--alerts.command: it took longer than 3 s" in text for text in events(tmp_path))
-    assert not any(psutil.pid_exists(int(pid)) for pid in pids.read_text().split())
+    assert not any(lives(int(pid)) for pid in pids.read_text().split())
 
 
 def test_a_command_that_fails_is_a_warning_and_too_many_alerts_are_counted(

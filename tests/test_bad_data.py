@@ -12,8 +12,8 @@ import pytest
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.scan import PromptLengths, check_tasks
 from forge_rl.errors import ConfigError, ForgeError, TaskError
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.tokens.tokenizer import Tokenizer
+from tests.tiny import bundled_folder
 
 GOOD = '{"question": "2+3?", "answer": "5"}\n'
 
@@ -292,7 +292,7 @@ def test_bad_flags_of_data_have_one_clear_message(name: str, tmp_path: Path, mon
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(bundled_model(default_cache()))
+    return Tokenizer(bundled_folder())
 
 
 def write(path: Path, *questions: str) -> str:

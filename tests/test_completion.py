@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from forge_rl.errors import PoisonError, ReplicaError
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.services.completion import ResumableCompletion, validate_chunk
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 from tests.fake_engine import GARBAGE, Unpickable
+from tests.tiny import bundled_folder
 
 GOOD = Chunk(token_ids=(7,), logprobs=(-0.5,), versions=(1,), text="x")
 SAMPLING = Sampling(max_tokens=8)
@@ -25,7 +25,7 @@ DIED = ReplicaError("gone", service="generator", replica=0)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(bundled_model(default_cache()))
+    return Tokenizer(bundled_folder())
 
 
 def add(completion: ResumableCompletion, part: Chunk) -> Chunk:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from forge_rl.algorithms.hints import hint_of, with_hint
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.services.generator import Generator
 from forge_rl.services.teachers import TeacherScores
@@ -21,7 +20,7 @@ from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.tokens.tokenizer import Tokenizer
 from recipes.distill import Config, start, step
 from tests.commands import metrics
-from tests.tiny import make_tiny_model
+from tests.tiny import bundled_folder, make_tiny_model
 
 TEMPERATURE = 0.8
 TOP = 4
@@ -60,7 +59,7 @@ def check_scores(scores: TeacherScores, batch: Any, source: str, folder: Path, t
 async def test_teachers_score_as_transformers_does_even_after_a_kill(
     tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
-    teacher = make_tiny_model(tmp_path / "teacher", bundled_model(default_cache()), hidden_size=96, num_hidden_layers=3)
+    teacher = make_tiny_model(tmp_path / "teacher", bundled_folder(), hidden_size=96, num_hidden_layers=3)
     out = tmp_path / "run"
     config = Config(
         model=str(tiny_model),

@@ -21,14 +21,13 @@ from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.engines.remote import KEY_VARIABLE, RemoteServer
 from forge_rl.engines.remote.engine import RemoteEngine
 from forge_rl.engines.remote.server import EngineServer
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.system.variables import set_here
 from forge_rl.tokens.tokenizer import Tokenizer
 from tests.engine_conformance import DECODE, Decoder, changed, of_few_words
 from tests.fake_actors import cluster
 from tests.fakes import make_model
-from tests.tiny import make_tiny_model
+from tests.tiny import bundled_folder, make_tiny_model
 from tests.trainer_conformance import TRAIN, Trainers
 
 RunCheck = Callable[[str], str]
@@ -100,7 +99,7 @@ def draft_model(folder: Path) -> Path:
     """A model of one layer that writes the words of `of_few_words`, in other orders."""
     from transformers import AutoModelForCausalLM
 
-    made = make_tiny_model(folder / "draft", bundled_model(default_cache()), tied=False, num_hidden_layers=1)
+    made = make_tiny_model(folder / "draft", bundled_folder(), tied=False, num_hidden_layers=1)
     model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
     of_few_words(changed(model))[0].save_pretrained(made)
     return made
@@ -109,7 +108,7 @@ def draft_model(folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any]) -> AsyncIterator[RunCheck]:
     """Starts an engine on the tiny model; yields what runs a check on it."""
-    model = make_tiny_model(folder / "model", bundled_model(default_cache()), tied=False)
+    model = make_tiny_model(folder / "model", bundled_folder(), tied=False)
     if "{}" in (text := given.get("speculation", "")):
         given = {"speculation": text.format(draft_model(folder))}
     settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=0.25, **given)

@@ -17,10 +17,10 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.scan import check_tasks
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task
+from tests.tiny import bundled_folder
 
 MARKED = """{%- for message in messages %}
 {%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}
@@ -61,8 +61,8 @@ def task_of(*prompt: Message, **truth: object) -> Task:
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    return bundled_model(default_cache())
+def folder(small_tokenizer: Path) -> Path:
+    return small_tokenizer
 
 
 def tokenizer_of(folder: Path, target: Path, template: str) -> Tokenizer:
@@ -104,8 +104,8 @@ def test_trained_are_the_tokens_that_transformers_marks(messages: list[Message],
     assert {version for turn in episode.turns for version in turn.versions.tolist()} == {-1}
 
 
-def test_the_bundled_models_turns_end_with_their_stop_token(folder: Path) -> None:
-    tokenizer = Tokenizer(folder)
+def test_the_bundled_models_turns_end_with_their_stop_token() -> None:
+    tokenizer = Tokenizer(bundled_folder())
     completion = [assistant("5"), user("And 4 more?"), assistant("9<|im_end|>")]
     (episode,) = conversation_episodes(task_of(user("2+3?"), completion=completion), tokenizer)
     system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

@@ -14,8 +14,8 @@ from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.models.bundled import bundled_model, default_cache
 from tests.fakes import add_predicting_layer, make_model, packed, random_batch, train_batch
+from tests.tiny import bundled_folder
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("process_group")]
 
@@ -52,7 +52,7 @@ def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: st
     if family == "deepseek_v3":
         add_predicting_layer(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model(default_cache()) / name, folder / name)
+        shutil.copy(bundled_folder() / name, folder / name)
     engine = TitanEngine(folder, TrainSettings(dtype="float32", seq_len=128, optimizer=OptimizerConfig(lr=1e-2)))
     train_batch(engine, packed(random_batch(0, vocab=43)))
     for part in ("training", "model"):

@@ -13,7 +13,6 @@ import openai
 import pytest
 from anthropic import AsyncAnthropic
 
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.types import Episode, Task, Turn
 from tests.fake_backend import (
     EOS,
@@ -26,6 +25,7 @@ from tests.fake_backend import (
     tokenizer,
     until,
 )
+from tests.tiny import bundled_folder
 
 HI = {"role": "user", "content": "Hi"}
 TOOLS: list[Any] = [
@@ -50,7 +50,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template shows tools and their calls, and wants an output to follow its call."""
     folder = tmp_path_factory.mktemp("qwen")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled_model(default_cache()) / name, folder / name)
+        shutil.copy(bundled_folder() / name, folder / name)
     (folder / "chat_template.jinja").write_text(QWEN)
     return folder
 

@@ -11,13 +11,12 @@ import pytest
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError
 from forge_rl.jobs.doctor import examine
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.run.plan.host_checks import Finding, failed_hosts, judge_disk, judge_facts, judge_gap, judge_speeds
 from forge_rl.run.start import hosts as hosts_module
 from forge_rl.runtime.host_facts import Clock, HostFacts, write_rate
 from forge_rl.runtime.job_flag import build_job
 from forge_rl.runtime.job_protocol import Job
-from tests.tiny import make_tiny_model
+from tests.tiny import bundled_folder, make_tiny_model
 
 GIB = 1 << 30
 GOOD = HostFacts(
@@ -96,7 +95,7 @@ async def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
 
     job = build_job("process:1")
     assert isinstance(job, Job)
-    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()))
+    model = make_tiny_model(tmp_path / "model", bundled_folder())
     (tmp_path / "runs").mkdir()
     findings = await examine(job, folder=tmp_path / "runs", model=model, public=False, say=lambda text: None)
     speeds = ("matmul", "disk", "clock")  # of a machine that may be busy

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.hosts_deltas import delta_bytes
 from benchmarks.hosts_simulated import Link, simulate
-from forge_rl.models.bundled import bundled_model, default_cache
+from tests.tiny import bundled_folder
 
 LINK = Link(bytes_per_s=100.0, bucket_bytes=100)
 
@@ -28,7 +28,7 @@ def test_simulated_hosts_take_as_long_as_their_tree():
 @pytest.mark.long
 @pytest.mark.usefixtures("process_group")
 def test_deltas_of_a_real_trainer_are_small_and_restore_exactly(tmp_path: Path):
-    version, full, deltas = delta_bytes(0, bundled_model(default_cache()), str(tmp_path), 1e-6, 2)
+    version, full, deltas = delta_bytes(0, bundled_folder(), str(tmp_path), 1e-6, 2)
     assert 0.5 * version < full < version
     assert max(deltas) < 0.1 * version
     assert min(deltas) > 0.0005 * version, "something changed"

@@ -1,6 +1,7 @@
 """Sessions whose commands see an image as their root: its settings, files, changes and forks."""
 
 import contextlib
+import gc
 import os
 import stat
 from dataclasses import replace
@@ -183,6 +184,7 @@ async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Containe
     def mounts() -> int:
         return len(Path(f"/proc/{os.getpid()}/mountinfo").read_text().splitlines())
 
+    gc.collect()  # what earlier tests left open in cycles would close meanwhile
     before, files = mounts(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         async with pool.session(image=image) as session:
@@ -190,7 +192,7 @@ async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Containe
             async with await session.fork() as fork:
                 assert await text(fork, "cat x") == "hi\n"
     assert mounts() == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
     assert not pool.hosts[0].sessions
     assert stat.S_ISDIR(image.layers[0].stat().st_mode)
 

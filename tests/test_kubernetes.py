@@ -173,7 +173,7 @@ def test_a_run_that_waits_says_why_and_ctrl_c_deletes_what_was_made(cluster: Api
 
         opening = asyncio.create_task(opened())
         heard = asyncio.create_task(enough.wait())
-        await asyncio.wait((opening, heard), timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((opening, heard), timeout=60, return_when=asyncio.FIRST_COMPLETED)
         heard.cancel()
         opening.cancel()
         await opening
@@ -216,9 +216,9 @@ async def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
         faults.closing = True
         await service.stop()
         cluster.kill("forgerl-host1")
-        found = [await asyncio.wait_for(lost.get(), 10)]
+        found = [await asyncio.wait_for(lost.get(), 60)]
         cluster.delete("forgerl-host2", grace_s=0.5, cause="PreemptionByScheduler")
-        found += [await asyncio.wait_for(lost.get(), 10), await asyncio.wait_for(lost.get(), 10)]
+        found += [await asyncio.wait_for(lost.get(), 60), await asyncio.wait_for(lost.get(), 60)]
         await made.close()
     assert lost.empty(), "hosts that are given back are not lost"
     assert found == [
@@ -286,8 +286,8 @@ def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kube
         guard = psutil.Process(controller.pid).children()
         controller.kill()
     with cluster.changed:
-        assert cluster.changed.wait_for(lambda: not cluster.pods and not cluster.policies, timeout=30)
-    psutil.wait_procs(guard, timeout=30)
+        assert cluster.changed.wait_for(lambda: not cluster.pods and not cluster.policies, timeout=60)
+    psutil.wait_procs(guard, timeout=60)
 
 
 @pytest.mark.nightly
@@ -354,6 +354,6 @@ async def test_a_pod_that_joins_is_followed_to_its_end_and_deleted(
     with pytest.raises(ConfigError, match=r"run folder / is not below .* where the pods mount the claim c"):
         await job.replace("host1.5", Path("/"), print)
     with cluster.changed:
-        assert cluster.changed.wait_for(lambda: not cluster.pods, timeout=30)
+        assert cluster.changed.wait_for(lambda: not cluster.pods, timeout=60)
     assert list(folder.iterdir()) == [folder / "logs"], "a folder's name is no code"
     assert unknown_fields(job._joining("host1.6", folder), "V1Pod") == []

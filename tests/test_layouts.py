@@ -27,13 +27,12 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import LoadBalancer, TrainSettings
 from forge_rl.errors import ConfigError
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from tests.commands import Command, actor_of, metrics, tiny_run
 from tests.dense_masks import dense_mask
 from tests.fakes import make_model, packed, random_batch
-from tests.tiny import make_tiny_model
+from tests.tiny import bundled_folder, make_tiny_model
 
 FAMILIES = tuple(layouts.FAMILIES)
 
@@ -268,7 +267,7 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     name: str, commands: list[Command], tmp_path: Path
 ) -> None:
     family, config, *flags = RUNS[name]
-    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), family=family, **config)
+    model = make_tiny_model(tmp_path / "model", bundled_folder(), family=family, **config)
     out = tmp_path / "run"
     tasks = ("--groups-per-batch", "4", "--evaluation.every", "0", "--checkpoint-every", "4")
     command = tiny_run(commands, model, out, "--steps", "100000", *tasks, *flags)

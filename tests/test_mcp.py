@@ -110,7 +110,7 @@ async def test_a_command_serves_all_episodes_until_it_dies_and_another_one_after
     assert (again[0], again[1] != first[1]) == ("1", True)
     assert (await third.step("It is 5.", truncated=False, calls=())).done
     await third.close()  # the server is for the next episode
-    assert psutil.pid_exists(int(again[1]))
+    assert lives(int(again[1]))
 
 
 async def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(server: str):

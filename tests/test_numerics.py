@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import numerics
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.types import Turn
-from tests.tiny import make_tiny_model
+from tests.tiny import bundled_folder, make_tiny_model
 
 
 def turn(ids: list[int], logprobs: list[float]) -> Turn:
@@ -61,7 +60,7 @@ def test_linear_layers_are_rounded_with_a_scale_for_each_output(
 
 @pytest.mark.nightly
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    model, path = make_tiny_model(tmp_path / "model", bundled_model(default_cache())), tmp_path / "out.json"
+    model, path = make_tiny_model(tmp_path / "model", bundled_folder()), tmp_path / "out.json"
     flags = ["--completions", "4", "--tokens", "8", "--formats", "float32", "int8", "--json", str(path)]
     command = [sys.executable, "-m", "benchmarks.numerics", "--model", str(model), *flags]
     subprocess.run(command, check=True, timeout=600)

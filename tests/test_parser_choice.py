@@ -38,8 +38,10 @@ def with_calls(before: str, call: str, after: str, *, between: str = "", around:
         (with_calls("", OBJECT, "", between=", ", around=("<TOOLCALL>[", "]</TOOLCALL>")), None),  # Nemotron
     ],
 )
-def test_the_tool_parser_reads_back_what_the_template_writes(tmp_path: Path, template: str, chosen: str | None) -> None:
-    tokenizer = tokenizer_with(tmp_path, template)
+def test_the_tool_parser_reads_back_what_the_template_writes(
+    small_tokenizer: Path, tmp_path: Path, template: str, chosen: str | None
+) -> None:
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, template)
     if chosen is not None:
         assert parser_for(tokenizer) == chosen
         return
@@ -56,8 +58,10 @@ def test_the_tool_parser_reads_back_what_the_template_writes(tmp_path: Path, tem
         (OPENS.replace("<think>", "◁think▷") + "{# ◁/think▷ #}", (), None),
     ],
 )
-def test_the_reasoning_parser_reads_back_thoughts(tmp_path: Path, template: str, tags, chosen: str | None) -> None:
-    tokenizer = tokenizer_with(tmp_path, template, tags=tags)
+def test_the_reasoning_parser_reads_back_thoughts(
+    small_tokenizer: Path, tmp_path: Path, template: str, tags, chosen: str | None
+) -> None:
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, template, tags=tags)
     if chosen is not None:
         assert reasoning_parser_for(tokenizer, "hermes") == chosen
         return
@@ -67,9 +71,9 @@ def test_the_reasoning_parser_reads_back_thoughts(tmp_path: Path, template: str,
         reasoning_parser_for(tokenizer, "hermes")
 
 
-def test_variables_of_the_template_hold_for_all_conversations(tmp_path: Path) -> None:
+def test_variables_of_the_template_hold_for_all_conversations(small_tokenizer: Path, tmp_path: Path) -> None:
     template = CHATML.replace("assistant\n{%", "assistant\n{{ '' if enable_thinking|default(true) else 'no' }}{%")
-    tokenizer_with(tmp_path, template)
+    tokenizer_with(small_tokenizer, tmp_path, template)
     args = read_template_args(["enable_thinking=false"])
     tokenizer, question = Tokenizer(tmp_path, template_args=args), [{"role": "user", "content": "?"}]
     assert tokenizer.decode(tokenizer.render(question)).endswith("assistant\nno")

@@ -32,6 +32,7 @@ from tests.fake_actors import (
     pid_of,
     send_signal,
 )
+from tests.processes import lives
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -215,7 +216,7 @@ async def test_stopping_ends_the_processes_and_is_no_fault(tmp_path: Path):
         faults.closing = True
         await service.stop()
         assert service.replicas == []
-        _, alive = psutil.wait_procs(processes, timeout=30)
+        _, alive = psutil.wait_procs(processes, timeout=60)
         assert alive == []
         assert faults.seen == []
         with pytest.raises(ServiceError, match="the service has been stopped"):
@@ -324,7 +325,7 @@ async def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
         await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
         await asyncio.wait_for(asyncio.shield(replica.death), LONG_S)
         await wide.stop()
-        assert not any(map(psutil.pid_exists, wide_pids))
+        assert not any(map(lives, wide_pids))
 
         # Nor does anything live on a host that the job says is gone.
         other = Service(new_service_name(), made, faults, recoverable=True)

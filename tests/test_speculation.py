@@ -27,11 +27,11 @@ from forge_rl.engines.speculation import (
 from forge_rl.engines.vllm.suffixes import AnswerIndex, Guide, SuffixIndex
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.metrics.episode_files import EpisodeFile
-from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.models.bundled import default_cache
 from tests.commands import Command, metrics, tiny_run
 from tests.fakes import make_model
 from tests.seeded_answers import EAGER, seeded_answers
-from tests.tiny import make_tiny_model
+from tests.tiny import bundled_folder, make_tiny_model
 
 SETTINGS = Speculation(kind="suffix", max_tokens=4, max_running=2, min_accepted=0.5, adaptive=False)
 
@@ -72,7 +72,7 @@ def test_speculation_is_refused_where_it_does_not_work() -> None:
 
 
 def test_a_draft_model_is_found_and_must_have_the_tokenizer_of_the_policy(tmp_path: Path) -> None:
-    policy = bundled_model(default_cache())
+    policy = bundled_folder()
     assert resolve_draft_model("suffix", policy, tmp_path) == "suffix"
     found = read_speculation(resolve_draft_model("draft:smollm2-135m,max_tokens=3", policy, default_cache()))
     assert found == Speculation(kind="draft", model=str(policy.resolve()), max_tokens=3)
@@ -271,7 +271,7 @@ def test_a_step_without_drafts_takes_top_k_and_top_p(top_k: int | None, top_p: f
 @pytest.fixture(scope="module")
 def undrafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A model, and its seeded answers without drafts."""
-    model = make_tiny_model(tmp_path_factory.mktemp("sharp") / "model", bundled_model(default_cache()), tied=False)
+    model = make_tiny_model(tmp_path_factory.mktemp("sharp") / "model", bundled_folder(), tied=False)
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] *= 60  # a draft model writes only what is likely
     save_file(weights, model / "model.safetensors", {"format": "pt"})

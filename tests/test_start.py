@@ -237,9 +237,9 @@ async def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
 
     if when == "while a service starts":
         instead["generator"] = never
-    running = asyncio.create_task(body())
-    async with asyncio.timeout(60):
-        await waiting.wait()
+    running, signal = asyncio.create_task(body()), asyncio.create_task(waiting.wait())
+    await asyncio.wait({running, signal}, return_when=asyncio.FIRST_COMPLETED)
+    assert not running.done(), f"the run ended by itself: {running.exception()!r}"
     await asyncio.sleep(0.05)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):

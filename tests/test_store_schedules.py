@@ -68,7 +68,7 @@ class StoreSchedule(RuleBasedStateMachine):
 
     def run(self, work: Awaitable[T]) -> T:
         async def bounded() -> T:
-            return await asyncio.wait_for(work, 20)
+            return await asyncio.wait_for(work, 60)
 
         return self.runner.run(bounded())
 

@@ -10,7 +10,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from forge_rl.envs.protocol import Step
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.rewards.formats import Format, Regex
 from forge_rl.rewards.protocol import text_for
 from forge_rl.rewards.reward_flag import build_reward
@@ -30,15 +29,20 @@ HARMONY = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }
 
 
 def tokenizer_with(
-    folder: Path, template: str = CHATML, *, tags: tuple[str, ...] = (), special: tuple[str, ...] = ()
+    small_tokenizer: Path,
+    folder: Path,
+    template: str = CHATML,
+    *,
+    tags: tuple[str, ...] = (),
+    special: tuple[str, ...] = (),
 ) -> Tokenizer:
-    """The bundled model's tokenizer with another template, and with more tokens."""
-    hf = AutoTokenizer.from_pretrained(bundled_model(default_cache()))
+    """The small tokenizer with another template, and with more tokens."""
+    hf = AutoTokenizer.from_pretrained(small_tokenizer)
     hf.add_special_tokens({"additional_special_tokens": list(special)})
     hf.add_tokens(list(tags))
     hf.chat_template = template
     hf.save_pretrained(folder)
-    config = json.loads((bundled_model(default_cache()) / "config.json").read_text())
+    config = json.loads((small_tokenizer / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(hf)}))
     return Tokenizer(folder)
 
@@ -76,14 +80,16 @@ def test_an_answer_is_what_follows_finished_thoughts(text: str, opened: bool, an
         ({"special": ("[THINK]", "[/THINK]")}, CHATML, "It is 5.", None),
     ],
 )
-def test_thoughts_are_known_by_the_tags_of_the_model(tmp_path: Path, added, template, completion, answer) -> None:
-    tokenizer = tokenizer_with(tmp_path, template, **added)
+def test_thoughts_are_known_by_the_tags_of_the_model(
+    small_tokenizer: Path, tmp_path: Path, added, template, completion, answer
+) -> None:
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, template, **added)
     prompt, ids = tokenizer.render(TASK.messages), tokenizer.encode(completion)
     assert tokenizer.thoughts.answer(prompt, ids, tokenizer.decode(ids)) == answer
 
 
-def test_a_tag_in_a_question_opens_no_thought(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(tmp_path, tags=("<think>", "</think>"))
+def test_a_tag_in_a_question_opens_no_thought(small_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, tags=("<think>", "</think>"))
     prompt = tokenizer.render([{"role": "user", "content": "What does <think> mean?"}])
     assert tokenizer.thoughts.answer(prompt, tokenizer.encode("A thought."), "A thought.") is None
 
@@ -99,9 +105,11 @@ def test_a_tag_in_a_question_opens_no_thought(tmp_path: Path) -> None:
         ("It is 5.", None),
     ],
 )
-def test_thoughts_of_gpt_oss_are_messages_on_another_channel(tmp_path: Path, completion: str, answer: str) -> None:
+def test_thoughts_of_gpt_oss_are_messages_on_another_channel(
+    small_tokenizer: Path, tmp_path: Path, completion: str, answer: str
+) -> None:
     special = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
-    tokenizer = tokenizer_with(tmp_path, HARMONY, special=special)
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, HARMONY, special=special)
     ids = tokenizer.encode(completion)
     assert tokenizer.thoughts.answer(tokenizer.render(TASK.messages), ids, tokenizer.decode(ids)) == answer
 
@@ -146,10 +154,10 @@ MISTRAL, THINK = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), ("<think>", 
     ],
 )
 def test_an_environment_sees_tags_that_are_special_tokens(
-    tmp_path: Path, added, completion: str, told: str, told_thoughts: str
+    small_tokenizer: Path, tmp_path: Path, added, completion: str, told: str, told_thoughts: str
 ) -> None:
     """As in Mistral's and DeepSeek's formats: one that reads calls itself finds none without their tags."""
-    tokenizer = tokenizer_with(tmp_path, **added)
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, **added)
 
     async def decode(prompt_ids: object) -> Turn:
         ids = np.asarray(tokenizer.encode(completion))
@@ -163,6 +171,6 @@ def test_an_environment_sees_tags_that_are_special_tokens(
         assert kind.told == expected
 
 
-def test_a_stop_string_cuts_a_text_with_tags_as_one_without(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(tmp_path, special=MISTRAL)
+def test_a_stop_string_cuts_a_text_with_tags_as_one_without(small_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, special=MISTRAL)
     assert tokenizer.tagged_text(tokenizer.encode("[TOOL_CALLS]add[ARGS]{} STOP"), "add{}") == "[TOOL_CALLS]add[ARGS]{}"

@@ -8,22 +8,22 @@ import pytest
 
 from forge_rl.data.examples import conversation_episodes
 from forge_rl.errors import ModelError
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.tokens.stops import describe_added_stop, name_added_stop
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
+from tests.tiny import bundled_folder
 
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    return bundled_model(default_cache())
+def folder(small_tokenizer: Path) -> Path:
+    return small_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer(folder)
+def tokenizer() -> Tokenizer:
+    return Tokenizer(bundled_folder())
 
 
 def _with_template(folder: Path, target: Path, template: str | None) -> Path:

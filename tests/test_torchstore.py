@@ -355,7 +355,7 @@ def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
         seen = []
 
         async def look() -> None:
-            async with asyncio.timeout(30):  # a thread that has just copied a part may hold it for another moment
+            async with asyncio.timeout(60):  # a thread that has just copied a part may hold it for another moment
                 while any(part() is not None for part in parts):
                     await asyncio.sleep(0.01)
                     gc.collect()

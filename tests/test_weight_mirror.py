@@ -29,7 +29,7 @@ async def test_versions_travel_through_an_address_to_another_store(tmp_path: Pat
     subscriber = DeltaSubscriber(address, expected=SHAPES)
 
     async def follow(version: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while subscriber.version != version:
                 await asyncio.to_thread(subscriber.update)
                 await asyncio.sleep(0.01)
@@ -56,7 +56,7 @@ async def test_versions_travel_through_an_address_to_another_store(tmp_path: Pat
         (tmp_path / "versions").write_text("in the way")
         for version in (4, 5):
             await publish(store, version)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not any("was not written" in fault.cause for fault in faults.seen[seen:]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (tmp_path / "versions").unlink()

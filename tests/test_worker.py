@@ -73,7 +73,7 @@ async def test_a_worker_that_is_killed_ends_its_calls_and_all_that_it_started(
     worker = await Worker.start("w", script, log=tmp_path / "log")
     child = await worker.call({"do": "child"})
     assert isinstance(child, int)
-    assert psutil.pid_exists(child)
+    assert lives(child)
     waiting = asyncio.ensure_future(worker.call({"do": "wait"}))
     await asyncio.sleep(0)
     os.kill(psutil.Process(child).ppid(), signal.SIGKILL)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from forge_rl.engines.factory import decode_environment
-from forge_rl.models.bundled import bundled_model, default_cache
 from tests.seeded_answers import EAGER, seeded_answers
+from tests.tiny import bundled_folder
 
 SCRIPT = """
 import asyncio, contextlib, json, sys
@@ -67,7 +67,7 @@ asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
 
 def test_an_engine_starts_loads_sleeps_and_wakes_with_the_same_weights(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(bundled_model(default_cache())), str(tmp_path)],
+        [sys.executable, "-c", SCRIPT, str(bundled_folder()), str(tmp_path)],
         env=os.environ | decode_environment(0, replicas=1),
         capture_output=True,
         text=True,
@@ -86,7 +86,7 @@ def test_an_engine_starts_loads_sleeps_and_wakes_with_the_same_weights(tmp_path:
 
 def test_a_seed_gives_the_same_tokens_with_and_without_drafts() -> None:
     """By vLLM's first model runner with drafts, and by its second one without."""
-    model = bundled_model(default_cache())
+    model = bundled_folder()
     plain, drafting = (seeded_answers(model, speculation) for speculation in ("off", f"ngram:{EAGER}"))
     assert plain["drafted"] == 0 < drafting["drafted"]
     assert plain["answers"] == drafting["answers"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from forge_rl.models.bundled import bundled_model, default_cache
+from tests.tiny import bundled_folder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -143,7 +143,7 @@ def word_tokens(folder: Path) -> Path:
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {
-    "bundled": lambda folder: bundled_model(default_cache()),
+    "bundled": lambda folder: bundled_folder(),
     "chatml": written_by(CHATML),
     "trimmed": written_by(TRIMMED),
     "bare": written_by(BARE),
