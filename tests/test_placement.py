@@ -15,6 +15,7 @@ from forge_rl.errors import ConfigError, ReplicaError
 from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.plan.placing import place
+from forge_rl.run.run_models import RunModels
 from forge_rl.run.start import services
 from forge_rl.run.start.checks import CheckedRun
 from forge_rl.runtime.cluster import THIS_HOST
@@ -249,7 +250,7 @@ async def test_on_shared_gpus_the_trainer_starts_after_the_engines(
     monitor: Any = SimpleNamespace(display=SimpleNamespace(startup=lambda *_: None), faults=None, log=log)
     prepared: Any = SimpleNamespace(folder=tmp_path, checkpoint=None, monitor=monitor)
     checked: CheckedRun[RunConfig] = CheckedRun(
-        config=RunConfig(), model=tmp_path, reference=False, values=False, shares_devices=True, sets={}
+        config=RunConfig(), models=RunModels(policy=tmp_path), shares_devices=True, sets={}
     )
     async with asyncio.TaskGroup() as group:
 

@@ -135,7 +135,6 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
             "--weights.shm has no effect, as --weights.transport",
         ),
         ("grpo", "--recording.share 0 --recording.gib 2", "--recording.gib has no effect, as --recording.share 0"),
-        ("grpo", "--alerts.deadline-s 5", "--alerts.deadline-s has no effect, as nobody is alerted"),
         ("grpo", "--generator.most-replicas 4", "--generator.most-replicas has no effect, as --job local"),
         ("grpo", "--job process:2 --trainer.wait-for-host-s 5", "wait-for-host-s has no effect, as no host comes"),
         ("grpo", "--generator.spares 1 --generator.restart.max-restarts 0", "--generator.spares replace engines"),

@@ -272,8 +272,9 @@ def test_steps_that_are_repeated_replace_their_files(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_flags_bound_what_is_kept(tmp_path: Path) -> None:
-    sink = recorder(tmp_path, share=0.5, episodes=6)
+def test_flags_bound_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_rl.metrics.recorder._MAX_EPISODES", 6)
+    sink = recorder(tmp_path, share=0.5)
     record(sink, 1, batch_of(groups=4, size=2))
     record(sink, 2, batch_of(groups=8, size=2))
     record(sink, 3, batch_of(groups=1, size=8))
@@ -289,6 +290,7 @@ def test_flags_bound_what_is_kept(tmp_path: Path) -> None:
     assert groups == [["sums/0", "sums/2"], ["sums/0", "sums/2", "sums/5"], ["sums/0"], ["sums/0", "sums/2"]]
     assert [len(EpisodeFile(path)) for _, kind, path in recorded_files(tmp_path) if kind == "failed"] == [6]
     size = (tmp_path / "episodes" / "000001-trained.parquet").stat().st_size
+    monkeypatch.undo()
     sink = recorder(tmp_path, step=4, gib=2.5 * size / 2**30)
     for step in (5, 6, 7):
         record(sink, step, batch_of(groups=4, size=2))

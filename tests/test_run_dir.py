@@ -189,6 +189,17 @@ def test_a_flag_that_became_a_constant_is_told_only_if_the_run_had_set_it(
     assert (folder, notes) == (tmp_path / "run", [change] if expected else [])
 
 
+def test_a_run_with_a_retired_flag_in_a_group_that_is_left_is_continued(tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "run", Config())
+    begin(tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    saved |= {"alerts": {"deadline_s": 10.0}, "curriculum": {"pools": "off", "momentum": 0.25, "most_tasks": 1_000_000}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
+    _, notes = choose_folder(Config(), "grpo", tmp_path / "run")
+    change = "--curriculum.momentum was 0.25, is no longer a flag, and always 0.5"
+    assert notes == [f"the run is continued with changes: {change}"]
+
+
 def test_edited_code_is_refused_once_there_is_something_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

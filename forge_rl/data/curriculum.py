@@ -18,6 +18,12 @@ from forge_rl.types import Group, Task
 Pool = Literal["easy", "normal", "hard"]
 _MOST_PASSED = 100
 """Maximum tasks that are passed over to find one of the wanted pool."""
+_MOMENTUM = 0.5
+"""Momentum of a task's running solve rate, updated by each of its groups. A task comes again after an epoch, when the
+policy is another: its last few groups say more than a long mean."""
+_MAX_TASKS = 1_000_000
+"""Maximum tasks whose solve rates are kept, in memory (150 bytes each) and in checkpoints (16 bytes); beyond it, those
+first seen are new again."""
 _REST = 10
 """Draws from a source for which a pool is not wanted after none of its tasks was found."""
 
@@ -38,22 +44,16 @@ class Curriculum:
     """Minimum solve rate of an easy task."""
     hard_to: float = 0.2
     """Maximum solve rate of a hard task."""
-    momentum: float = 0.5
-    """Momentum of a task's running solve rate, updated by each of its groups; 0 uses the last group only."""
     part: str = ""
     """Part of the reward whose mean over a group, clipped to 0 to 1, is its solve rate; by default the total. Set it if
     the total also has penalties, such as for length."""
-    most_tasks: int = 1_000_000
-    """Maximum number of tasks whose solve rates are kept, in memory (150 bytes each) and in checkpoints (16 bytes);
-    beyond it, those first seen are new again."""
 
     def __post_init__(self) -> None:
         check_flags(
             self,
             "--curriculum.",
-            minimum={"easy_share": 0, "hard_share": 0, "hard_to": 0, "momentum": 0, "most_tasks": 1},
+            minimum={"easy_share": 0, "hard_share": 0, "hard_to": 0},
             maximum={"easy_from": 1},
-            below={"momentum": 1},
         )
         if not self.easy_share + self.hard_share <= 1:
             raise ConfigError(
@@ -87,7 +87,7 @@ class DifficultyPools:
 
     def __init__(self, config: Curriculum) -> None:
         self.config = config
-        self._rates = SolveRates(config.most_tasks)
+        self._rates = SolveRates(_MAX_TASKS)
         self._easy_from, self._hard_to = np.array([config.easy_from, config.hard_to], np.float32).tolist()
         """Bounds, rounded like the solve rates."""
         self._owed: dict[str, dict[Pool, float]] = {}
@@ -103,11 +103,10 @@ class DifficultyPools:
         Raises:
             ConfigError: no reward of a group has the configured part.
         """
-        keep = self.config.momentum
         for group in groups:
             rate, key = self._rate_of(group), _key(group.task)
             old_rate = self._rates.get(key)
-            self._rates[key] = rate if old_rate is None else keep * old_rate + (1 - keep) * rate
+            self._rates[key] = rate if old_rate is None else _MOMENTUM * old_rate + (1 - _MOMENTUM) * rate
 
     def pool_of(self, task: Task) -> Pool | None:
         """Return a task's pool; None for a new task."""
@@ -171,7 +170,7 @@ class DifficultyPools:
                 raise ValueError("the pools are not a mapping")
             pools._owed = _checked(position.get("owed"), float, max_value=len(get_args(Pool)))
             pools._resting = _checked(position.get("resting"), int, max_value=_REST)
-            pools._rates = SolveRates.restored(rates, self.config.most_tasks)
+            pools._rates = SolveRates.restored(rates, _MAX_TASKS)
         except ValueError as error:
             raise TaskError(
                 f"the saved state of the curriculum is malformed: {error}",

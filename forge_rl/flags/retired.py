@@ -9,6 +9,10 @@ RETIRED = {
     "generator.request_deadline_s": 3600.0,
     "teachers.request_deadline_s": 600.0,
     "alerts.most_per_hour": 60,
+    "alerts.deadline_s": 10.0,
+    "curriculum.momentum": 0.5,
+    "curriculum.most_tasks": 1_000_000,
+    "recording.episodes": 4096,
 }
 """Default of each retired flag, by the end of its path."""
 

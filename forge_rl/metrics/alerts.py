@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.categories import Category
 from forge_rl.metrics.advisories import Advisory
 from forge_rl.metrics.sinks import RunInfo, RunOutcome, Sink
@@ -32,6 +32,8 @@ _HOUR_S = 3600.0
 _MOST_PER_HOUR = 60
 """Maximum alerts per hour about advisories; further ones are counted in the next alert's left_out. One a minute shows a
 flapping condition without flooding a chat."""
+_DEADLINE_S = 10.0
+"""Timeout of one alert. A command that takes longer can start a process of its own and end; nothing else waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +48,8 @@ class Alerts:
     run_stopped and run_failed."""
     webhook_url: str = ""
     """URL to POST the same JSON object to; never written to the run folder. Redirects are not followed."""
-    deadline_s: float = 10.0
-    """Timeout of one alert; the command and its processes are then killed."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--alerts.", above={"deadline_s": 0}, maximum={"deadline_s": 300})
         if self.webhook_url and not _is_url(self.webhook_url):
             raise ConfigError("--alerts.webhook-url is not a URL of http or https", hint="set it to https://HOST/PATH")
         if self.command:
@@ -122,8 +121,8 @@ class AlertSink(Sink):
             return
         thread, self._thread = self._thread, None
         with contextlib.suppress(queue.Full):
-            self._jobs.put(None, timeout=self._config.deadline_s)
-        thread.join(2 * self._config.deadline_s)
+            self._jobs.put(None, timeout=_DEADLINE_S)
+        thread.join(2 * _DEADLINE_S)
         self._raise_problem()
 
     def _put(self, event: str, text: str, more: dict[str, object] | None = None) -> None:
@@ -167,7 +166,7 @@ class AlertSink(Sink):
             text=True,
         )
         try:
-            _, errors = command.communicate(payload, timeout=self._config.deadline_s)
+            _, errors = command.communicate(payload, timeout=_DEADLINE_S)
         except BaseException:
             command.send_signal(signal.SIGTERM)  # the supervisor kills all that the command has started
             command.communicate()
@@ -185,8 +184,8 @@ class AlertSink(Sink):
         import httpx
 
         headers = {"content-type": "application/json"}
-        url, deadline_s = self._config.webhook_url, self._config.deadline_s
-        with httpx.stream("POST", url, content=payload, headers=headers, timeout=deadline_s) as response:
+        url = self._config.webhook_url
+        with httpx.stream("POST", url, content=payload, headers=headers, timeout=_DEADLINE_S) as response:
             if response.status_code >= 300:
                 raise ForgeError(f"status {response.status_code}")
 

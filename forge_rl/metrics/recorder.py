@@ -29,6 +29,9 @@ _MOST_WAITING = 2
 """Batches that wait for the thread; while a disk is slower than the run, further ones are not kept."""
 _LISTED = 1000
 """Files to delete that are remembered, so that not all are listed for each one."""
+_MAX_EPISODES = 4096
+"""Maximum episodes kept of a step, of each kind: trained, evaluated and failed. Flags bound what is kept for
+long; this bounds what one step writes, and the failed episodes that memory holds until then."""
 _ROOM_BYTES = 1 << 30
 """Free disk space that is left to checkpoints and logs."""
 
@@ -41,15 +44,11 @@ class Recording:
 
     share: float = 1.0
     """Share of each step's groups, and of the tasks of each evaluation, whose episodes are kept; 0 keeps none."""
-    episodes: int = 4096
-    """Maximum episodes to keep of a step, of each kind: trained, evaluated and failed ones."""
     gib: float = 16.0
     """Maximum size of all of them in GiB; files of the earliest steps are deleted first."""
 
     def __post_init__(self) -> None:
-        check_flags(
-            self, "--recording.", minimum={"share": 0, "episodes": 1}, above={"gib": 0}, below={"share": 1.000001}
-        )
+        check_flags(self, "--recording.", minimum={"share": 0}, above={"gib": 0}, below={"share": 1.000001})
 
 
 def recorded_files(run: Path) -> list[tuple[int, str, Path]]:
@@ -107,7 +106,7 @@ class EpisodeRecorder(Sink):
         self._jobs.put(functools.partial(self._delete_after, step))
 
     def episode(self, episode: Episode) -> None:
-        if not episode.outcome.scored and len(self._failed) < self._config.episodes:
+        if not episode.outcome.scored and len(self._failed) < _MAX_EPISODES:
             self._failed.append(
                 RecordedEpisode(step=self._step + 1, kind="failed", index=len(self._failed), episode=episode)
             )
@@ -230,7 +229,7 @@ def _size(path: Path) -> int:
 def _chosen(records: Sequence[RecordedEpisode], config: Recording) -> list[RecordedEpisode]:
     """Choose whole groups, spread evenly over the batch, within the bounds; at least one."""
     groups = list(dict.fromkeys((record.set, record.group) for record in records))
-    max_groups = max(1, int(config.episodes * len(groups) / max(1, len(records))))
+    max_groups = max(1, int(_MAX_EPISODES * len(groups) / max(1, len(records))))
     count = min(len(groups), max_groups, max(1, round(config.share * len(groups))))
     selected_groups = {groups[place * len(groups) // count] for place in range(count)}
     return [record for record in records if (record.set, record.group) in selected_groups]

@@ -11,7 +11,6 @@ from forge_rl.data.curriculum import Curriculum
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import changed_flags
-from forge_rl.metrics.alerts import Alerts
 from forge_rl.metrics.recorder import Recording
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
@@ -39,8 +38,6 @@ class SwitchedRun(Protocol):
     def weights(self) -> WeightStoreConfig: ...
     @property
     def recording(self) -> Recording: ...
-    @property
-    def alerts(self) -> Alerts: ...
     @property
     def job(self) -> str: ...
 
@@ -115,16 +112,10 @@ SWITCHES: Mapping[str, Switch] = {
         hint="set --weights.transport shared_memory",
     ),
     "--recording.share": Switch(
-        flags=("recording.episodes", "recording.gib"),
+        flags=("recording.gib",),
         is_on=lambda config: config.recording.share,
         why="--recording.share 0 keeps no episodes",
         hint="set --recording.share above 0",
-    ),
-    "--alerts": Switch(
-        flags=("alerts.deadline_s",),
-        is_on=lambda config: config.alerts.command or config.alerts.webhook_url,
-        why="nobody is alerted",
-        hint="add --alerts.command or --alerts.webhook-url",
     ),
     "--job": Switch(
         flags=tuple(

@@ -51,6 +51,10 @@ class TeachersConfig(DecodeSettings):
     """No flag: a teacher samples nothing that could be drafted."""
     kv_transfer_config: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = field(default="", repr=False)
     """No flag: a score reads no keys and values of earlier requests."""
+    max_loras: Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] = field(default=0, repr=False)
+    """No flag: a teacher is a whole model."""
+    max_lora_rank: Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] = field(default=16, repr=False)
+    """No flag, as above."""
     max_num_seqs: int = 16
     """Maximum episodes that an engine scores at a time; further ones wait."""
     gpu_memory_utilization: float = 0.8

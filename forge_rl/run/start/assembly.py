@@ -79,7 +79,7 @@ async def assemble(
     """
     config, monitor, log = checked.config, prepared.monitor, prepared.monitor.log
     tokenizer = Tokenizer(
-        checked.model,
+        checked.models.policy,
         parse_control_tokens=config.parse_control_tokens,
         template_args=read_template_args(config.template_args),
     )
@@ -118,7 +118,7 @@ async def assemble(
         monitor.follow_training(lambda: services.trainer.progress)
         run = Run(config, parts, checkpointer, monitor, setup.loss, close=close)
         reserved_gpus = gpus_taken(checked, hosts, engines=False)
-        elastic = ElasticHosts(config, prepared, hosts, checked.model, services, reserved_gpus)
+        elastic = ElasticHosts(config, prepared, hosts, checked.models.policy, services, reserved_gpus)
         control = Control(run, settings, policy, elastic)
         attach_address = config.attach_on or _address_for_hosts(hosts)
         tcp_socket = stack.enter_context(_listening(config, attach_address)) if attach_address else None
@@ -136,7 +136,7 @@ async def _checkpointing(prepared: PreparedRun, checked: CheckedRun[C], parts: R
     checkpointer = Checkpointer(
         prepared.checkpoints,
         parts,
-        models=(checked.model, checked.critic_model),
+        models=(checked.models.policy, checked.models.critic_folder),
         warn=log.warn,
         saved=mirror.follow if mirror else None,
     )
@@ -209,7 +209,7 @@ def _batches(
         assert rollouts is not None, "a run without examples generates episodes"
         assert answers is not None
         return rollouts, answers
-    maker = ExampleMaker(setup.examples, tokenizer, longest=longest_example(config, checked.model))
+    maker = ExampleMaker(setup.examples, tokenizer, longest=longest_example(config, checked.models.policy))
     tasks = ResumableTaskStream(mixture)
     batches = Examples(tasks, mixture.sources, maker, groups=config.groups_per_batch)
     losses = ExampleEvaluations(services.trainer, setup.loss, maker, warn=warn)

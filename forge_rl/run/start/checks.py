@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -42,7 +42,6 @@ from forge_rl.run.run_models import RunModels
 from forge_rl.run.start.preparation import PreparedRun
 from forge_rl.run.start.setup import RunSetup
 from forge_rl.services.teachers import resolve_teachers
-from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.system.memory import host_bytes
 from forge_rl.tokens.stops import describe_added_stop
@@ -60,27 +59,12 @@ class CheckedRun(Generic[C]):
 
     config: C
     """The settings, with those chosen that were left open."""
-    model: Path
-    """Hugging Face folder, with weights that can be trained."""
-    reference: bool
-    """Whether the trainer keeps a frozen reference."""
-    values: bool
-    """Whether the trainer has a value model in place of a policy."""
+    models: RunModels
+    """Its models, as folders with weights that can be trained."""
     shares_devices: bool
     """Whether trainer and engines share devices."""
     sets: Mapping[str, Sequence[Task]]
     """Sets to evaluate on, by name; none if evaluation is off."""
-    critic: CriticConfig | None = None
-    """The critic's settings, with those chosen that were left open; None without a critic."""
-    teachers: TeachersConfig | None = None
-    """Settings of the teachers; None without any."""
-    teacher_folders: Mapping[str, Path] = field(default_factory=dict)
-    """Hugging Face folder of each teacher that has engines of its own, by the name of its model."""
-
-    @property
-    def critic_model(self) -> Path:
-        """Hugging Face folder that the critic starts from."""
-        return Path(self.critic.model) if self.critic is not None and self.critic.model else self.model
 
 
 async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: PlacedServices) -> CheckedRun[C]:
@@ -147,14 +131,9 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     await _check_use(config, prepared, setup, model, architecture)
     return CheckedRun(
         config=config,
-        model=model,
-        reference=reference,
-        values=values,
+        models=replace(models, policy=model),
         shares_devices=colocated(config) and placed.meet,
         sets=_evaluation_sets(config, setup.mixture, setup.evaluation, log.warn),
-        critic=critic,
-        teachers=setup.teachers,
-        teacher_folders=folders,
     )
 
 

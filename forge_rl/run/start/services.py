@@ -107,12 +107,14 @@ async def _start_services(
                 kind = getattr(environment, "func", environment)  # a partial of a class
                 env_start = _start_environment(checked, hosts, prepared, environment)
                 envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), env_start)
-            if checked.teachers is not None:
-                models = ", ".join(checked.teachers.models)
+            if checked.models.teachers is not None:
+                models = ", ".join(checked.models.teachers.models)
                 teachers = begin("teachers", models, _start_teachers(checked, hosts, prepared, policy=generator))
         trainer = begin("trainer", _ranks(config.trainer), _start_trainer(checked, hosts, prepared, after=generator))
-        if checked.critic is not None:
-            critic = begin("critic", _ranks(checked.critic), _start_critic(checked, hosts, prepared, after=generator))
+        if checked.models.critic is not None:
+            critic = begin(
+                "critic", _ranks(checked.models.critic), _start_critic(checked, hosts, prepared, after=generator)
+            )
     services = Services(trainer=trainer.result(), critic=critic.result() if critic is not None else None)
     if generator is None or weights is None or scorer is None:
         return services
@@ -135,7 +137,7 @@ async def _start_services(
 async def _copy_models(checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun) -> None:
     """Copy the models into the caches of hosts that do not see them."""
     display, drafting = prepared.monitor.display, read_speculation(checked.config.generator.speculation)
-    folders = {checked.model, checked.critic_model, *checked.teacher_folders.values()}
+    folders = {checked.models.policy, checked.models.critic_folder, *checked.models.teacher_folders.values()}
     if drafting is not None and drafting.model:
         folders.add(Path(drafting.model))
     cache = None if checked.config.cache == default_cache() else checked.config.cache
@@ -164,7 +166,7 @@ async def _start_store(checked: CheckedRun[C], hosts: RunHosts, prepared: Prepar
         prepared.monitor.faults,
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.with_weights,
-        expected_bytes=stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2,
+        expected_bytes=stored_bytes(checked.models.policy) * resolve_dtype(config.generator.dtype).itemsize // 2,
     )
 
 
@@ -242,7 +244,7 @@ async def _start_generator(
     return await Generator.start(
         checked.config.generator,
         _service_start(hosts, prepared, hosts.placed.of("generator", gpus_taken(checked, hosts, engines=False))),
-        model=checked.model,
+        model=checked.models.policy,
         seed=checked.config.seed,
         sharing=DeviceSharing(
             trainer_hosts=hosts.placed.of("trainer"),
@@ -263,7 +265,9 @@ async def _start_trainer(
     return await Trainer.start(
         checked.config.trainer,
         _service_start(hosts, prepared, hosts.placed.of("trainer")),
-        model=TrainedModel(folder=checked.model, reference=checked.reference, values=checked.values),
+        model=TrainedModel(
+            folder=checked.models.policy, reference=checked.models.reference, values=checked.models.values
+        ),
         run=TrainingRun(
             seed=checked.config.seed, total_steps=checked.config.policy_steps, skipped=prepared.folder / "skipped"
         ),
@@ -280,11 +284,11 @@ def _devices_free(checked: CheckedRun[C], engines: asyncio.Task[Generator] | Non
 async def _start_critic(
     checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
-    assert checked.critic is not None
+    assert checked.models.critic is not None
     return await Trainer.start(
-        checked.critic,
+        checked.models.critic,
         _service_start(hosts, prepared, hosts.placed.of("trainer"), name="critic"),
-        model=TrainedModel(folder=checked.critic_model, values=True),
+        model=TrainedModel(folder=checked.models.critic_folder, values=True),
         run=TrainingRun(
             seed=checked.config.seed, total_steps=checked.config.steps, skipped=prepared.folder / "skipped-critic"
         ),
@@ -296,11 +300,11 @@ async def _start_critic(
 async def _start_teachers(
     checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, *, policy: asyncio.Task[Generator]
 ) -> Teachers:
-    assert checked.teachers is not None
+    assert checked.models.teachers is not None
     config = checked.config
     return await Teachers.start(
-        checked.teachers,
-        checked.teacher_folders,
+        checked.models.teachers,
+        checked.models.teacher_folders,
         _service_start(hosts, prepared, hosts.placed.of("teachers", gpus_taken(checked, hosts, engines=True))),
         policy=policy,
         settings=config.generator,
