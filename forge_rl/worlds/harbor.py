@@ -22,6 +22,7 @@ from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
 from forge_rl.worlds.container import task_image
 from forge_rl.worlds.harbor_image import harbor_container
 from forge_rl.worlds.harbor_trial import HarborSession, working_folder
+from forge_rl.worlds.image_lookahead import image_lookahead
 from forge_rl.worlds.shell import SHELL_TOOL
 
 _UNSUPPORTED = {
@@ -168,6 +169,11 @@ class HarborEnv:
             else HarborSession(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib)
         )
         return CodeWorld(self.settings, task, tool=SHELL_TOOL, session=session)
+
+    def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
+        """Begin to fetch the images of coming tasks; see `ImageLookahead.prepare`."""
+        references = [str(task.truth["image"]) for task in tasks if task.truth.get("image")]
+        return image_lookahead(self.images).prepare(references) if references else {}
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
