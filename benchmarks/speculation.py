@@ -198,6 +198,9 @@ class _Sessions:
     thoughts = False
     """They are not shown to the sessions."""
 
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Episodes wait for nothing that could be fetched."""
+
     async def open(self, task: Task) -> tuple[_Answer, Observation]:
         return _Answer(task), Observation(messages=task.messages)
 

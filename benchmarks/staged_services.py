@@ -205,6 +205,9 @@ class StagedEnvironment:
         self._seed = seed
         self._opened = 0
 
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Episodes wait for nothing that could be fetched."""
+
     async def open(self, task: Task) -> tuple[Any, Observation]:
         self._opened += 1
         drawn = random.Random(f"{self._seed}/{self._opened}")

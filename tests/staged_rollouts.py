@@ -156,6 +156,9 @@ class StagedEnvironment:
         self.thoughts = sees_thoughts(factory)
         self.closed = 0
 
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Episodes wait for nothing that could be fetched."""
+
     async def open(self, task: Task) -> tuple[object, Observation]:
         async def make() -> Any:
             return self.factory(task)

@@ -35,6 +35,9 @@ class World:
     def __call__(self, task):
         return Writer(self.tasks(task))
 
+    def prepare(self, tasks):
+        return self.tasks.prepare(tasks)
+
     def sources(self, seed):
         return self.tasks.sources(seed)
 
@@ -70,3 +73,4 @@ def test_a_run_trains_on_tasks_with_an_image(commands: list[Command], tiny_model
     inside = [value for row in rows for name, value in row.items() if "inside" in name]
     assert inside
     assert set(inside) == {1.0}, "the tests run in the image"
+    assert any(row.get("environment/image_prefetched", 0) > 0 for row in rows), "what comes next is fetched before"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
+from forge_rl.envs.task_list import TaskList
 from forge_rl.errors import TaskError
 from forge_rl.types import Group, Task
 
@@ -50,6 +52,18 @@ class ResumableTaskStream:
             if self._consumed[task.source, task.id] <= 0:
                 return task
             self._consumed[task.source, task.id] -= 1
+
+    def coming(self, groups: int) -> list[Task]:
+        """Return the tasks that a batch of P groups would probably draw next; nothing is drawn.
+
+        A guess where pools choose among tasks, or shares change; sources that cannot tell are left out.
+        """
+        tasks: list[Task] = []
+        for name, share in self._mixture.shares.items():
+            source = self._mixture.sources[name]
+            if isinstance(source, TaskList) and share > 0:
+                tasks += source.coming(math.ceil(share * groups))
+        return tasks
 
     def batch_delivered(self, groups: Sequence[Group] = (), *, pending: Iterable[Task] | None = None) -> None:
         """Drop the checkpoint of the oldest batch, which need not be drawn again; mixture and pools observe its groups.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forge_rl.envs.protocol import Env, EnvFactory, leaves_of, sees_thoughts
+from forge_rl.envs.protocol import Env, EnvFactory, leaves_of, prepare_env, sees_thoughts
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -42,6 +43,14 @@ class BySource:
     def thoughts(self) -> bool:
         """True if all environments see the model's thoughts."""
         return all(map(sees_thoughts, self.environments.values()))
+
+    def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
+        """Let each source's environment prepare for its coming tasks; see `EnvFactory`."""
+        counts: Counter[str] = Counter()
+        for source, factory in self.environments.items():
+            source_tasks = [task for task in tasks if task.source == source]
+            counts.update(prepare_env(factory, source_tasks))
+        return counts
 
     def __call__(self, task: Task) -> Env:
         if task.source not in self.environments:

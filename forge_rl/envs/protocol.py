@@ -123,7 +123,9 @@ class EnvFactory(Protocol):
 
     With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
     Its environments see completions without the model's thoughts, as drafts are not to be acted on; with `thoughts =
-    True` they see these too. With `leaves = L`, an episode may grow into a tree of up to L of
+    True` they see these too. A method `prepare(tasks)` is called in each of its processes with the tasks that
+    come next; it begins to fetch what they need without waiting for it, and returns counts since the last call, which
+    become metrics. With `leaves = L`, an episode may grow into a tree of up to L of
     its group's episodes, see `Step.branches` and `Step.forks`. With `scores_itself = True` their steps give every
     episode its reward, so that flags which name another are refused.
     """
@@ -191,6 +193,15 @@ def make_env(factory: EnvFactory, task: Task) -> Env:
             hint="return an object with `async def reset(self)` and `async def step(self, completion)`",
         )
     return env
+
+
+def prepare_env(factory: EnvFactory, tasks: Sequence[Task]) -> Mapping[str, float]:
+    """Let a factory that has a `prepare` begin with what coming tasks need; return its counts."""
+    prepare = getattr(factory.func if isinstance(factory, functools.partial) else factory, "prepare", None)
+    if prepare is None or isinstance(factory, type) or not tasks:
+        return {}
+    counts: Mapping[str, float] = prepare(tasks)
+    return counts
 
 
 async def make_env_beside(

@@ -42,11 +42,23 @@ class TaskList:
         """Return the next task to train on."""
         epoch, index = divmod(self._drawn, len(self._train))
         if self._order[0] != epoch:
-            order = list(range(len(self._train)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = epoch, order
+            self._order = epoch, self._order_of(epoch)
         self._drawn += 1
         return self._train[self._order[1][index]]
+
+    def coming(self, tasks: int) -> list[Task]:
+        """Return the next tasks, each once, without drawing them."""
+        epoch, index = divmod(self._drawn, len(self._train))
+        order = self._order[1] if self._order[0] == epoch else self._order_of(epoch)
+        indices = order[index : index + tasks]
+        if missing := tasks - len(indices):
+            indices = list(dict.fromkeys([*indices, *self._order_of(epoch + 1)[:missing]]))
+        return [self._train[index] for index in indices]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._train)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
         """Return the first held-out tasks, or all if there are fewer."""

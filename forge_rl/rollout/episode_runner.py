@@ -87,6 +87,10 @@ class EpisodeRunner:
         """
         return self._run(None, None, task, decode)  # awaited directly, as each coroutine in a chain costs every turn
 
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Let environments begin with what coming tasks need; see `Environment.prepare`."""
+        self.environment.prepare(tasks)
+
     async def _begin(self, task: Task, decode: Decode) -> _Path:
         """Open the environment; returns the path before its first turn."""
         session, observation = await self.environment.open(task)

@@ -11,7 +11,7 @@ import contextvars
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -44,6 +44,14 @@ class CountsEpisodes(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
+
+
+@runtime_checkable
+class PreparesTasks(Protocol):
+    """What runs episodes and prepares for coming ones."""
+
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Begin with what tasks need, those that come first ahead of others, without waiting for it."""
 
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
@@ -144,6 +152,9 @@ class RolloutExecutor:
         self._set_versions()
         self._scheduler.planner.await_batch()
         self._scheduler.reconfigure(self.config)
+        if isinstance(self._run_episode, PreparesTasks):
+            self._advance()
+            self._run_episode.prepare(self._scheduler.coming_tasks())
         async with self._attesting(), self._devices.trainers_wait():
             while True:
                 await self._while_paused()

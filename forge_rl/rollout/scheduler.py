@@ -18,7 +18,7 @@ from forge_rl.errors import ContextError, InfrastructureError, PoisonError, Task
 from forge_rl.rollout.batch_planner import BatchPlanner, Reason
 from forge_rl.rollout.capacity import EngineCapacity
 from forge_rl.rollout.state import EVALUATION, EpisodeState, GroupState, InflightEpisode, ScheduleConfig
-from forge_rl.types import Episode, Outcome
+from forge_rl.types import Episode, Outcome, Task
 
 _MEMORY = 0.95
 """Weight of the past in the moving average of a source's episode length."""
@@ -340,6 +340,11 @@ class Scheduler:
         return episodes
 
     # State.
+
+    def coming_tasks(self) -> list[Task]:
+        """Return the tasks of planned groups in order, then those that the batch after them will probably draw."""
+        groups = sorted(self.planner.groups(), key=lambda group: (group.batch, group.order))
+        return [*(group.task for group in groups), *self.tasks.coming(self._groups)]
 
     @property
     def in_flight(self) -> int:

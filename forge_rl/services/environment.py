@@ -22,6 +22,7 @@ from forge_rl.envs.protocol import (
     fork_env,
     leaves_of,
     make_env_beside,
+    prepare_env,
     replay_env,
     reset_env,
     sees_thoughts,
@@ -88,6 +89,8 @@ class Environment:
         self.replays: Counter[str] = Counter()
         """Sessions whose replica died since the last `pop_metrics`: "replayed", "refused" by their environment, or
         "differed" when they were replayed."""
+        self._prepared: Counter[str] = Counter()
+        """Sums of what the factory's `prepare` counted since the last `pop_metrics`."""
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that close abandoned sessions."""
 
@@ -190,15 +193,35 @@ class Environment:
         session = EnvSession(self, self._service, replica, task, about)
         return session, await session.reset()
 
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Tell all processes which tasks come next, in the background, if the factory has a `prepare`.
+
+        A process that dies meanwhile, or starts later, is told by the next call.
+        """
+        if self._service is None or not hasattr(self._factory, "prepare") or not tasks:
+            return
+        for replica in self._service.replicas:
+            if replica.alive:
+                self.close_later(self._prepare(replica, tasks))
+
+    async def _prepare(self, replica: Replica, tasks: Sequence[Task]) -> None:
+        try:
+            self._prepared.update(await replica.ask("prepare", tasks, deadline_s=self.config.deadline_s))
+        except ForgeError:  # episodes raise what remains wrong
+            self._prepared["prepare_failed"] += 1
+
     def new_key(self) -> int:
         """Return the key of a new session."""
         self._opened += 1
         return self._opened
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return, since the last call, how many sessions lost their replica, by how that ended; {} if none did."""
+        """Return, since the last call, how many sessions lost their replica, by how that ended, and what the factory's
+        `prepare` counted; {} if nothing."""
         metrics = {f"environment/{outcome}": float(count) for outcome, count in self.replays.items()}
+        metrics |= {f"environment/{name}": float(count) for name, count in self._prepared.items()}
         self.replays.clear()
+        self._prepared.clear()
         return metrics
 
     def close_later(self, closing: Coroutine[Any, Any, None]) -> None:
@@ -436,6 +459,9 @@ class EnvironmentActor(ServiceActor):
                 f"the constructor of the environment of {task.source} {task.id} did not return{stuck}",
                 hint="make it faster, or raise --environment.deadline-s",
             ) from None
+
+    async def prepare(self, tasks: Sequence[Task]) -> dict[str, float]:
+        return dict(prepare_env(self._factory, tasks))
 
     async def fork(self, key: int, copy: int) -> None:
         self._envs[copy] = await fork_env(self._envs[key])

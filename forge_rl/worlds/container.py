@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from forge_rl.errors import TaskError
 from forge_rl.sandbox import (
@@ -19,10 +17,11 @@ from forge_rl.sandbox import (
     SandboxError,
     shared_pool,
 )
-from forge_rl.sandbox.images import ContainerImage, ImageError, ImageStore
+from forge_rl.sandbox.images import ContainerImage, ImageError
 from forge_rl.sandbox.images.references import LocalReference, parse_reference
 from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.worlds.code_world import CodeSession
+from forge_rl.worlds.image_lookahead import image_lookahead
 from forge_rl.worlds.shell import shown_commands
 
 _MOST_LOST = 8
@@ -166,9 +165,9 @@ class ContainerSession(CodeSession):
 
     async def _image(self) -> tuple[Pool, ContainerImage]:
         """Fetch the image, which the store keeps until this session is closed."""
-        store = image_store(self._container.store)
-        image = await self._held.enter_async_context(store.use(self._container.reference))
-        return await shared_pool(profile="process", images=str(store.folder)), image
+        lookahead = image_lookahead(self._container.store)
+        image = await self._held.enter_async_context(lookahead.use(self._container.reference))
+        return await shared_pool(profile="process", images=str(lookahead.store.folder)), image
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Stop the model's session, and judge its changes in a fresh one; return the reward and its parts."""
@@ -221,9 +220,3 @@ def task_image(reference: str, *, local: bool) -> str:
             else "build it before, and name the result",
         )
     return reference
-
-
-@functools.lru_cache(maxsize=8)
-def image_store(folder: str) -> ImageStore:
-    """Return the store of images in a folder."""
-    return ImageStore(Path(folder).expanduser())

@@ -23,6 +23,7 @@ from forge_rl.worlds.container import ContainerSession, task_image
 from forge_rl.worlds.harbor_image import harbor_container
 from forge_rl.worlds.harbor_registry import REGISTRY, dataset_folder, is_registry_name
 from forge_rl.worlds.harbor_trial import HarborSession, working_folder
+from forge_rl.worlds.image_lookahead import image_lookahead
 from forge_rl.worlds.shell import SHELL_TOOL
 
 _UNSUPPORTED = {
@@ -187,6 +188,11 @@ class HarborEnv:
         if not task.truth.get("image"):
             raise TaskError(f"{task.id} has no image", hint="give it a docker_image, or a Dockerfile")
         return harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
+
+    def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
+        """Begin to fetch the images of coming tasks; see `ImageLookahead.prepare`."""
+        references = [str(task.truth["image"]) for task in tasks if task.truth.get("image")]
+        return image_lookahead(self.images).prepare(references) if references else {}
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.

@@ -22,6 +22,7 @@ from forge_rl.system.interpreters import interpreter
 from forge_rl.types import Task
 from forge_rl.worlds.code_world import CodeSettings, CodeWorld
 from forge_rl.worlds.container import Attempt, Container, ContainerSession
+from forge_rl.worlds.image_lookahead import image_lookahead
 from forge_rl.worlds.shell import SHELL_TOOL
 from forge_rl.worlds.swebench_rows import END, EXIT_CODE, START, RowSettings, passed_tests, read_rows, statuses_of
 
@@ -129,6 +130,10 @@ class SweBenchEnv:
             folder=self.folder,
         )
         return ContainerSession(container, _RowTests(task, self), hidden=truth["hidden"])
+
+    def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
+        """Begin to fetch the images of coming tasks; see `ImageLookahead.prepare`."""
+        return image_lookahead(self.images).prepare([str(task.truth["image"]) for task in tasks])
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.

@@ -1,0 +1,113 @@
+"""Images of a store, fetched before the episodes of the next batches need them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+
+from forge_rl.sandbox.images import ContainerImage, ImageError, ImageStore
+
+_MOST_IMAGES = 16
+_MOST_BYTES = 64 << 30
+
+
+class ImageLookahead:
+    """Fetches and holds the images of coming tasks, one after another, and counts how long episodes wait for images.
+
+        lookahead.prepare(["debian:12", "ubuntu:24.04"])  # returns at once
+        async with lookahead.use("debian:12") as image:
+            ...
+
+    An image that cannot be fetched is tried again when it is next named, or an episode uses it, which then gets the
+    error.
+
+    Args:
+        most_images: images that are held for coming tasks; later ones are left to their episodes, or the next call.
+        most_bytes: no further image is fetched once those held take this much of the disk.
+    """
+
+    def __init__(
+        self,
+        store: ImageStore,
+        *,
+        most_images: int = _MOST_IMAGES,
+        most_bytes: int = _MOST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self._most_images, self._most_bytes = most_images, most_bytes
+        self._clock = clock
+        self._held: dict[str, tuple[contextlib.AsyncExitStack, str]] = {}
+        """For each reference of an image that is in place, what holds it, and its digest."""
+        self._fetching: asyncio.Task[None] | None = None
+        self._counts: dict[str, float] = Counter()
+
+    def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
+        """Begin to fetch images, those needed first ahead of others, in place of those named before.
+
+        Returns:
+            Since the last call: `image_wait_s`, seconds that episodes waited for images; `image_uses`; those that were
+            `image_prefetched`; and prefetches that failed, `image_prefetch_failed`.
+        """
+        if self._fetching is not None:
+            self._fetching.cancel()
+        wanted = list(dict.fromkeys(references))[: self._most_images]
+        self._fetching = asyncio.get_running_loop().create_task(self._fetch(wanted))
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    @contextlib.asynccontextmanager
+    async def use(self, reference: str) -> AsyncIterator[ContainerImage]:
+        """Keep an image in place for a block of code, as `ImageStore.use`."""
+        self._counts["image_uses"] += 1
+        self._counts["image_prefetched"] += reference in self._held
+        began_s = self._clock()
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                image = await stack.enter_async_context(self.store.use(reference))
+            finally:
+                self._counts["image_wait_s"] += self._clock() - began_s
+            yield image
+
+    async def close(self) -> None:
+        """Stop fetching, and hold nothing."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.wait([self._fetching])
+        await self._release(list(self._held))
+
+    async def _fetch(self, references: Sequence[str]) -> None:
+        # Until a call no longer names an image: its episodes have opened it by then, and hold it themselves.
+        await self._release([reference for reference in self._held if reference not in references])
+        for reference in references:
+            if reference in self._held:
+                continue
+            if await asyncio.to_thread(self._held_bytes) >= self._most_bytes:
+                return
+            stack = contextlib.AsyncExitStack()
+            try:
+                image = await stack.enter_async_context(self.store.use(reference))
+            except ImageError:
+                self._counts["image_prefetch_failed"] += 1
+            else:
+                self._held[reference] = stack, image.digest
+
+    async def _release(self, references: Sequence[str]) -> None:
+        for reference in references:
+            stack, _ = self._held.pop(reference)
+            await stack.aclose()
+
+    def _held_bytes(self) -> int:
+        digests = {digest for _, digest in self._held.values()}
+        return sum(image.disk_bytes for image in self.store.images() if image.digest in digests)
+
+
+@functools.lru_cache(maxsize=8)
+def image_lookahead(folder: str) -> ImageLookahead:
+    """Return the lookahead of a folder of images, the only one of this process."""
+    return ImageLookahead(ImageStore(Path(folder).expanduser()))

@@ -1,0 +1,163 @@
+"""Images of coming tasks are fetched before episodes need them, within bounds, and failures are tried again."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from forge_rl.envs.by_source import BySource
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.task_list import TaskList
+from forge_rl.sandbox.images import ImageError, ImageStore
+from forge_rl.types import Task
+from forge_rl.worlds.image_lookahead import ImageLookahead
+from tests.fake_envs import NotingEnv, task_of
+from tests.images import image, layer, member, registry
+from tests.test_environment import environment
+
+
+class FakeStore:
+    """Images whose pulls end on request."""
+
+    def __init__(self) -> None:
+        self.pulls: list[str] = []
+        self.held: list[str] = []
+        self.go_on, self.begun = asyncio.Event(), asyncio.Event()
+        self.broken: set[str] = set()
+
+    @contextlib.asynccontextmanager
+    async def use(self, reference: str) -> AsyncIterator[Any]:
+        self.pulls.append(reference)
+        self.begun.set()
+        await self.go_on.wait()
+        if reference in self.broken:
+            raise ImageError(f"{reference} does not exist", hint="name another")
+        self.held.append(reference)
+        yield SimpleNamespace(digest=reference)
+        self.held.remove(reference)
+
+    def images(self) -> Sequence[Any]:
+        return [SimpleNamespace(digest=reference, disk_bytes=10) for reference in self.held]
+
+
+def lookahead_of(store: FakeStore, **bounds: int) -> ImageLookahead:
+    return ImageLookahead(cast(ImageStore, store), **bounds)
+
+
+async def fetched(lookahead: ImageLookahead) -> None:
+    assert lookahead._fetching is not None
+    await lookahead._fetching
+
+
+async def test_images_are_held_until_they_are_no_longer_named():
+    store = FakeStore()
+    lookahead = lookahead_of(store)
+    store.go_on.set()
+    assert lookahead.prepare(["a", "b", "a"]) == {}
+    await fetched(lookahead)
+    assert store.held == ["a", "b"]
+    lookahead.prepare(["b", "c"])
+    await fetched(lookahead)
+    assert store.held == ["b", "c"]
+    await lookahead.close()
+    assert store.held == []
+
+
+@pytest.mark.parametrize(("bounds", "held"), [({"most_images": 2}, 2), ({"most_bytes": 25}, 3), ({"most_bytes": 0}, 0)])
+async def test_images_and_their_bytes_are_bounded(bounds: Mapping[str, int], held: int):
+    store = FakeStore()
+    store.go_on.set()
+    lookahead = lookahead_of(store, **bounds)
+    lookahead.prepare(list("abcdef"))
+    await fetched(lookahead)
+    assert store.held == list("abcdef")[:held]
+    await lookahead.close()
+
+
+async def test_a_pull_is_cancelled_with_the_lookahead():
+    store = FakeStore()
+    lookahead = lookahead_of(store)
+    lookahead.prepare(["a", "b"])
+    await store.begun.wait()
+    await lookahead.close()
+    assert (store.pulls, store.held) == (["a"], [])
+
+
+async def test_a_failure_is_counted_and_tried_again_when_an_episode_asks():
+    store = FakeStore()
+    store.go_on.set()
+    store.broken.add("a")
+    lookahead = lookahead_of(store)
+    lookahead.prepare(["a", "b"])
+    await fetched(lookahead)
+    assert store.held == ["b"]
+    with pytest.raises(ImageError, match="a does not exist"):
+        async with lookahead.use("a"):
+            pass
+    store.broken.clear()
+    async with lookahead.use("a"), lookahead.use("b"):
+        assert store.pulls == ["a", "b", "a", "a", "b"]
+    counts = dict(lookahead.prepare([]))
+    assert counts.pop("image_wait_s") >= 0
+    assert counts == {"image_prefetch_failed": 1, "image_uses": 3, "image_prefetched": 1}
+    await lookahead.close()
+
+
+async def test_an_episode_asks_the_registry_for_nothing_that_was_prefetched(tmp_path: Path):
+    with registry() as server:
+        reference = server.add(image([layer(member("a", b"1"))]), "it:1")
+        lookahead = ImageLookahead(ImageStore(tmp_path / "store"))
+        lookahead.prepare([reference])
+        await fetched(lookahead)
+        requests = server.requests.total()
+        assert requests > 0
+        assert await lookahead.store.prune() == 0, "it is held"
+        async with lookahead.use(reference) as used:
+            assert (used.layers[0] / "a").read_bytes() == b"1"
+        assert server.requests.total() == requests
+        await lookahead.close()
+        assert await lookahead.store.prune() > 0
+
+
+def test_coming_tasks_of_a_list_are_those_drawn_next():
+    tasks = [Task(id=str(index), source="s", messages=(), truth={}) for index in range(5)]
+    source = TaskList("s", tasks, (), seed=3)
+    for _ in range(12):
+        coming = source.coming(4)
+        state = source.state()
+        drawn = [source.draw() for _ in range(4)]
+        assert [task.id for task in coming] == list(dict.fromkeys(task.id for task in drawn))
+        source.restore(state)
+        source.draw()
+
+
+class Preparing:
+    """Makes environments, and counts the tasks that it is told of."""
+
+    def __call__(self, task: Task) -> NotingEnv:
+        return NotingEnv(task)
+
+    def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
+        return {"told": float(len(tasks))}
+
+
+class Plain(NotingEnv):
+    async def reset(self) -> Observation:
+        raise AssertionError
+
+    async def step(self, answer: str) -> Step:
+        raise AssertionError
+
+
+async def test_each_process_is_told_of_the_coming_tasks_of_its_sources(tmp_path: Path):
+    factory = BySource({"s": Preparing(), "other": Plain})
+    other = Task(id="o", source="other", messages=(), truth={})
+    async with environment(tmp_path, factory, replicas=2) as (service, _):
+        service.prepare([task_of(), task_of(), other])
+        await asyncio.gather(*service._closing)
+        assert service.pop_metrics() == {"environment/told": 4.0}
+        assert service.pop_metrics() == {}
