@@ -83,9 +83,9 @@ class _PassRow:
 
     def part(self, tokens: slice) -> RowPart:
         """Return the row as a part of a longer one."""
-        own = self.mixed_pass
-        draw = (own.planned, *self.row.token_ids.tolist()) if own.switch.lora.dropout else ()
-        return RowPart(tokens, replace(own.switch, row=draw), own.factors)
+        mixed_pass = self.mixed_pass
+        draw = (mixed_pass.planned, *self.row.token_ids.tolist()) if mixed_pass.switch.lora.dropout else ()
+        return RowPart(tokens, replace(mixed_pass.switch, row=draw), mixed_pass.factors)
 
 
 def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) -> None:
@@ -131,13 +131,13 @@ def _arranged(rows: Iterable[_PassRow], longest: int) -> list[list[_PassRow]]:
     """Put each row to the first ones of its kind that leave room for it."""
     bins = list[tuple[object, list[_PassRow]]]()
     for pass_row in rows:
-        for kind, others in bins:
-            if kind == pass_row.kind and sum(len(other.row) for other in others) + len(pass_row.row) <= longest:
-                others.append(pass_row)
+        for kind, bin_rows in bins:
+            if kind == pass_row.kind and sum(len(other.row) for other in bin_rows) + len(pass_row.row) <= longest:
+                bin_rows.append(pass_row)
                 break
         else:
             bins.append((pass_row.kind, [pass_row]))
-    return [others for _, others in bins]
+    return [bin_rows for _, bin_rows in bins]
 
 
 def _slices(rows: Sequence[_PassRow]) -> list[slice]:
@@ -237,7 +237,7 @@ def _gradients(engine: TitanEngine, pass_row: _PassRow, scores: TokenScores) -> 
         mixed_pass.measures.add("tokens/trained", Sum, device_row.tokens)
         return zeros
     measure_tokens(inputs, device_row.tokens, mixed_pass.measures, update.version)
-    known = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
-    is_finite = torch.stack([grad.isfinite().all() for grad in known]).all()
+    row_grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
+    is_finite = torch.stack([grad.isfinite().all() for grad in row_grads]).all()
     mixed_pass.finite.append(is_finite)
-    return [torch.where(is_finite, grad, 0.0) for grad in known]
+    return [torch.where(is_finite, grad, 0.0) for grad in row_grads]
