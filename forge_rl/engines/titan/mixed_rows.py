@@ -185,10 +185,10 @@ def _find_statistics(engine: TitanEngine, passes: Sequence[MixedPass], longest: 
     for mixed_pass in needing:
         parts = [part for _, part in sorted(inputs[id(mixed_pass)].items())]
         lengths = [len(row) for row in mixed_pass.update.minibatch.rows]
-        places = [(places, length) for (_, places), length in zip(parts, lengths, strict=True)]
+        row_places = [(indices, length) for (_, indices), length in zip(parts, lengths, strict=True)]
         try:
             mixed_pass.statistics = minibatch_statistics(
-                mixed_pass.update.loss, [tokens for tokens, _ in parts], places, peers=1
+                mixed_pass.update.loss, [tokens for tokens, _ in parts], row_places, peers=1
             )
         except ForgeError as error:
             mixed_pass.error = error
