@@ -94,7 +94,13 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
     async with running_services(config.out, config.isolation) as services:
         folder = await asyncio.to_thread(find_model, config.model, config.cache)
         trainer_config = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
-        check_model(trainer_config, trainer_config.ranks, read_architecture(folder, trainer_config.modelling))
+        architecture = read_architecture(folder, trainer_config.modelling)
+        check_model(trainer_config, trainer_config.ranks, architecture)
+        if config.mix_rows and (trainer_config.ranks > 1 or architecture.experts is not None):
+            raise ConfigError(
+                "--mix-rows takes a trainer of one rank, and a model without experts",
+                hint="leave it out, or set --trainer.ranks 1",
+            )
         start = ServiceStart(cluster=services.cluster, faults=services.faults, deadline_s=START_DEADLINE_S)
         run = TrainingRun(seed=config.seed, total_steps=1, skipped=config.out / "skipped")
         trainer = await services.started(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.ranks import run_ranks
 from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
+from forge_rl.algorithms.protocol import Loss, LossInputs, Scope
+from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings, PassResult
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
@@ -183,6 +184,131 @@ def test_dropped_and_new_adapters(base: Path):
         adapters.open("a", KINDS["a"])
     with pytest.raises(ConfigError, match="rank of adapter 'big' is 8"):
         adapters.open("big", AdapterSettings(lora=LoRAConfig(rank=8)))
+
+
+MIXED = KINDS | {"d": AdapterSettings(lora=LoRAConfig(rank=1, alpha=4.0), seed=4)}
+
+
+def passes(seed: int, loss: Loss = LOSS, **of_one: Loss) -> list[AdapterPass]:
+    """A pass of each adapter over its own rows, with losses of their own for some."""
+    return [
+        AdapterPass(name=name, minibatch=minibatch(seed + 10 * index), loss=of_one.get(name, loss))
+        for index, name in enumerate(MIXED)
+    ]
+
+
+def worst_deviation(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-30)) for name in one)
+
+
+def gradients(adapters: TitanAdapters, name: str) -> dict[str, torch.Tensor]:
+    training = adapters._trainings[name]
+    adapters._activate(training)
+    names = [f"{module.adapter_name}/{factor}" for _, module, factor in adapters._factors()]
+    pairs = zip(names, adapters._parameters(), strict=True)
+    return {key: parameter.grad.clone() for key, parameter in pairs if parameter.grad is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whitened(ClippedSurrogate):
+    """A loss that needs a statistic of the whole minibatch."""
+
+    @property
+    def scope(self) -> Scope:
+        return "minibatch"
+
+    def statistics(self, tokens: LossInputs) -> dict[str, torch.Tensor]:
+        return {"mean": tokens.logprobs.mean()}
+
+    def __call__(self, inputs: LossInputs) -> Any:
+        centred = replace(inputs, advantages=inputs.advantages - inputs.statistics["mean"])
+        return super().__call__(centred)
+
+
+class Broken(ClippedSurrogate):
+    """A loss with a mistake."""
+
+    def __call__(self, inputs: LossInputs) -> Any:
+        raise RuntimeError("no such thing")
+
+
+def test_rows_of_several_adapters_are_computed_together_and_equal_each_alone(base: Path):
+    together, alone = (adapters_of(base, dtype="float64", seq_len=400) for _ in range(2))
+    for engine in (together, alone):
+        for name, settings in MIXED.items():
+            engine.open(name, settings)
+    rows = list[int]()
+    engine = together._engine
+    score = engine.scorer.score
+
+    def counted(model: Any, device_row: Any, scoring: Any) -> Any:
+        rows.append(len(device_row.row))
+        return score(model, device_row, scoring)
+
+    engine.scorer.score = counted  # type: ignore[method-assign]
+    for seed in range(3):
+        both = passes(seed, b=Whitened())
+        mixed = together.run_many(both)
+        for one, result in zip(both, mixed, strict=True):
+            assert isinstance(result, PassResult)
+            expected = alone.run(one.name, one.minibatch, one.loss)
+            assert reduce(result.metrics) == pytest.approx(reduce(expected.metrics), rel=1e-9, abs=1e-12)
+            for scores, alone_scores in zip(result.logprobs, expected.logprobs, strict=True):
+                torch.testing.assert_close(scores, alone_scores, rtol=1e-9, atol=1e-9)
+            assert worst_deviation(gradients(together, one.name), gradients(alone, one.name)) < 1e-9
+            norms = [reduce(adapters.step(one.name, ADAM))["grad_norm"] for adapters in (together, alone)]
+            assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+    assert len(rows) == 3 * 2  # all rows in one, and before that those of which statistics are needed
+
+
+def test_nan_and_errors_in_a_shared_row_touch_no_other_adapter(base: Path):
+    together, alone = (adapters_of(base, dtype="float64", seq_len=400) for _ in range(2))
+    for engine in (together, alone):
+        for name, settings in MIXED.items():
+            engine.open(name, settings)
+            engine.run(name, minibatch(7), LOSS)  # its gradient stays
+    before = {name: gradients(together, name) for name in MIXED}
+    both = passes(1, c=Broken())
+    both[1] = replace(both[1], minibatch=poisoned(both[1].minibatch))
+    with torch.no_grad():  # its own forward pass is NaN
+        together._activate(together._initial)
+        together._trainings["d"].values[1].fill_(torch.nan)
+    unknown = replace(both[0], name="x")
+    a, b, c, d, x = together.run_many([*both, unknown])
+    assert isinstance(a, PassResult)
+    assert [type(error) for error in (b, c, d, x)] == [LossError, LossError, LossError, ConfigError]
+    assert "not finite" in str(b)
+    assert "no such thing" in str(c)
+    alone.run("a", both[0].minibatch, LOSS)
+    assert worst_deviation(gradients(together, "a"), gradients(alone, "a")) < 1e-9
+    for name in ("b", "c", "d"):
+        assert equal(gradients(together, name), before[name])
+    with pytest.raises(ConfigError, match="two passes"):
+        together.run_many([both[0], both[0]])
+
+
+def test_dropout_and_passes_without_gradient_in_shared_rows(base: Path):
+    lora = LoRAConfig(rank=4, dropout=0.25)
+    settings = TrainSettings(lora=lora, dtype="float64", seq_len=400)
+    together, alone = (TitanAdapters(TitanEngine(base, settings), base) for _ in range(2))
+    for engine in (together, alone):
+        for seed, name in enumerate(MIXED):
+            engine.open(name, AdapterSettings(lora=lora, seed=seed))
+    for seed in range(2):
+        both = passes(seed)
+        both[3] = replace(both[3], backward=False)
+        for one, result in zip(both, together.run_many(both), strict=True):
+            assert isinstance(result, PassResult)
+            expected = alone.run(one.name, one.minibatch, one.loss, backward=one.backward)
+            assert reduce(result.metrics)["loss"] == pytest.approx(reduce(expected.metrics)["loss"], rel=1e-9)
+            for scores, alone_scores in zip(result.logprobs, expected.logprobs, strict=True):
+                torch.testing.assert_close(scores, alone_scores, rtol=1e-9, atol=1e-9)
+            if one.backward:
+                assert worst_deviation(gradients(together, one.name), gradients(alone, one.name)) < 1e-9
+                for adapters in (together, alone):
+                    adapters.step(one.name, ADAM)
+    assert not gradients(together, "d")
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_degree": 2}, {"data_parallel_replicate_degree": 2})

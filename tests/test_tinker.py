@@ -235,6 +235,52 @@ async def test_deaths_of_trainer_and_server_lose_nothing(tmp_path: Path):
         assert [trainer.adapters.states[model_id] for model_id in models] == [[*done, "pass 6", "step 0.1"]] * 3
 
 
+async def test_passes_that_fit_into_one_row_run_together_if_asked_for(tmp_path: Path):
+    trainer = FakeTrainer()
+    async with serving(tmp_path, trainer, mix_rows=True) as server:
+        ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
+        session_id = await ann.session()
+        models = [await ann.model(session_id, seq) for seq in range(3)]
+        other = await bob.model(await bob.session())
+        gate = asyncio.Event()
+        step = trainer.adapters.step
+
+        async def held(name: str, adam: Any) -> Any:
+            await gate.wait()
+            return await step(name, adam)
+
+        trainer.adapters.step = held  # type: ignore[method-assign]
+        bodies = [(1, 2, 3), (1, 2), (5, 13), tuple(range(20, 36))]  # the last fills a row
+        first = await ann.step(models[0], 1)  # the others come while it runs
+        promises = [
+            (client, await client.run(model_id, seq, pass_body(model_id, seq, tokens=tokens)))
+            for client, model_id, seq, tokens in zip(
+                (ann, ann, bob, ann), (*models[:2], other, models[2]), (2, 1, 1, 1), bodies, strict=True
+            )
+        ]
+        gate.set()
+        await ann.result(first)
+        results = [await client.result(promise) for client, promise in promises]
+        assert [isinstance(result, bytes) for result in results] == [True, True, False, True]
+        assert "not finite" in results[2]["error"]  # bob's alone
+        assert trainer.adapters.together == [3]
+        assert trainer.adapters.states[models[0]] == ["open 4 7", "step 0.1", "pass 6"]
+        trainer.adapters.deaths += ["pass 7"] * 3
+        gate.clear()
+        first = await ann.step(models[2], 2)
+        promises = [
+            (ann, await ann.run(models[0], 3, pass_body(models[0], 3, (1, 2, 4)))),
+            (ann, await ann.run(models[1], 2, pass_body(models[1], 2, (1,)))),
+        ]
+        gate.set()
+        await ann.result(first)
+        failed, kept = [await client.result(promise) for client, promise in promises]
+        assert "ended the trainer 2 times" in failed["error"]
+        assert isinstance(kept, bytes)
+        assert trainer.adapters.states[models[1]] == ["open 4 7", "pass 3", "pass 1"]
+    assert not TinkerConfig().mix_rows
+
+
 async def test_a_request_that_ends_the_trainer_again_fails_alone(tmp_path: Path):
     trainer = FakeTrainer()
     async with serving(tmp_path, trainer) as server:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from forge_rl.algorithms.protocol import Loss
-from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
-from forge_rl.errors import ConfigError, LossError, ReplicaError
+from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings
+from forge_rl.errors import ConfigError, ForgeError, LossError, ReplicaError
 from forge_rl.packing.rows import Layout, Minibatch
 from forge_rl.services.trainer_adapters import Pass
 from forge_rl.token_arrays import ScoredTokens, TokenIds
@@ -25,6 +26,8 @@ class FakeAdapters:
     deaths: list[str] = field(default_factory=list)
     """Calls that end the trainer, once each."""
     alive: bool = True
+    together: list[int] = field(default_factory=list)
+    """Number of passes of each call for several."""
 
     def _do(self, name: str, what: str) -> None:
         if self.deaths and what.startswith(self.deaths[0]):
@@ -52,6 +55,16 @@ class FakeAdapters:
             self._do(name, f"pass {sum(ids)}")
         logprobs = [-row.targets.float().numpy() for row in minibatch.rows]
         return Pass(metrics={"loss": float(sum(ids))}, logprobs=logprobs)
+
+    async def run_many(self, passes: Sequence[AdapterPass]) -> list[Pass | ForgeError]:
+        self.together.append(len(passes))
+        results = list[Pass | ForgeError]()
+        for one in passes:
+            try:
+                results.append(await self.run(one.name, one.minibatch, one.loss, backward=one.backward))
+            except LossError as error:
+                results.append(error)
+        return results
 
     def updates(self, name: str) -> int:
         return sum(what.startswith("step") for what in self.states[name])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from forge_rl.engines.lora_config import LoRAConfig
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ForgeError
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,21 @@ class AdamStep:
                 raise ConfigError(f"{name} of an optimizer step is {value}", hint="set a number within its range")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterPass:
+    """Pass of one adapter, which may share rows with other adapters' passes.
+
+    AdapterPass(name="math", minibatch=minibatch, loss=loss)
+    """
+
+    name: str
+    """The adapter's."""
+    minibatch: Minibatch
+    loss: Loss
+    backward: bool = True
+    """Add the pass's gradient to those that the next step will use."""
+
+
 @dataclass(kw_only=True)
 class PassResult:
     """Results of a pass over the rows of one share, for one adapter."""
@@ -99,6 +115,18 @@ class AdapterEngine(Protocol):
 
         Raises:
             LossError: the loss failed, or its gradient is not finite.
+        """
+
+    def run_many(self, passes: Sequence[AdapterPass]) -> list[PassResult | ForgeError]:
+        """Run passes of several adapters, whose rows are computed together where they fit into one.
+
+        Each result equals that of `run` within rounding. What fails or is not finite in one changes no other.
+
+        Returns:
+            For each pass its result, or the error that `run` would have raised.
+
+        Raises:
+            ConfigError: the trainer has several ranks or a model with experts, or an adapter has two passes.
         """
 
     def step(self, name: str, adam: AdamStep) -> dict[str, Value]:

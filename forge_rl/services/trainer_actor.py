@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.protocol import Loss
-from forge_rl.engines.adapter_settings import AdamStep, AdapterEngine, AdapterSettings
+from forge_rl.engines.adapter_settings import AdamStep, AdapterEngine, AdapterSettings, PassResult
 from forge_rl.engines.cpu import chosen_interfaces, meet_over
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import import_train_engine, make_adapter_engine, make_train_engine
@@ -237,19 +238,24 @@ class TrainerActor(ServiceActor):
         """Run a pass of an adapter over the minibatch that was sent."""
         async with self._lock:
             start_time = time.monotonic()
-            try:
+            with _naming_full_memory():
                 result = self.adapters.run(name, self.take_parcel(), loss, backward=backward)
-            except torch.OutOfMemoryError as error:
-                raise ForgeError(
-                    f"a pass ran out of device memory: {str(error).splitlines()[0]}",
-                    hint="lower --trainer.seq-len, or set --trainer.activation-checkpointing full",
-                ) from error
-            return AdapterReply(
-                metrics=result.metrics,
-                updates=self.adapters.updates(name),
-                seconds=time.monotonic() - start_time,
-                logprobs=[row.float().numpy() for row in result.logprobs] if self.engine.rank in self._heads else [],
-            )
+            return self._reply(name, result, time.monotonic() - start_time)
+
+    @concurrent_endpoint
+    async def run_adapters(self) -> list[AdapterReply]:
+        """Run the passes of several adapters that were sent, with rows in common."""
+        async with self._lock:
+            start_time, passes = time.monotonic(), self.take_parcel()
+            with _naming_full_memory():
+                results = self.adapters.run_many(passes)
+            seconds = time.monotonic() - start_time
+            return [
+                AdapterReply(metrics={}, updates=0, seconds=seconds, error=result)
+                if isinstance(result, ForgeError)
+                else self._reply(adapter_pass.name, result, seconds)
+                for adapter_pass, result in zip(passes, results, strict=True)
+            ]
 
     @concurrent_endpoint
     async def step_adapter(self, name: str, adam: AdamStep) -> AdapterReply:
@@ -272,6 +278,11 @@ class TrainerActor(ServiceActor):
         async with self._lock:
             return self.adapters.load(name, folder, optimizer=optimizer)
 
+    def _reply(self, name: str, result: PassResult, seconds: float) -> AdapterReply:
+        logprobs = [row.float().numpy() for row in result.logprobs] if self.engine.rank in self._heads else []
+        updates = self.adapters.updates(name)
+        return AdapterReply(metrics=result.metrics, updates=updates, seconds=seconds, logprobs=logprobs)
+
     @property
     def adapters(self) -> AdapterEngine:
         """The adapters over this rank's engine, made on first use."""
@@ -285,3 +296,15 @@ class TrainerActor(ServiceActor):
         """This rank's engine, once setup has run."""
         assert self._engine is not None, "setup comes first"
         return self._engine
+
+
+@contextlib.contextmanager
+def _naming_full_memory() -> Iterator[None]:
+    """Name the flags that help if a pass of the body runs out of device memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ForgeError(
+            f"a pass ran out of device memory: {str(error).splitlines()[0]}",
+            hint="lower --trainer.seq-len, or set --trainer.activation-checkpointing full",
+        ) from error

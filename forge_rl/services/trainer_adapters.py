@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.algorithms.protocol import Loss
-from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
+from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings
+from forge_rl.errors import ForgeError
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Minibatch
 from forge_rl.services.trainer_calls import (
@@ -19,6 +20,7 @@ from forge_rl.services.trainer_calls import (
     LOAD_ADAPTER,
     OPEN_ADAPTER,
     RUN_ADAPTER,
+    RUN_ADAPTERS,
     SAVE_ADAPTER,
     STEP_ADAPTER,
     R,
@@ -70,6 +72,7 @@ class TrainerAdapters:
         config = self._ranks.config
         replies = await self._all(
             RUN_ADAPTER,
+            RUN_ADAPTERS,
             name,
             loss,
             backward,
@@ -81,6 +84,19 @@ class TrainerAdapters:
             metrics=reduce(merge_all(reply.metrics for reply in heads)),
             logprobs=[heads[index % len(heads)].logprobs[index // len(heads)] for index in range(len(minibatch.rows))],
         )
+
+    async def run_many(self, passes: Sequence[AdapterPass]) -> list[Pass | ForgeError]:
+        """Run passes of several adapters, over rows in common where they fit; see `AdapterEngine.run_many`.
+
+        Returns:
+            For each pass its result, or the error that `run` would have raised.
+        """
+        (replies,) = await self._all(
+            RUN_ADAPTERS,
+            parcel=lambda _: list(passes),
+            work=sum(len(row) for adapter_pass in passes for row in adapter_pass.minibatch.rows),
+        )
+        return [reply.error or Pass(metrics=reduce(reply.metrics), logprobs=reply.logprobs) for reply in replies]
 
     async def step(self, name: str, adam: AdamStep) -> tuple[dict[str, float], int]:
         """Take an optimizer step; returns its metrics and the adapter's number of updates."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from forge_rl.errors import ForgeError
 from forge_rl.metrics import Value
 from forge_rl.weights.manifest import ShardReport
 
@@ -66,6 +67,8 @@ class AdapterReply:
     """Duration of the call."""
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """Logprobs of each row's targets, of a pass; from the first rank of a share."""
+    error: ForgeError | None = None
+    """Error of this adapter's pass among those of several."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ SAVE = RankCall("save", NoneType)
 OPEN_ADAPTER = RankCall("open_adapter", NoneType)
 DROP_ADAPTER = RankCall("drop_adapter", NoneType)
 RUN_ADAPTER = RankCall("run_adapter", AdapterReply)
+RUN_ADAPTERS = RankCall("run_adapters", list[AdapterReply])
 STEP_ADAPTER = RankCall("step_adapter", AdapterReply)
 SAVE_ADAPTER = RankCall("save_adapter", NoneType)
 LOAD_ADAPTER = RankCall("load_adapter", int)

@@ -93,7 +93,7 @@ class TinkerServer:
             self._tenants,
             self._promises,
             self._sessions,
-            snapshot_updates=config.snapshot_updates,
+            config,
         )
         loaded = LoadedAdapters(services.engines, max_loaded=services.max_loaded)
         self._samples = SampleService(services.engines, loaded, self._store, seed=seed, max_scored=services.max_scored)

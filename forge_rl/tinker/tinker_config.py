@@ -47,6 +47,10 @@ class TinkerConfig:
     """Updates of an adapter after which its state is written to disk. Requests since then are kept too, and computed
     again after a failure, so that none is lost whatever the interval."""
 
+    mix_rows: bool = False
+    """Compute waiting passes of several adapters in one row where they fit. This is faster for small passes; an
+    adapter's results then depend on the others' within rounding, where they are otherwise equal bit for bit."""
+
     def __post_init__(self) -> None:
         check_flags(
             self,

@@ -8,12 +8,13 @@ import json
 import shutil
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from forge_rl.algorithms.protocol import Loss
-from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings
+from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import CheckpointError, ForgeError, ModelError, PoisonError, ReplicaError, ServiceError
 from forge_rl.gateway.errors import ApiError, to_api_error
@@ -22,12 +23,13 @@ from forge_rl.services.trainer_adapters import Pass
 from forge_rl.system.folders import write_whole
 from forge_rl.tinker import requests, wire
 from forge_rl.tinker.checkpoints import AdapterCheckpoint, AdapterRecord, CheckpointStore, SaveSettings
-from forge_rl.tinker.futures import FutureResult, Promises
+from forge_rl.tinker.futures import FutureResult, Promise, Promises
 from forge_rl.tinker.journal import Journal, JournalEntry
 from forge_rl.tinker.losses import TinkerLoss
 from forge_rl.tinker.rows import PackedData, check_data
 from forge_rl.tinker.sessions import Sessions
 from forge_rl.tinker.tenants import Tenants
+from forge_rl.tinker.tinker_config import TinkerConfig
 
 MOST_AHEAD = 4096
 """Maximum requests of an adapter that wait for earlier ones."""
@@ -46,6 +48,7 @@ class Adapters(Protocol):
     async def open(self, name: str, settings: AdapterSettings) -> None: ...
     async def drop(self, name: str) -> None: ...
     async def run(self, name: str, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> Pass: ...
+    async def run_many(self, passes: Sequence[AdapterPass]) -> list[Pass | ForgeError]: ...
     async def step(self, name: str, adam: AdamStep) -> tuple[dict[str, float], int]: ...
     async def save(self, name: str, folder: Path) -> None: ...
     async def load(self, name: str, folder: Path, *, optimizer: bool) -> int: ...
@@ -93,6 +96,25 @@ class BaseModel:
         return AdapterSettings(lora=replace(self.lora, rank=record.rank, targets=targets), seed=record.seed)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedPass:
+    """A pass that is ready for the trainer."""
+
+    seq: int
+    adapter_pass: AdapterPass
+    packed: PackedData
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its rows, padding included."""
+        return sum(len(row) for row in self.adapter_pass.minibatch.rows)
+
+    def answer(self, result: Pass) -> FutureResult:
+        """Return what its client gets."""
+        body = wire.encode_pass(self.packed.of_data(result.logprobs), {"loss:sum": result.metrics["loss"]})
+        return FutureResult(body=body, is_protobuf=True)
+
+
 @dataclass(eq=False)
 class Training:
     """One adapter's requests and counts."""
@@ -108,6 +130,8 @@ class Training:
     updates: int = 0
     snapshot_updates: int = 0
     has_gradient: bool = False
+    packed_pass: PackedPass | None = None
+    """The last pass that was packed."""
     attempts: int = 0
     """Times that the next request has ended the trainer."""
     poison: set[int] = field(default_factory=set)
@@ -138,7 +162,7 @@ class Training:
 class Trainings:
     """Executes the requests of all adapters, one at a time, in turn between adapters that have some.
 
-        trainings = Trainings(trainer, base, store, tenants, promises, snapshot_updates=10)
+        trainings = Trainings(trainer, base, store, tenants, promises, sessions, TinkerConfig())
         await trainings.restore()
         request_id = trainings.submit(training, Entry(seq=1, kind="optim_step", body=body))
 
@@ -155,8 +179,7 @@ class Trainings:
         tenants: Tenants,
         promises: Promises,
         sessions: Sessions,
-        *,
-        snapshot_updates: int,
+        config: TinkerConfig,
     ) -> None:
         self.base = base
         self._sessions = sessions
@@ -164,7 +187,7 @@ class Trainings:
         self._store = store
         self._tenants = tenants
         self._promises = promises
-        self._snapshot_updates = snapshot_updates
+        self._snapshot_updates, self._mix_rows = config.snapshot_updates, config.mix_rows
         self._trainings: dict[str, Training] = {}
         self._ready: deque[Training] = deque()
         self._wake = asyncio.Event()
@@ -310,7 +333,8 @@ class Trainings:
                 continue
             self._ready.remove(training)
             self._ready.append(training)  # behind the others
-            await self._step(training)
+            if not (self._mix_rows and await self._run_together(training)):
+                await self._step(training)
 
     def _wait(self, training: Training, entry: JournalEntry) -> None:
         training.waiting[entry.seq] = entry
@@ -358,7 +382,11 @@ class Trainings:
                         f"this request ended the trainer {training.attempts} times: {error.message}", service="trainer"
                     )
                 promise.fail(error)
-        training.attempts = 0
+        await self._settle(training, entry, promise)
+
+    async def _settle(self, training: Training, entry: JournalEntry, promise: Promise) -> None:
+        """Go on to a training's next request."""
+        training.attempts, training.packed_pass = 0, None
         training.waiting.pop(entry.seq, None)
         training.expected = entry.seq + 1
         if (stack := training.admitted.pop(entry.seq, None)) is not None:
@@ -375,8 +403,7 @@ class Trainings:
             case "create":
                 return await self._create(training)
             case "pass":
-                pass_request = await asyncio.to_thread(wire.read_pass, entry.body, most_data=MOST_DATA)
-                return await self._pass(training, pass_request)
+                return await self._pass(training, entry)
             case "optim_step":
                 adam = requests.read(requests.OptimStep, entry.body).adam_params
                 step = AdamStep(
@@ -413,17 +440,75 @@ class Trainings:
         training.has_gradient = False
         return _json(type="create_model", model_id=training.model_id)
 
-    async def _pass(self, training: Training, request: wire.PassRequest) -> FutureResult:
+    async def _pass(self, training: Training, entry: JournalEntry) -> FutureResult:
+        packed = await self._packed(training, entry)
+        run = packed.adapter_pass
+        result = await self._trainer.adapters.run(run.name, run.minibatch, run.loss, backward=run.backward)
+        training.has_gradient |= run.backward
+        return packed.answer(result)
+
+    async def _packed(self, training: Training, entry: JournalEntry) -> PackedPass:
+        """Check and pack a pass; raises ApiError for its client."""
+        if training.packed_pass is not None and training.packed_pass.seq == entry.seq:
+            return training.packed_pass
+        request = await asyncio.to_thread(wire.read_pass, entry.body, most_data=MOST_DATA)
         loss = TinkerLoss.read(request.loss_fn, request.loss_config)
         layout = self._trainer.layout
         most_tokens = min(layout.longest, self.base.max_model_len)
         check_data(request, vocab_size=self.base.vocab_size, most_tokens=most_tokens)
         packed = await asyncio.to_thread(PackedData.pack, request.data, layout)
-        backward = not request.forward_only
-        result = await self._trainer.adapters.run(training.model_id, packed.minibatch, loss, backward=backward)
-        training.has_gradient |= backward
-        body = wire.encode_pass(packed.of_data(result.logprobs), {"loss:sum": result.metrics["loss"]})
-        return FutureResult(body=body, is_protobuf=True)
+        adapter_pass = AdapterPass(
+            name=training.model_id, minibatch=packed.minibatch, loss=loss, backward=not request.forward_only
+        )
+        training.packed_pass = PackedPass(seq=entry.seq, adapter_pass=adapter_pass, packed=packed)
+        return training.packed_pass
+
+    async def _run_together(self, first: Training) -> bool:
+        """Execute the next passes of a training and of others that fit into one row with it.
+
+        Returns False, and executes nothing, if there are none, or if they cannot be computed together, such as for a
+        request that ends the trainer: `_step` then shows which of them it is.
+        """
+        together, room = list[tuple[Training, PackedPass]](), self._trainer.layout.longest
+        for training in (first, *(training for training in self._ready if training is not first)):
+            entry = training.waiting.get(training.expected)
+            is_pass = entry is not None and entry.kind == "pass" and entry.seq not in training.poison
+            if entry is None or not is_pass or training.attempts:
+                continue
+            try:
+                packed = await self._packed(training, entry)
+            except (ApiError, ForgeError):
+                continue  # `_step` fails with the same
+            is_alike = not together or packed.adapter_pass.backward == together[0][1].adapter_pass.backward
+            if is_alike and packed.tokens <= room:
+                together.append((training, packed))
+                room -= packed.tokens
+            if training is first and not together:
+                return False
+        together = [(training, packed) for training, packed in together if packed.seq in training.waiting]  # not ended
+        if len(together) < 2 or together[0][0] is not first or not self._trainer.alive:
+            return False
+        accepted = [
+            (
+                training.waiting[packed.seq],
+                self._promises.get(_request_id(training, packed.seq), training.record.tenant),
+            )
+            for training, packed in together
+        ]
+        try:
+            results = await self._trainer.adapters.run_many([packed.adapter_pass for _, packed in together])
+        except ForgeError:
+            return False
+        for (training, packed), (entry, promise), result in zip(together, accepted, results, strict=True):
+            if isinstance(result, ForgeError):
+                promise.fail(result)
+            else:
+                training.has_gradient |= packed.adapter_pass.backward
+                promise.keep(packed.answer(result))
+            await self._settle(training, entry, promise)
+            self._ready.remove(training)
+            self._ready.append(training)  # behind the others
+        return True
 
     async def _save(self, training: Training, entry: JournalEntry) -> FutureResult:
         request = requests.read(requests.SaveWeights, entry.body)

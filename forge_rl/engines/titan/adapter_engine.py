@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from forge_rl.algorithms.protocol import Loss
-from forge_rl.engines.adapter_settings import AdamStep, AdapterSettings, PassResult
+from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings, PassResult
 from forge_rl.engines.lora_config import adapted_modules
 from forge_rl.engines.titan.adapter_files import AdapterState, read_state, write_state
-from forge_rl.engines.titan.lora import adapted_modules_of, first_factor
+from forge_rl.engines.titan.lora import AdapterSwitch, adapted_modules_of, first_factor
 from forge_rl.engines.titan.measures import Measures, measured_loss
+from forge_rl.engines.titan.mixed_rows import MixedPass, run_mixed
 from forge_rl.engines.titan.scoring import reshard
 from forge_rl.engines.titan.shards import ADAPTERS, publishes, slice_of, values_of
 from forge_rl.engines.titan.train import TitanEngine
@@ -164,6 +165,37 @@ class TitanAdapters:
             metrics=results.measures.read()[0], logprobs=[scores[:, 0].cpu() for scores in results.scores]
         )
 
+    def run_many(self, passes: Sequence[AdapterPass]) -> list[PassResult | ForgeError]:
+        """Run passes of several adapters, whose rows are computed together where they fit into one.
+
+        Each result equals that of `run` within rounding. What fails or is not finite in one changes no other.
+
+        Returns:
+            For each pass its result, or the error that `run` would have raised.
+
+        Raises:
+            ConfigError: the trainer has several ranks or a model with experts, or an adapter has two passes.
+        """
+        engine = self._engine
+        if dist.get_world_size() > 1 or engine.architecture.experts is not None:
+            raise ConfigError(
+                "rows of several adapters are computed together by one rank, on a model without experts",
+                hint="run each adapter's passes apart",
+            )
+        if len({adapter_pass.name for adapter_pass in passes}) < len(passes):
+            raise ConfigError("an adapter has two passes at a time", hint="run them in turn")
+        self._activate(self._initial)  # the tensors of all others are then with them
+        engine.onload()
+        mixed = {
+            adapter_pass.name: self._mixed_pass(adapter_pass, self._trainings[adapter_pass.name])
+            for adapter_pass in passes
+            if adapter_pass.name in self._trainings
+        }
+        with engine.forgetting_failures(keeps_gradients=True):
+            run_mixed(engine, list(mixed.values()), engine.longest_row)
+        names = [adapter_pass.name for adapter_pass in passes]
+        return [self._kept(mixed[name], self._trainings[name]) if name in mixed else _unknown(name) for name in names]
+
     def step(self, name: str, adam: AdamStep) -> dict[str, Value]:
         """Take an optimizer step with the gradients of the passes since the last one, and clear them.
 
@@ -262,7 +294,7 @@ class TitanAdapters:
 
     def _training(self, name: str) -> _ResidentAdapter:
         if name not in self._trainings:
-            raise ConfigError(f"there is no adapter {name!r:.80}", hint="open it first")
+            raise _unknown(name)
         return self._trainings[name]
 
     def _factors(self) -> Iterator[tuple[str, Any, str]]:
@@ -294,6 +326,33 @@ class TitanAdapters:
         engine.optimizer, engine.updates, engine.planned = training.optimizer, training.updates, training.planned
         self._switch.lora, self._switch.seed = training.settings.lora, training.settings.seed
         self._active = training
+
+    def _mixed_pass(self, adapter_pass: AdapterPass, training: _ResidentAdapter) -> MixedPass:
+        leaves = [values.detach().requires_grad_() for values in training.values]
+        names = [module.adapter_name for _, module in self._modules]
+        return MixedPass(
+            update=Update(minibatch=adapter_pass.minibatch, loss=adapter_pass.loss),
+            backward=adapter_pass.backward,
+            switch=AdapterSwitch(training.settings.lora, training.settings.seed),
+            planned=training.planned,
+            factors=dict(zip(names, zip(leaves[::2], leaves[1::2], strict=True), strict=True)),
+        )
+
+    def _kept(self, mixed_pass: MixedPass, training: _ResidentAdapter) -> PassResult | ForgeError:
+        """Add a pass's gradient to those of its adapter; returns its results, or its error."""
+        if mixed_pass.error is not None:
+            return mixed_pass.error
+        if mixed_pass.backward:
+            training.planned += 1
+            for index, (parameter, leaf) in enumerate(zip(self._parameters(), mixed_pass.leaves(), strict=True)):
+                if (grad := leaf.grad) is None:
+                    continue
+                if isinstance(parameter, DTensor):
+                    grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
+                earlier = training.grads[index]
+                training.grads[index] = grad if earlier is None else earlier.add_(grad)
+        logprobs = [scores.cpu() for _, scores in sorted(mixed_pass.logprobs.items())]
+        return PassResult(metrics=mixed_pass.measures.read()[0], logprobs=logprobs)
 
     def _take_gradients(self) -> list[torch.Tensor | None]:
         grads = [parameter.grad for parameter in self._parameters()]
@@ -359,6 +418,10 @@ class TitanAdapters:
                 place.copy_(state.tensor(kind, name, tuple(place.shape)))
             padded.append(full)
         return padded
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(f"there is no adapter {name!r:.80}", hint="open it first")
 
 
 def _is_target(weight_name: str, targets: dict[str, str]) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,19 @@ class AdapterSwitch:
     """True if versions hold adapters and the base's weights, not merged weights."""
     row: tuple[int, ...] = ()
     """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
+    parts: Sequence[RowPart] = ()
+    """Parts of the current row, all of its tokens in order; empty if the whole row is of the adapter in the model."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    """Tokens of one adapter in a row of several."""
+
+    tokens: slice
+    switch: AdapterSwitch
+    """The adapter's own scale and draw of dropout."""
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    """Its A and B of each adapted module, by `adapter_name`."""
 
 
 def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed: int) -> None:
@@ -113,6 +126,8 @@ def _adapted_class(kind: type[Linear]) -> type[Linear]:
             out: torch.Tensor = super().forward(input)
             if not self.adapters.on:
                 return out
+            if self.adapters.parts:
+                return out + _product_of_parts(self, input)
             return out + self.adapters.lora.scale * _adapter_product(self, input)
 
     AdaptedLinear.__name__ = AdaptedLinear.__qualname__ = f"Adapted{kind.__name__}"
@@ -126,7 +141,7 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     only, which the backward pass sums.
     """
     a, b = module.lora_A, module.lora_B
-    inputs = _dropped(module, inputs)
+    inputs = _dropped(module.adapters, module.adapter_name, inputs)
     if not isinstance(a, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
     mesh, (a_place,), (b_place,) = a.device_mesh, a.placements, b.placements
@@ -152,16 +167,28 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(out, mesh, placements, run_check=False) if placements else out
 
 
-def _dropped(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+def _product_of_parts(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Multiply the tokens of each part of a row, [..., L, inputs], by its own adapter: [..., L, outputs].
+
+    Each adapter has products of its own: in one product with the others masked out, 0 times their NaN would be NaN.
+    """
+    outputs = []
+    for part in module.adapters.parts:
+        tokens = _dropped(part.switch, module.adapter_name, inputs[..., part.tokens, :])
+        a, b = (factor.to(tokens) for factor in part.factors[module.adapter_name])
+        outputs.append(part.switch.lora.scale * nn.functional.linear(nn.functional.linear(tokens, a), b))
+    return torch.cat(outputs, dim=-2)
+
+
+def _dropped(switch: AdapterSwitch, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
     """Set a share of the inputs to 0, the same when the forward pass is recomputed; none if gradients are disabled."""
-    switch: AdapterSwitch = module.adapters
     share = switch.lora.dropout
     if not share or not torch.is_grad_enabled():
         return inputs
     if inputs.is_meta:
         return inputs * inputs.bool() / (1 - share)
     generator = torch.Generator(inputs.device)
-    generator.manual_seed(derive_seed(switch.seed, "dropout", switch.row, module.adapter_name))
+    generator.manual_seed(derive_seed(switch.seed, "dropout", switch.row, module_name))
     mask = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
     return inputs * mask.to(inputs.dtype) / (1 - share)
 
@@ -204,6 +231,17 @@ def without_adapters(model: Any) -> Iterator[None]:
         yield
     finally:
         model.adapters.on = True
+
+
+@contextlib.contextmanager
+def row_parts(model: Any, parts: Sequence[RowPart]) -> Iterator[None]:
+    """Let each part of a row have its own adapter during the body, which runs the row's passes, both of them: the
+    backward pass may compute layers again."""
+    model.adapters.parts = parts
+    try:
+        yield
+    finally:
+        model.adapters.parts = ()
 
 
 def draw_dropout(model: Any, row: Row, planned: int) -> None:

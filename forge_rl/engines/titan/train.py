@@ -489,6 +489,11 @@ class TitanEngine:
         """Number of data-parallel shares of a batch."""
         return self._parallelism.shares
 
+    @property
+    def longest_row(self) -> int:
+        """Maximum tokens of a row on this rank, padding included."""
+        return self._settings.seq_len
+
     def new_optimizer(self) -> torch.optim.Optimizer:
         """Make an optimizer without state of the trained weights."""
         return make_optimizer(self.model, self._settings)
