@@ -23,6 +23,7 @@ from forge_rl.run.start.checks import _evaluation_sets
 from forge_rl.services.completion import DraftCounts
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig
+from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.system.listeners import Listeners
 from forge_rl.types import Sampling
 from recipes import distill
@@ -100,7 +101,14 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
 
 
 def config_of(out: Path) -> Config:
-    return Config(out=out, display="none", tasks=("chain_sum",), evaluation=EvalConfig(every=0), checkpoint_every=0)
+    return Config(
+        out=out,
+        display="none",
+        tasks=("chain_sum",),
+        evaluation=EvalConfig(every=0),
+        weights=WeightStoreConfig(probes=0),
+        checkpoint_every=0,
+    )
 
 
 def events(out: Path) -> str:
@@ -310,7 +318,9 @@ async def test_a_source_without_a_teacher_is_refused_at_the_start(
     monkeypatch.setattr(services_module.Teachers, "start", begin)
 
     def config(*models: str) -> distill.Config:
-        settings = {field: getattr(config_of(tmp_path), field) for field in ("out", "display", "tasks", "evaluation")}
+        settings = {
+            field: getattr(config_of(tmp_path), field) for field in ("out", "display", "tasks", "evaluation", "weights")
+        }
         return distill.Config(**settings, checkpoint_every=0, teachers=TeachersConfig(models=models))
 
     async def check() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class ImageLookahead:
         self._held: dict[str, tuple[contextlib.AsyncExitStack, str]] = {}
         """For each reference of an image that is in place, what holds it, and its digest."""
         self._fetching: asyncio.Task[None] | None = None
-        self._counts: dict[str, float] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(float)
 
     def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
         """Begin to fetch images, those needed first ahead of others, in place of those named before.
@@ -58,7 +58,7 @@ class ImageLookahead:
             self._fetching.cancel()
         wanted = list(dict.fromkeys(references))[: self._most_images]
         self._fetching = asyncio.get_running_loop().create_task(self._fetch(wanted))
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = self._counts, defaultdict(float)
         return counts
 
     @contextlib.asynccontextmanager

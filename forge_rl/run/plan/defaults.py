@@ -90,7 +90,8 @@ def with_defaults(
             engines cannot serve the run's adapters.
     """
     gpu, ranks = gpu_bytes(), config.trainer.ranks
-    check_served_versions(config, model, read_architecture(model, config.trainer.modelling))
+    if config.generator.adapters == "served":
+        check_served_versions(config, model, read_architecture(model, config.trainer.modelling))
     if critic is not None:
         check_critic(config, critic, read_architecture(Path(critic.model or model), critic.modelling))
     if not gpu:
