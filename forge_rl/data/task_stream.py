@@ -6,15 +6,24 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
-from forge_rl.envs.task_list import TaskList
 from forge_rl.errors import TaskError
 from forge_rl.types import Group, Task
 
 _OF_NOW = ("weights", "adaptive")
 """Keys of a mixture's state that draws do not change."""
+
+
+@runtime_checkable
+class ForesightSource(Protocol):
+    """A task source that can tell its next tasks ahead of their draw."""
+
+    def coming(self, tasks: int) -> list[Task]:
+        """Return the next tasks, each once, without drawing them."""
+        ...
 
 
 class ResumableTaskStream:
@@ -61,7 +70,7 @@ class ResumableTaskStream:
         tasks: list[Task] = []
         for name, share in self._mixture.shares.items():
             source = self._mixture.sources[name]
-            if isinstance(source, TaskList) and share > 0:
+            if isinstance(source, ForesightSource) and share > 0:
                 tasks += source.coming(math.ceil(share * groups))
         return tasks
 

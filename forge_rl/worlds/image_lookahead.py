@@ -56,8 +56,8 @@ class ImageLookahead:
         """
         if self._fetching is not None:
             self._fetching.cancel()
-        wanted = list(dict.fromkeys(references))[: self._most_images]
-        self._fetching = asyncio.get_running_loop().create_task(self._fetch(wanted))
+        next_references = list(dict.fromkeys(references))[: self._most_images]
+        self._fetching = asyncio.get_running_loop().create_task(self._fetch(next_references))
         counts, self._counts = self._counts, defaultdict(float)
         return counts
 
