@@ -118,6 +118,7 @@ def _adapted_class(kind: type[Linear]) -> type[Linear]:
 
     class AdaptedLinear(kind):
         adapters: AdapterSwitch
+        adapter_name: str = ""  # a plan's models are not named
         lora_A: nn.Parameter
         lora_B: nn.Parameter
 
