@@ -27,9 +27,10 @@ class WeightStoreConfig:
     """Number of newest versions to keep, including the one being written; versions being read are kept as well."""
     keep_gib: float = 64.0
     """Maximum memory of kept versions; the newest is always kept."""
-    probes: int = 4
+    probes: int | None = None
     """Number of short texts, at most 8, by which each version is attested: trainer and engines score them, and an
-    engine whose logprobs do not follow the trainer's from version to version ends the run. 0 compares bytes alone."""
+    engine whose logprobs do not follow the trainer's from version to version ends the run. By default 4 with
+    --generator.adapters served, whose bytes say least of what is computed, else 0, which compares bytes alone."""
     restart: Restart = field(default_factory=Restart)
     """How the store's processes are restarted if they die; versions survive in shared memory."""
     mirror: str = ""
@@ -41,4 +42,6 @@ class WeightStoreConfig:
 
     def __post_init__(self) -> None:
         minimums = {"keep_versions": 1, "bucket_mib": 1, "mirror_full_every": 1}
-        check_flags(self, "--weights.", minimum=minimums | {"probes": 0}, maximum={"probes": 8}, above={"keep_gib": 0})
+        check_flags(self, "--weights.", minimum=minimums, above={"keep_gib": 0})
+        if self.probes is not None:
+            check_flags(self, "--weights.", minimum={"probes": 0}, maximum={"probes": 8})

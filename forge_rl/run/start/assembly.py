@@ -251,14 +251,19 @@ def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str]
         warn(f"the texts of tokens are not kept with the episodes: {error.strerror or error}")
 
 
-def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer: Tokenizer) -> VersionProbes:
+def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer: Tokenizer) -> VersionProbes | None:
+    count = config.weights.probes
+    if count is None:
+        count = 4 if config.lora.rank and config.generator.adapters == "served" else 0
+    if not count:
+        return None
     effects = VersionEffects(
         engines=generator.dtype,
         trainer=str(resolve_dtype(config.trainer.dtype)).removeprefix("torch."),
         rounded=config.generator.quantization != "none",
         changed=f"adapters of {' '.join(config.lora.targets)}" if config.lora.rank else "weights",
     )
-    return VersionProbes(trainer, generator, tokenizer, effects, count=config.weights.probes)
+    return VersionProbes(trainer, generator, tokenizer, effects, count=count)
 
 
 def _rollouts(
@@ -284,7 +289,7 @@ def _rollouts(
         tokenizer,
         wanted_engines=lambda: len(config.generator.urls) + rollout.generator.replicas,
         hold=monitor.faults.hold,
-        probes=_probes(config, services.trainer, rollout.generator, tokenizer) if config.weights.probes else None,
+        probes=_probes(config, services.trainer, rollout.generator, tokenizer),
     )
     rollouts = RolloutExecutor(
         dispatcher,
