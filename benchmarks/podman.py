@@ -30,6 +30,7 @@ rm -rf all/etc/cni
 mkdir -p all/var/lib/containers
 mount --bind "$1/podman-state" all/var/lib/containers
 for folder in sys dev; do mount --rbind "/$folder" "all/$folder"; done
+mount -t tmpfs tmpfs all/dev/shm  # podman leaves locks there
 mount --bind "$2" all/sys/fs/cgroup
 mount -t proc proc all/proc
 exec chroot all /bin/bash -c 'ldconfig; export TMPDIR=/var/lib/containers; exec bash'
