@@ -15,14 +15,16 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 import httpx
 
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.providers.base import ProviderPool, ProviderSession
 from forge_rl.sandbox.providers.web import HttpError, HttpRequest, WebClient, json_object
 
 _API = "http://docker/v1.41"
@@ -36,7 +38,7 @@ _TAR_SLACK = 1 << 16
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class DockerPool:
+class DockerPool(ProviderPool["DockerSession"]):
     """Sessions in containers of a Docker daemon, with the methods of `Pool`; a cell is a command line of its shell.
 
         async with DockerPool(image="debian:12") as pool, pool.session() as session:
@@ -48,6 +50,7 @@ class DockerPool:
     case after `idle_s`.
     """
 
+    UNITS: ClassVar[str] = "Docker's containers"
     image: str
     """Image of sessions; pulled by the daemon if it does not have it. It needs `sh` and `sleep`."""
     limits: Limits = field(default_factory=Limits)
@@ -64,70 +67,22 @@ class DockerPool:
     def __post_init__(self) -> None:
         check_flags(self, "DockerPool:", minimum={"sessions": 1, "idle_s": 1})
         transport = httpx.AsyncHTTPTransport(uds=self.socket)
-        self.client = WebClient("Docker", most_requests=2 * self.sessions, transport=transport)
-        self._places = asyncio.Semaphore(self.sessions)
-        self._open: set[DockerSession] = set()
+        self._start(WebClient("Docker", most_requests=2 * self.sessions, transport=transport))
         self._pulling = asyncio.Lock()
         self._is_ready = False
 
-    async def __aenter__(self) -> DockerPool:
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        await asyncio.gather(*(session.close() for session in list(self._open)), return_exceptions=True)
-        await self.client.close()
-
-    @contextlib.asynccontextmanager
-    async def session(
-        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
-    ) -> AsyncIterator[DockerSession]:
-        """Open a session for a block of code; see `open`."""
-        async with await self.open(limits=limits, undo=undo, wait_s=wait_s) as session:
-            yield session
-
-    async def open(
-        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
-    ) -> DockerSession:
-        """Start a container, which the caller closes.
-
-        Raises:
-            SandboxError: there is no daemon, it refuses, no place became free, or `undo` is asked for.
-        """
-        if undo:
-            raise SandboxError("Docker's containers keep no earlier state", hint="open the session without undo")
+    async def _opened(self, limits: Limits | None) -> DockerSession:
+        await self._prepare()
+        name = await self._created(limits or self.limits)
         try:
-            async with asyncio.timeout(wait_s):
-                await self._places.acquire()
-        except TimeoutError:
-            raise SandboxError(
-                f"all {self.sessions} sessions are open, and none was closed within {wait_s:g} s",
-                hint="close sessions, or raise DockerPool(sessions=...)",
-            ) from None
-        name = ""
-        try:
-            await self._prepare()
-            name = await self._created(limits or self.limits)
             await self.api("POST", f"/containers/{name}/start", limit_s=_START_S)
         except BaseException:
-            try:
-                if name:
-                    await asyncio.shield(self._remove(name))
-            finally:
-                self._places.release()
+            await asyncio.shield(self._remove(name))
             raise
-        session = DockerSession(self, name, limits or self.limits)
-        self._open.add(session)
-        return session
+        return DockerSession(self, name, limits or self.limits)
 
-    async def give_back(self, session: DockerSession) -> None:
-        """Remove a session's container; if the daemon cannot be reached, it ends after `idle_s`."""
-        if session not in self._open:
-            return
-        self._open.remove(session)
-        try:
-            await self._remove(session.name)
-        finally:
-            self._places.release()
+    async def _end(self, session: DockerSession) -> None:
+        await self._remove(session.name)
 
     async def api(
         self,
@@ -229,14 +184,13 @@ class DockerPool:
                 await self._remove(name)
 
 
-class DockerSession:
-    """A session in a container; made by `DockerPool`. See `PoolSession`, whose methods these are."""
+class DockerSession(ProviderSession):
+    """A session in a container; made by `DockerPool`."""
 
     def __init__(self, pool: DockerPool, name: str, limits: Limits) -> None:
-        self.limits, self.name = limits, name
-        self.alive = True
-        """Whether it takes another cell, as far as is known."""
-        self._pool, self._lock = pool, asyncio.Lock()
+        super().__init__(pool, limits)
+        self.name = name
+        self._pool = pool
 
     async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
         """Run a command line and return its result. One that takes too long ends the session.
@@ -289,10 +243,7 @@ class DockerSession:
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file; a relative path is below the root. Its folder is made."""
-        if len(data) > self.limits.transfer_bytes:
-            raise SandboxError(
-                f"{path} has {len(data)} bytes", hint=f"Limits:transfer_bytes is {self.limits.transfer_bytes}"
-            )
+        self._check_size(path, data)
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode="w") as archive:
             info = tarfile.TarInfo(str(PurePosixPath("/", path)).lstrip("/"))
@@ -312,37 +263,6 @@ class DockerSession:
                 return file.read()
         except (tarfile.TarError, KeyError, OSError):
             raise SandboxError(f"Docker answered with no archive of {path}") from None
-
-    async def fork(self) -> DockerSession:
-        """Refuse: Docker's containers cannot be forked.
-
-        Raises:
-            SandboxError: always.
-        """
-        raise SandboxError("Docker's containers cannot be forked", hint="use forge_rl.sandbox.Pool")
-
-    async def restore(self) -> None:
-        """Refuse: Docker's containers keep no earlier state.
-
-        Raises:
-            SandboxError: always.
-        """
-        raise SandboxError("Docker's containers keep no earlier state", hint="use forge_rl.sandbox.Pool")
-
-    async def close(self) -> None:
-        """Remove the container."""
-        self.alive = False
-        await self._pool.give_back(self)
-
-    async def __aenter__(self) -> DockerSession:
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        await asyncio.shield(self.close())
-
-    def _check_alive(self) -> None:
-        if not self.alive:
-            raise SandboxError("the session has ended", hint="open another")
 
     async def _archive(self, method: str, path: str, place: str, data: bytes | None) -> bytes:
         async with self._lock:

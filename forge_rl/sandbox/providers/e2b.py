@@ -7,16 +7,17 @@ What the service answers is not trusted: bounded, JSON, and only text and images
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.providers.base import ProviderPool, ProviderSession
 from forge_rl.sandbox.providers.web import HttpError, HttpRequest, WebClient, json_object
 from forge_rl.sandbox.providers.wire import SandboxWireError, image_of
 from forge_rl.system.variables import api_key as key_in
@@ -31,7 +32,7 @@ _GONE = (404, 410, 502)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class E2BPool:
+class E2BPool(ProviderPool["E2BSession"]):
     """Sessions in sandboxes that are rented from E2B, with the methods of `Pool`; each costs money while it is open.
 
         async with E2BPool() as pool, pool.session() as session:
@@ -44,6 +45,7 @@ class E2BPool:
         ConfigError: the variable of the key is not set, or a number is too low.
     """
 
+    UNITS: ClassVar[str] = "E2B's sandboxes"
     template: str = "code-interpreter-v1"
     """Template that runs E2B's code interpreter."""
     limits: Limits = field(default_factory=Limits)
@@ -62,68 +64,19 @@ class E2BPool:
     """Address of a port of a sandbox, with {port}, {id} and {domain}."""
 
     def __post_init__(self) -> None:
-        self.most = self.sessions
-        check_flags(self, "E2BPool:", minimum={"most": 1, "idle_s": 1})
-        self.client = WebClient("E2B", most_requests=2 * self.sessions)
+        check_flags(self, "E2BPool:", minimum={"sessions": 1, "idle_s": 1})
+        self._start(WebClient("E2B", most_requests=2 * self.sessions))
         self._new = {"templateID": self.template, "secure": True, "allow_internet_access": self.internet}
         self._api_url = self.api_url.rstrip("/")
         self._headers = {"x-api-key": key_in("E2BPool", self.api_key_env)}
-        self._places = asyncio.Semaphore(self.sessions)
-        self._open: set[E2BSession] = set()
 
-    async def __aenter__(self) -> E2BPool:
-        return self
+    async def _opened(self, limits: Limits | None) -> E2BSession:
+        body = {**self._new, "timeout": math.ceil(self.idle_s)}
+        rented = _rented(json_object(await self.api("POST", "/sandboxes", body, limit_s=_START_S), "E2B"))
+        return E2BSession(self, rented, limits or self.limits)
 
-    async def __aexit__(self, *raised: object) -> None:
-        await asyncio.gather(*(session.close() for session in list(self._open)), return_exceptions=True)
-        await self.client.close()
-
-    @contextlib.asynccontextmanager
-    async def session(
-        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
-    ) -> AsyncIterator[E2BSession]:
-        """Open a session for a block of code; see `open`."""
-        async with await self.open(limits=limits, undo=undo, wait_s=wait_s) as session:
-            yield session
-
-    async def open(
-        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
-    ) -> E2BSession:
-        """Rent a sandbox, which the caller closes.
-
-        Raises:
-            SandboxError: no place became free, E2B refuses, or `undo` is asked for.
-        """
-        if undo:
-            raise SandboxError("E2B's sandboxes keep no earlier state", hint="open the session without undo")
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._places.acquire()
-        except TimeoutError:
-            raise SandboxError(
-                f"all {self.most} sessions are open, and none was closed within {wait_s:g} s",
-                hint="close sessions, or raise E2BPool(sessions=...)",
-            ) from None
-        try:
-            body = {**self._new, "timeout": math.ceil(self.idle_s)}
-            rented = _rented(json_object(await self.api("POST", "/sandboxes", body, limit_s=_START_S), "E2B"))
-        except BaseException:
-            self._places.release()
-            raise
-        session = E2BSession(self, rented, limits or self.limits)
-        self._open.add(session)
-        return session
-
-    async def give_back(self, session: E2BSession) -> None:
-        """End a session's sandbox; if E2B cannot be reached, it ends when it was idle for `idle_s`."""
-        if session not in self._open:
-            return
-        self._open.remove(session)
-        try:
-            with contextlib.suppress(SandboxError):
-                await self.api("DELETE", f"/sandboxes/{session.rented.name}")
-        finally:
-            self._places.release()
+    async def _end(self, session: E2BSession) -> None:
+        await self.api("DELETE", f"/sandboxes/{session.rented.name}")
 
     async def api(self, method: str, path: str, body: object = None, *, limit_s: float = _REQUEST_S) -> bytes:
         """Send a request to E2B's API.
@@ -163,16 +116,13 @@ def _rented(answer: dict[str, object]) -> RentedSandbox:
     return RentedSandbox(name=name, domain=domain, headers=headers)
 
 
-class E2BSession:
-    """A session in a rented sandbox; made by `E2BPool`. See `PoolSession`, whose methods these are."""
+class E2BSession(ProviderSession):
+    """A session in a rented sandbox; made by `E2BPool`."""
 
     def __init__(self, pool: E2BPool, rented: RentedSandbox, limits: Limits) -> None:
-        self.limits = limits
-        self.alive = True
-        """Whether it takes another cell, as far as is known."""
+        super().__init__(pool, limits)
         self.rented = rented
         self._pool = pool
-        self._lock = asyncio.Lock()
         self._until_s = time.monotonic() + pool.idle_s
 
     async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
@@ -213,50 +163,19 @@ class E2BSession:
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file, relative to the user's home, which is where cells run."""
-        if len(data) > self.limits.transfer_bytes:
-            raise SandboxError(
-                f"{path} has {len(data)} bytes", hint=f"Limits:transfer_bytes is {self.limits.transfer_bytes}"
-            )
+        self._check_size(path, data)
         await self._file("POST", path, data, _MOST_SMALL)
 
     async def get(self, path: str) -> bytes:
         """Read a file, relative to the user's home."""
         return await self._file("GET", path, None, self.limits.transfer_bytes)
 
-    async def fork(self) -> E2BSession:
-        """Refuse: E2B's sandboxes cannot be forked.
-
-        Raises:
-            SandboxError: always.
-        """
-        raise SandboxError("E2B's sandboxes cannot be forked", hint="use forge_rl.sandbox.Pool")
-
-    async def restore(self) -> None:
-        """Refuse: E2B's sandboxes keep no earlier state.
-
-        Raises:
-            SandboxError: always.
-        """
-        raise SandboxError("E2B's sandboxes keep no earlier state", hint="use forge_rl.sandbox.Pool")
-
-    async def close(self) -> None:
-        """End the sandbox."""
-        self.alive = False
-        await self._pool.give_back(self)
-
-    async def __aenter__(self) -> E2BSession:
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        await asyncio.shield(self.close())
-
     def _url(self, port: int) -> str:
         return self._pool.sandbox_url.format(port=port, id=self.rented.name, domain=self.rented.domain)
 
     async def _extend(self, work_s: float) -> None:
         """Let the sandbox live longer than its next work and an idle time."""
-        if not self.alive:
-            raise SandboxError("the session has ended", hint="open another")
+        self._check_alive()
         wanted_s = work_s + _GRACE_S + self._pool.idle_s
         if time.monotonic() + wanted_s - self._pool.idle_s / 2 > self._until_s:
             await self._pool.api("POST", f"/sandboxes/{self.rented.name}/timeout", {"timeout": math.ceil(wanted_s)})
