@@ -64,7 +64,7 @@ class Config(GatewayConfig):
     model: str = "smollm2-135m"
     """Bundled model, Hugging Face id, or folder of a model, a checkpoint, or a run, for its newest checkpoint."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters of the model to serve beside it, as NAME=FOLDER: requests give NAME as their model. FOLDER is of an
+    """LoRA adapters to serve as well as the model, as NAME=FOLDER: requests give NAME as their model. FOLDER is of an
     adapter in PEFT's format, of a checkpoint, or of a run with --lora.rank, for its best checkpoint or else its newest.
     --generator.max-loras limits how many share a step, and is 4 by default here."""
     adapter_folders: tuple[Path, ...] = ()

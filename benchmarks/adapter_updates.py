@@ -1,4 +1,4 @@
-"""Updates of adapters in a process of their own: peak memory, and time beside transformers with peft."""
+"""Updates of adapters in a process of their own: peak memory, and time compared with transformers and peft."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def adapters_seconds(
 def update_seconds(
     rank: int, folder: Path, lora: LoRAConfig, shape: dict[str, int], repeats: int
 ) -> list[tuple[float, float]]:
-    """Time an update of ours and of transformers with peft on the same episodes, in turn; after a warm-up."""
+    """Time updates by forge_rl and by transformers with peft on the same episodes, in turn; after a warm-up."""
     batch = drawn_batch(read_architecture(folder).vocab, **shape)
     engine, peer = _engine(folder, lora), _peft_update(folder, lora, batch)
     request = StepRequest(loss=ClippedSurrogate(), total_updates=repeats + 1, version=0)
@@ -167,9 +167,10 @@ def _peft_update(folder: Path, lora: LoRAConfig, batch: Batch) -> Callable[[], N
 
 
 def published_share(rank: int, folder: Path, lora: LoRAConfig) -> float:
-    """Return the bytes of a version of adapters over those of a whole version, in float32."""
+    """Return the share of a whole version's bytes that a version of adapters has, in float32."""
     specs = _engine(folder, lora).specs()
     factors = [spec for spec in specs if spec.name.endswith(factor_names(""))]
-    written = [spec for spec in specs if spec in factors or (spec.changed and spec.adapter_scale is None)]
-    whole = [spec for spec in specs if spec not in factors]
-    return sum(float(np.prod(spec.shape)) for spec in written) / sum(float(np.prod(spec.shape)) for spec in whole)
+    published_specs = [spec for spec in specs if spec in factors or (spec.changed and spec.adapter_scale is None)]
+    whole_specs = [spec for spec in specs if spec not in factors]
+    published, whole = (sum(int(np.prod(spec.shape)) for spec in part) for part in (published_specs, whole_specs))
+    return published / whole

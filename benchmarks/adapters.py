@@ -91,8 +91,8 @@ def measure(config: Config, report: Report) -> None:
     report.rows.append({f"peak_bytes_of_{n}": peak for n, peak in peaks.items()})
     report.results[f"memory_{count}_over_1"] = peaks[count] / peaks[1]
     (pairs,) = run_ranks(adapters_seconds, 1, folder, lora, shape, count, config.repeats)
-    report.rows += [{f"{count}_adapters_s": several, "1_adapter_s": one} for several, one in pairs]
-    report.measure(f"tokens_{count}_over_1", [one / several for several, one in pairs])
+    report.rows += [{f"{count}_adapters_s": several_s, "1_adapter_s": single_s} for several_s, single_s in pairs]
+    report.measure(f"tokens_{count}_over_1", [single_s / several_s for several_s, single_s in pairs])
     _compare_gradients(config, report)
     if config.engine:
         _make_mistakes(report)
@@ -119,10 +119,10 @@ def _make_mistakes(report: Report) -> None:
     """Give a real engine wrong adapters, and count those that nobody noticed."""
     from tests.served_host import MistakeHost, hosted
 
-    given = {"max_loras": 3, "max_lora_rank": 8}
+    adapter_limits = {"max_loras": 3, "max_lora_rank": 8}
     errors: dict[str, str] = {}
     with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="adapters-") as name:
-        context = hosted(MistakeHost, Path(name), given)
+        context = hosted(MistakeHost, Path(name), adapter_limits)
         check = runner.run(context.__aenter__())
         try:
             for kind in ("value", "effect"):

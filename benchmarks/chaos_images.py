@@ -112,7 +112,7 @@ def chaos_images(count: int, seed: int) -> Iterator[ChaosImages | None]:
         references, own_layers = [], []
         for number in range(count):
             files = [member(f"opt/{number}/{name}", rng.randbytes(_FILE_BYTES)) for name in range(_FILES)]
-            made = image([base, layer(*files)], {"WorkingDir": "/root"})
-            references.append(server.add(made, f"chaos-{number}:1"))
-            own_layers.append(made.layers[-1])
+            task_image = image([base, layer(*files)], {"WorkingDir": "/root"})
+            references.append(server.add(task_image, f"chaos-{number}:1"))
+            own_layers.append(task_image.layers[-1])
         yield ChaosImages(Path(scratch, "store"), server, references, own_layers)

@@ -26,7 +26,7 @@ libk5crypto3 libkrb5support0 libcom-err2 libkeyutils1 media-types mawk ncurses-b
 python3-minimal python3.11-minimal libpython3.11-minimal libpython3.11-stdlib python3.11 python3 git sed tar zlib1g"""
 PACKAGES = {"debian": _DEBIAN, "musl": "musl busybox-static"}
 LAYERS, OWN_LAYERS = 12, 5
-"""Layers of the large image, and those of a variant above the image that it adds to."""
+"""Layers of the large image, and the layers that a variant adds to its image."""
 _SERVER = """
 import sys
 from pathlib import Path

@@ -67,8 +67,8 @@ class Config(BenchmarkConfig):
         if not self.images or not {*self.images} <= {"large", *PACKAGES}:
             raise BenchmarkError(f"the images are {self.images}", hint=f"choose of large, {', '.join(PACKAGES)}")
         counts = dict.fromkeys(("large_repeats", "sessions", "variants", "starts", "changed_files"), 1)
-        least = {"repeats": LEAST_REPEATS, "podman_sessions": 1}
-        check_flags(self, "--", minimum=counts | least, above={"gb": 0})
+        minimums = {"repeats": LEAST_REPEATS, "podman_sessions": 1}
+        check_flags(self, "--", minimum=counts | minimums, above={"gb": 0})
 
 
 def measure(config: Config, report: Report) -> None:

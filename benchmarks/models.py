@@ -79,7 +79,7 @@ class Config(BenchmarkConfig):
     """Names of published checkpoints, as in tests/zoo; by default all without a native family, and one of each of
     these."""
     rows: Path | None = None
-    """Folder with what was measured of each model, which is not measured again: a row of another commit names it."""
+    """Folder of the rows of models measured before, which are not measured again: a row of another commit names it."""
     engines: bool = True
     """Load published versions into an engine of each model."""
     whole_runs: bool = True
@@ -184,7 +184,7 @@ def compare_with_native(repeats: int, report: Report) -> None:
 
 
 def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
-    """Return what was measured of a model, with the commit if it was another one; None if nothing was."""
+    """Return a model's earlier row, with its commit if that was another one; None if there is none."""
     if path is None or not path.exists():
         return None
     measured = json.loads(path.read_text())

@@ -67,7 +67,7 @@ class DockerServer:
                 return JSONResponse({"Id": name, "Warnings": []}, 201)
             case "GET", "containers", "json":
                 label = json.loads(request.query_params["filters"])["label"][0]
-                items = [{"Id": name, "Labels": made["Labels"]} for name, made in self.containers.items()]
+                items = [{"Id": name, "Labels": container["Labels"]} for name, container in self.containers.items()]
                 return JSONResponse([item for item in items if label in item["Labels"]])
             case "DELETE", "containers", name if name in self.containers:
                 del self.containers[name]

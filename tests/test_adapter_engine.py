@@ -197,9 +197,12 @@ def passes(seed: int, loss: Loss = LOSS, **of_one: Loss) -> list[AdapterPass]:
     ]
 
 
-def worst_deviation(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-30)) for name in one)
+def worst_deviation(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert values.keys() == expected.keys()
+    return max(
+        float((values[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-30))
+        for name in values
+    )
 
 
 def gradients(adapters: TitanAdapters, name: str) -> dict[str, torch.Tensor]:
@@ -248,44 +251,51 @@ def test_rows_of_several_adapters_are_computed_together_and_equal_each_alone(bas
 
     engine.scorer.score = counted  # type: ignore[method-assign]
     for seed in range(3):
-        both = passes(seed, b=Whitened())
-        mixed = together.run_many(both)
-        for one, result in zip(both, mixed, strict=True):
+        adapter_passes = passes(seed, b=Whitened())
+        mixed = together.run_many(adapter_passes)
+        for adapter_pass, result in zip(adapter_passes, mixed, strict=True):
             assert isinstance(result, PassResult)
-            expected = alone.run(one.name, one.minibatch, one.loss)
+            expected = alone.run(adapter_pass.name, adapter_pass.minibatch, adapter_pass.loss)
             assert reduce(result.metrics) == pytest.approx(reduce(expected.metrics), rel=1e-9, abs=1e-12)
             for scores, alone_scores in zip(result.logprobs, expected.logprobs, strict=True):
                 torch.testing.assert_close(scores, alone_scores, rtol=1e-9, atol=1e-9)
-            assert worst_deviation(gradients(together, one.name), gradients(alone, one.name)) < 1e-9
-            norms = [reduce(adapters.step(one.name, ADAM))["grad_norm"] for adapters in (together, alone)]
+            assert worst_deviation(gradients(together, adapter_pass.name), gradients(alone, adapter_pass.name)) < 1e-9
+            norms = [reduce(adapters.step(adapter_pass.name, ADAM))["grad_norm"] for adapters in (together, alone)]
             assert norms[0] == pytest.approx(norms[1], rel=1e-9)
-    assert len(rows) == 3 * 2  # all rows in one, and before that those of which statistics are needed
+    assert len(rows) == 3 * 2  # all rows in adapter_pass, and before that those of which statistics are needed
 
 
-def test_nan_and_errors_in_a_shared_row_touch_no_other_adapter(base: Path):
+def test_nan_and_errors_in_a_shared_row_touch_no_other_adapter(base: Path, monkeypatch: pytest.MonkeyPatch):
+    propagate = torch.autograd.backward
+
+    def backward(outputs: Any, gradients: Any = None, *arguments: Any, **options: Any) -> None:
+        assert all(gradient.isfinite().all() for gradient in gradients or () if gradient is not None)
+        propagate(outputs, gradients, *arguments, **options)
+
+    monkeypatch.setattr(torch.autograd, "backward", backward)  # the base's layers compute all rows together
     together, alone = (adapters_of(base, dtype="float64", seq_len=400) for _ in range(2))
     for engine in (together, alone):
         for name, settings in MIXED.items():
             engine.open(name, settings)
             engine.run(name, minibatch(7), LOSS)  # its gradient stays
     before = {name: gradients(together, name) for name in MIXED}
-    both = passes(1, c=Broken())
-    both[1] = replace(both[1], minibatch=poisoned(both[1].minibatch))
+    adapter_passes = passes(1, c=Broken())
+    adapter_passes[1] = replace(adapter_passes[1], minibatch=poisoned(adapter_passes[1].minibatch))
     with torch.no_grad():  # its own forward pass is NaN
         together._activate(together._initial)
         together._trainings["d"].values[1].fill_(torch.nan)
-    unknown = replace(both[0], name="x")
-    a, b, c, d, x = together.run_many([*both, unknown])
+    unknown = replace(adapter_passes[0], name="x")
+    a, b, c, d, x = together.run_many([*adapter_passes, unknown])
     assert isinstance(a, PassResult)
     assert [type(error) for error in (b, c, d, x)] == [LossError, LossError, LossError, ConfigError]
     assert "not finite" in str(b)
     assert "no such thing" in str(c)
-    alone.run("a", both[0].minibatch, LOSS)
+    alone.run("a", adapter_passes[0].minibatch, LOSS)
     assert worst_deviation(gradients(together, "a"), gradients(alone, "a")) < 1e-9
     for name in ("b", "c", "d"):
         assert equal(gradients(together, name), before[name])
     with pytest.raises(ConfigError, match="two passes"):
-        together.run_many([both[0], both[0]])
+        together.run_many([adapter_passes[0], adapter_passes[0]])
 
 
 def test_dropout_and_passes_without_gradient_in_shared_rows(base: Path):
@@ -296,18 +306,22 @@ def test_dropout_and_passes_without_gradient_in_shared_rows(base: Path):
         for seed, name in enumerate(MIXED):
             engine.open(name, AdapterSettings(lora=lora, seed=seed))
     for seed in range(2):
-        both = passes(seed)
-        both[3] = replace(both[3], backward=False)
-        for one, result in zip(both, together.run_many(both), strict=True):
+        adapter_passes = passes(seed)
+        adapter_passes[3] = replace(adapter_passes[3], backward=False)
+        for adapter_pass, result in zip(adapter_passes, together.run_many(adapter_passes), strict=True):
             assert isinstance(result, PassResult)
-            expected = alone.run(one.name, one.minibatch, one.loss, backward=one.backward)
+            expected = alone.run(
+                adapter_pass.name, adapter_pass.minibatch, adapter_pass.loss, backward=adapter_pass.backward
+            )
             assert reduce(result.metrics)["loss"] == pytest.approx(reduce(expected.metrics)["loss"], rel=1e-9)
             for scores, alone_scores in zip(result.logprobs, expected.logprobs, strict=True):
                 torch.testing.assert_close(scores, alone_scores, rtol=1e-9, atol=1e-9)
-            if one.backward:
-                assert worst_deviation(gradients(together, one.name), gradients(alone, one.name)) < 1e-9
+            if adapter_pass.backward:
+                assert (
+                    worst_deviation(gradients(together, adapter_pass.name), gradients(alone, adapter_pass.name)) < 1e-9
+                )
                 for adapters in (together, alone):
-                    adapters.step(one.name, ADAM)
+                    adapters.step(adapter_pass.name, ADAM)
     assert not gradients(together, "d")
 
 

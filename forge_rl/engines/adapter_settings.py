@@ -120,7 +120,7 @@ class AdapterEngine(Protocol):
     def run_many(self, passes: Sequence[AdapterPass]) -> list[PassResult | ForgeError]:
         """Run passes of several adapters, whose rows are computed together where they fit into one.
 
-        Each result equals that of `run` within rounding. What fails or is not finite in one changes no other.
+        Each pass has the result of `run`, within rounding. What fails or is not finite in one changes no other.
 
         Returns:
             For each pass its result, or the error that `run` would have raised.

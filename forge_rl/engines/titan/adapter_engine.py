@@ -168,7 +168,7 @@ class TitanAdapters:
     def run_many(self, passes: Sequence[AdapterPass]) -> list[PassResult | ForgeError]:
         """Run passes of several adapters, whose rows are computed together where they fit into one.
 
-        Each result equals that of `run` within rounding. What fails or is not finite in one changes no other.
+        Each pass has the result of `run`, within rounding. What fails or is not finite in one changes no other.
 
         Returns:
             For each pass its result, or the error that `run` would have raised.
@@ -339,7 +339,7 @@ class TitanAdapters:
         )
 
     def _kept(self, mixed_pass: MixedPass, training: _ResidentAdapter) -> PassResult | ForgeError:
-        """Add a pass's gradient to those of its adapter; returns its results, or its error."""
+        """Add a pass's gradient to its adapter's; returns its results, or its error."""
         if mixed_pass.error is not None:
             return mixed_pass.error
         if mixed_pass.backward:
