@@ -146,6 +146,51 @@ async def test_a_silent_host_is_given_longer_while_no_other_answers(
         await watcher._report()
 
 
+@pytest.mark.parametrize(("signals", "starts"), [([11], True), ([11, 11], False)])
+async def test_an_agent_that_a_signal_ends_at_its_start_is_started_once_more(signals: list[int], starts: bool) -> None:
+    stopped, spawned = list[str](), list[str]()
+
+    class Agent:
+        def __init__(self) -> None:
+            self.process_id = self.watch = self.report = SimpleNamespace(call_one=self.call)
+            self.signal = signals.pop(0) if signals else 0
+
+        async def call(self, *_: object) -> None:
+            if self.signal:
+                raise RuntimeError(f"the process this actor was running on failed: Killed(sig={self.signal})")
+
+    class AgentCluster:
+        lost_hosts: dict[str, str] = {}  # noqa: RUF012
+        heard: dict[str, float] = {}  # noqa: RUF012
+
+        def spawn(self, name: str, **_: object) -> Any:
+            spawned.append(name)
+            return SimpleNamespace(procs=SimpleNamespace(spawn=lambda *_: Agent()))
+
+        async def stop(self, name: str) -> None:
+            stopped.append(name)
+
+    watcher = HostWatcher("a", AgentCluster())  # type: ignore[arg-type]
+    watcher._poll = lambda: asyncio.sleep(LONG_S)  # type: ignore[method-assign]
+    watch = host_watcher.Watch(
+        mark="s/replica-0",
+        pids=[1],
+        descendants=False,
+        on_end=lambda *_: None,
+        on_stopped=lambda: None,
+        probe=lambda: asyncio.sleep(0),
+    )
+    if starts:
+        await watcher.watch(watch)
+        assert watcher._mark == "agent-a-1"
+    else:
+        with pytest.raises(ServiceError, match="agent-a-1: its process was ended by SIGSEGV"):
+            await watcher.watch(watch)
+    assert spawned == ["agent-a-0", "agent-a-1"]
+    assert stopped == ["agent-a-0"]
+    await watcher.close()
+
+
 async def test_a_host_that_was_slow_is_given_longer_until_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_watcher, "_LOOK_S", 0.02)
     seconds = 0.0

@@ -450,6 +450,51 @@ async def test_a_service_can_stop_in_the_middle_of_a_restart(tmp_path: Path):
         assert not [task for task in asyncio.all_tasks() if "Service." in task.get_coro().__qualname__]
 
 
+@pytest.mark.parametrize("deaths", ["once", "twice", "exit"])
+async def test_a_first_replica_that_a_signal_ends_is_started_once_more(tmp_path: Path, deaths: str):
+    async with fake_service(tmp_path, replicas=0) as (service, faults):
+        spawned = list[int]()
+
+        async def start_one(index: int) -> None:
+            spawned.append(index)
+            replica = service.spawn(FakeActor, f"actor {index}", index=index)
+            await service.watch(replica, deadline_s=LONG_S)
+            if index == 0 and (spawned.count(0) == 1 or deaths == "twice"):
+                if deaths == "exit":
+                    await replica.call("exit", 3, deadline_s=LONG_S)
+                os.kill(await replica.call("process_id", deadline_s=LONG_S), signal.SIGSEGV)
+                await replica.call("hang", deadline_s=LONG_S)
+
+        supervisor = Supervisor(service, start_one, Restart())
+        if deaths == "once":
+            await supervisor.start(2)
+            assert all_serve(service)
+            assert [(fault.cause, fault.fatal) for fault in faults.seen] == [
+                ("its process was ended by SIGSEGV", False)
+            ]
+            assert not service.recoverable
+        else:
+            with pytest.raises(ReplicaError, match="SIGSEGV" if deaths == "twice" else "exited with status 3"):
+                await supervisor.start(2)
+        assert spawned.count(0) == 1 + (deaths != "exit")
+
+
+async def test_a_replica_that_dies_while_others_start_is_replaced_once_they_have(tmp_path: Path):
+    async with fake_service(tmp_path, replicas=0) as (service, faults):
+
+        async def start_one(index: int) -> None:
+            replica = service.spawn(FakeActor, f"actor {index}", index=index)
+            await service.watch(replica, deadline_s=LONG_S)
+            if index == 1:
+                await until(service, lambda: service.at(0) is not None and service.replicas[0].serving)
+                os.kill(await pid_of(service), signal.SIGKILL)
+                await service.replicas[0].death
+
+        await Supervisor(service, start_one, Restart()).start(2)
+        await until(service, lambda: all_serve(service))
+        assert [fault.fatal for fault in faults.seen] == [False]
+
+
 async def test_without_supervision_a_death_is_fatal(tmp_path: Path):
     async with fake_service(tmp_path) as (service, faults):
         os.kill(await pid_of(service), signal.SIGSTOP)

@@ -24,6 +24,7 @@ from forge_rl.run.checkpoints.files import Checkpoints
 from forge_rl.runtime import watchdog
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import Service
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainedModel, TrainingRun
@@ -323,6 +324,24 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on(
     asyncio.run(run())
     logs = {path.name for path in tmp_path.glob("trainer-*.log")}
     assert logs == {"trainer-0.log", *(f"trainer-0.{number}.log" for number in range(1, 11))}
+
+
+@pytest.mark.long
+async def test_a_rank_that_a_signal_ends_at_the_start_starts_all_ranks_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    watch, crashed = Service.watch, list[int]()
+
+    async def watch_and_crash(service: Service, replica: Replica, *, deadline_s: float) -> None:
+        await watch(service, replica, deadline_s=deadline_s)
+        if not crashed:
+            crashed.append(await replica.call("process_id", deadline_s=60, rank=0))
+            os.kill(crashed[0], signal.SIGSEGV)
+
+    monkeypatch.setattr(Service, "watch", watch_and_crash)
+    async with open_trainer(tmp_path, ranks=1) as (trainer, faults):
+        assert (trainer.restarts, [fault.fatal for fault in faults.seen]) == (1, [False])
+        await step(trainer, 0)
 
 
 async def test_a_trainer_without_restarts_ends_the_run_at_its_first_death(tmp_path: Path):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from forge_rl.errors import ForgeError, ServiceError
 from forge_rl.runtime.fork_messages import MARK
 from forge_rl.runtime.host_logs import GatheredLogs
-from forge_rl.runtime.processes import cause_of
+from forge_rl.runtime.processes import cause_of, is_by_signal
 
 if TYPE_CHECKING:
     from forge_rl.runtime.host_agent import Event
@@ -110,7 +110,7 @@ class HostWatcher:
         """
         async with self._starting:
             if self._polling is None:
-                await self._start(_START_S)
+                await self._start_first()
                 self._polling = asyncio.get_running_loop().create_task(self._poll())
         self._watched[watch.mark] = watch
         with contextlib.suppress(ForgeError):  # then the agent is replaced, and the next one gets all watches
@@ -157,6 +157,20 @@ class HostWatcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start_first(self) -> None:
+        """Start the first agent; once more if a signal ends it meanwhile.
+
+        Raises:
+            ForgeError: the host is lost, or no agent starts there.
+        """
+        try:
+            await self._start(_START_S)
+        except ServiceError as error:
+            if not is_by_signal(error.message):
+                raise
+            await self._cluster.stop(self._mark)
+            await self._start(_START_S)
 
     async def _start(self, deadline_s: float) -> None:
         """Start an agent.

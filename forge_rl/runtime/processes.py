@@ -271,6 +271,11 @@ def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None)
     return (meanings or {}).get(status, f"its process exited with status {status}")
 
 
+def is_by_signal(cause: str) -> bool:
+    """Return whether a cause of death, as `describe_exit` words it, is a signal: a crash, or a kill from outside."""
+    return " by SIG" in cause
+
+
 def last_error(log: Path) -> str:
     """Return the last exception in a log, ignoring those that only point to another one; "" if none."""
     try:

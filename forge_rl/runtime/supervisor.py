@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from forge_rl.errors import ServiceError
+from forge_rl.runtime.processes import is_by_signal
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.seats import Seats
 from forge_rl.runtime.service import Service
@@ -17,6 +19,38 @@ from forge_rl.system.tasks import task_group
 
 _RETIRED_S = 30.0
 """Time for a retired replica to finish its work; unfinished calls are repeated on other replicas."""
+
+
+async def start_first(service: Service, count: int, start_one: Callable[[int], Awaitable[object]]) -> None:
+    """Start a service's first `count` replicas concurrently; one that a signal ends meanwhile is started once more.
+
+    The more processes a run has, the likelier is it that one of them crashes in a library while it starts.
+
+    Args:
+        start_one: see Supervisor.
+
+    Raises:
+        ForgeError: a replica did not start; the others are left running.
+    """
+
+    async def start(index: int) -> None:
+        try:
+            await start_one(index)
+        except ServiceError:
+            replica = service.at(index)
+            if replica is None or replica.alive or not is_by_signal(replica.death.result()):
+                raise
+            await service.processes.clean_up(replica)
+            await start_one(index)
+            service.faults.recovered(service.name, index)
+
+    service.recoverable = True
+    try:
+        async with task_group() as group:
+            for index in range(count):
+                group.create_task(start(index))
+    finally:
+        service.recoverable = False
 
 
 class Supervisor:
@@ -60,15 +94,17 @@ class Supervisor:
 
     async def start(self, count: int) -> None:
         """Start `count` replicas concurrently, then supervise them; if one does not start, the service is stopped."""
+        service = self._service
         try:
-            async with task_group() as group:
-                for index in range(count):
-                    group.create_task(self._start_one(index))
+            await start_first(service, count, self._start_one)
         except BaseException:
-            await self._service.stop()
+            await service.stop()
             raise
-        self._service.wanted.update(range(count))
+        service.wanted.update(range(count))
         self.supervise()
+        for replica in service.replicas:
+            if not replica.alive:  # it died while others were still starting
+                self._on_end(replica)
         self.rescale()  # a host may have gone meanwhile
 
     def supervise(self) -> None:

@@ -133,12 +133,12 @@ class Trainer:
             start_deadline_s=start.deadline_s,
         )
         trainer = cls(ranks, run)
+        ranks.allow_restarts()
         try:
-            trainer._adopt(await ranks.open(resume, after))
+            trainer._adopt(await ranks.start(resume, after))
         except BaseException:
             await ranks.stop()
             raise
-        ranks.allow_restarts()
         return trainer
 
     async def restart(self, resume: Path | None, *, cause: str = "it is restarted though it lives") -> None:

@@ -19,6 +19,7 @@ from forge_rl.errors import (
 )
 from forge_rl.runtime.addresses import meeting_address
 from forge_rl.runtime.far_files import FolderServer
+from forge_rl.runtime.processes import is_by_signal
 from forge_rl.runtime.progress import create_progress, read_progress
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import ServiceHosts, ranks_by_host
@@ -90,6 +91,17 @@ class TrainerRanks:
         """Microbatches done by the first rank in the current step, and all of them; None between steps, and if it runs
         on another machine."""
         return read_progress(_progress_of(self.service.replicas[0])) if self.service.replicas else None
+
+    async def start(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> LoadedPolicy:
+        """Spawn the ranks and load the policy, once more if a signal ends one meanwhile; see `open`."""
+        try:
+            return await self.open(resume, after)
+        except ReplicaError as error:
+            if not (is_by_signal(error.message) and self.restarts_left):
+                raise
+            if after is not None:
+                await asyncio.wait((after,))
+            return await self.restart(resume, error.message)
 
     async def open(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> LoadedPolicy:
         """Spawn the ranks and load the policy.

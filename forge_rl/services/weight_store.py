@@ -15,6 +15,7 @@ from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service
+from forge_rl.runtime.supervisor import start_first
 from forge_rl.services.weight_mirror import WeightMirror
 from forge_rl.services.weight_store_actor import Holder
 from forge_rl.services.weight_store_config import WeightStoreConfig
@@ -93,9 +94,7 @@ class WeightStore:
         service = Service("weights", cluster, faults)
         recovery = StoreRecovery(service, config, hosts, deadline_s)
         imports = TorchStoreTransport.imports if name == "torchstore" else ()
-        async with task_group() as group:
-            for index in range(len(hosts)):
-                group.create_task(recovery.spawn(index, imports))
+        await start_first(service, len(hosts), lambda index: recovery.spawn(index, imports))
         mirror = await WeightMirror.open(config, cluster, faults, host=hosts[0], deadline_s=deadline_s)
         if name == "torchstore":  # whose versions are lost with its process
             shared = await TorchStoreTransport.open(service.replicas[0].meshes[0].procs)
