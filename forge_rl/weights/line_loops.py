@@ -58,13 +58,13 @@ def _prefetch(builder: Value, address: Value) -> None:
     builder.call(function, [pointer, read, soon, data])
 
 
-def _copied(builder: Value, address: Value) -> Value:
+def copied_line(builder: Value, address: Value) -> Value:
     """The line at an address, [8] int64."""
     _prefetch(builder, address)
     return _load(builder, address, _WORDS)
 
 
-def _cast(builder: Value, address: Value) -> Value:
+def cast_line(builder: Value, address: Value) -> Value:
     """The 32 float32 at an address as bfloat16, rounded to nearest even, [8] int64; a NaN is 0x7FC0."""
     halves = []
     for offset in (0, 64):
@@ -81,7 +81,9 @@ def _cast(builder: Value, address: Value) -> Value:
     return builder.bitcast(builder.shuffle_vector(*halves, order), _WORDS)
 
 
-def _loop(read: Callable[[Value, Value], Value], *, line_bytes: int = 64, writes: bool = True) -> Any:
+def line_loop(
+    read: Callable[[Value, Value], Value], *, line_bytes: int = 64, writes: bool = True, sums: bool = True
+) -> Any:
     """Make an intrinsic `loop(target, source, words, first)` that returns the fingerprint of what it writes.
 
     Args:
@@ -89,6 +91,7 @@ def _loop(read: Callable[[Value, Value], Value], *, line_bytes: int = 64, writes
         line_bytes: bytes of the source in a line.
         writes: store the lines, past the cache. As in memcpy for large copies, this avoids reading the target's lines
             first; `kernels._fence` must follow.
+        sums: compute the fingerprint; without it, which benchmarks compare with, the result is 0.
 
     Arguments of the loop, each uint64: the address of the target, a multiple of 64; that of the source; the number of
     words, a multiple of TURN_WORDS above 0; and the index of the first in the whole tensor.
@@ -122,21 +125,24 @@ def _loop(read: Callable[[Value, Value], Value], *, line_bytes: int = 64, writes
                 address = builder.add(target, builder.mul(number, ir.Constant(_WORD, 64)))
                 stored = builder.store(values, builder.inttoptr(address, _WORDS.as_pointer()), align=64)
                 stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT, 1)]))
+            key.add_incoming(builder.add(key, step), loop)
+            if not sums:
+                total.add_incoming(total, loop)
+                continue
             factors = builder.bitcast(builder.add(builder.bitcast(values, _HALVES), key), _WORDS)
             low, high = builder.and_(factors, _vector(_WORDS, 0xFFFFFFFF)), builder.lshr(factors, _vector(_WORDS, 32))
-            key.add_incoming(builder.add(key, step), loop)
             total.add_incoming(builder.add(total, builder.mul(low, high)), loop)
         following = builder.add(turn, ir.Constant(_WORD, _LINES))
         turn.add_incoming(following, loop)
         count = builder.udiv(words, ir.Constant(_WORD, LINE_WORDS))
         builder.cbranch(builder.icmp_unsigned("<", following, count), loop, end)
         builder.position_at_end(end)
-        sums = totals[0][1].incomings[1][0]
+        line_sums = totals[0][1].incomings[1][0]
         for _, total in totals[1:]:
-            sums = builder.add(sums, total.incomings[1][0])
+            line_sums = builder.add(line_sums, total.incomings[1][0])
         result = ir.Constant(_WORD, 0)
         for word in range(LINE_WORDS):
-            result = builder.add(result, builder.extract_element(sums, ir.Constant(_INT, word)))
+            result = builder.add(result, builder.extract_element(line_sums, ir.Constant(_INT, word)))
         return result
 
     def _keys(line: int, word: int) -> tuple[int, int]:
@@ -149,6 +155,6 @@ def _loop(read: Callable[[Value, Value], Value], *, line_bytes: int = 64, writes
     return intrinsic(loop)
 
 
-fingerprint_lines = _loop(lambda builder, address: _load(builder, address, _WORDS), writes=False)
-copy_lines = _loop(_copied)
-cast_lines = _loop(_cast, line_bytes=128)
+fingerprint_lines = line_loop(lambda builder, address: _load(builder, address, _WORDS), writes=False)
+copy_lines = line_loop(copied_line)
+cast_lines = line_loop(cast_line, line_bytes=128)
