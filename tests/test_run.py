@@ -114,7 +114,7 @@ def test_a_death_that_may_not_be_mended_ends_the_run(
     command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, recipe="tests.tiny_fake")
     command.wait_for("step +2/")
     actor_of(command, "generator").kill()
-    assert command.end(60) == 1, command.output
+    assert command.end() == 1, command.output
     error = command.output[command.output.rindex("error:") :]
     for said in ("generator", "SIGKILL", "phase"):
         assert said in error
