@@ -54,7 +54,10 @@ def test_layouts_of_two_ranks_train_adapters_as_one_process(tmp_path: Path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("families", "ranks"), [(("qwen3_moe", "deepseek_v3"), 2), (("llama", "qwen3_moe"), 4)])
+@pytest.mark.parametrize(
+    ("families", "ranks"),
+    [(("qwen3_moe", "deepseek_v3"), 2), pytest.param(("llama", "qwen3_moe"), 4, marks=pytest.mark.nightly)],
+)
 def test_more_layouts_train_adapters_as_one_process(families: tuple[str, ...], ranks: int, tmp_path: Path):
     check(tmp_path, adapted_cases(families, ranks=ranks))
 
