@@ -26,7 +26,7 @@ from forge_rl.engines.speculation import (
 )
 from forge_rl.engines.vllm.suffixes import AnswerIndex, Guide, SuffixIndex
 from forge_rl.errors import ConfigError, ModelError
-from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.models.bundled import default_cache
 from tests.commands import Command, metrics, tiny_run
 from tests.fakes import make_model
