@@ -24,7 +24,7 @@ from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
-from tests.conftest import started_processes
+from tests.conftest import left_behind, started_processes
 
 KEY = "the-owner-of-this-gateway"
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
@@ -81,7 +81,7 @@ def served_engine(
         context = serving(config, KEY)
         yield Serving(runner, runner.run(context.__aenter__()))
         runner.run(context.__aexit__(None, None, None))
-    assert started_processes() <= before, "processes are left"
+    assert not left_behind(before), "processes are left"
 
 
 def test_sessions_record_what_a_real_engine_draws(served_engine: Serving, tiny_model: Path) -> None:

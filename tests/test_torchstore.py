@@ -29,7 +29,7 @@ from forge_rl.weights.transports import torchstore as module
 from forge_rl.weights.transports import torchstore_controller as controller
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
-from tests.conftest import started_processes
+from tests.conftest import left_behind, started_processes
 from tests.fake_actors import FakeActor, cluster, new_service_name, pid_of, send_signal
 from tests.fake_ranks import (
     BUCKET_BYTES,
@@ -77,7 +77,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Callable[
         store = runner.run(context.__aenter__())
         yield runner.run, store
         runner.run(context.__aexit__(None, None, None))
-    assert started_processes() <= before, "processes are left"
+    assert not left_behind(before), "processes are left"
 
 
 async def listed(transport: TorchStoreTransport) -> list[str]:

@@ -118,8 +118,8 @@ async def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Pa
     "degree",
     [
         "tensor_parallel_degree",
-        "pipeline_parallel_degree",
-        pytest.param("context_parallel_degree", marks=pytest.mark.long),
+        pytest.param("pipeline_parallel_degree", marks=pytest.mark.long),
+        pytest.param("context_parallel_degree", marks=pytest.mark.nightly),
     ],
 )
 async def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp_path: Path):
