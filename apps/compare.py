@@ -26,7 +26,7 @@ from forge_rl.flags.fields import flags_of
 from forge_rl.flags.retired import retired_default
 from forge_rl.look.past_runs import as_float, flag_of, metrics_of, read_bounded, setting_text, settings_of
 from forge_rl.metrics.display.format import number, sparkline
-from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.run.launch import launch
 from forge_rl.system.terminal import clipped

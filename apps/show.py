@@ -22,7 +22,8 @@ from rich.text import Text
 
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.metrics.display.format import duration, number
-from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode
+from forge_rl.metrics.episode_files import RecordedEpisode
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.run.launch import launch
 from forge_rl.system.terminal import clipped, visible

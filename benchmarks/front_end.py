@@ -26,9 +26,9 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.engines.vllm.engine import _chunk
 from forge_rl.engines.vllm.internals import leave_tokens_undecoded
 from forge_rl.engines.vllm.pieces import OutputPieces
+from forge_rl.engines.vllm.requests import joined_chunk
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.types import Sampling
@@ -132,7 +132,7 @@ def _step_through(tokenizer: Any, num_requests: int, steps: int, *, joins: bool)
             num_tokens += len(output.outputs[0].token_ids)
             if joins:
                 parts.append(output.outputs[0])
-                _chunk(parts, sampling, [("0", 0)], 0)
+                joined_chunk(parts, sampling, [("0", 0)], 0)
                 parts.clear()
         front_end_s += time.process_time() - begin
     if num_tokens < num_requests * (1 + (steps - 1) // _INTERVAL * _INTERVAL):

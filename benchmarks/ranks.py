@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from benchmarks.ports import unused_port
 from benchmarks.report import BenchmarkError
 from forge_rl.engines.cpu import HEAP_ENVIRONMENT
 
@@ -31,8 +31,7 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
     # The fork server imports once what takes ten seconds per process, and no torch threads have run in it.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forge_rl.engines.titan.train", "benchmarks.layouts"])
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = unused_port()
     results: Queue[tuple[int, bytes]] = context.Queue()
     processes = [
         context.Process(target=_rank, args=(function, rank, ranks, port, results, args)) for rank in range(ranks)

@@ -27,7 +27,8 @@ from benchmarks.page_run import PAGE_EPISODES, measure_page
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.errors import check_flags
 from forge_rl.metrics import EpisodeSink, RunInfo, Sink, batch_metrics
-from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode
+from forge_rl.metrics.episode_files import RecordedEpisode
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.packing.unpacking import rounded_scores

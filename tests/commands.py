@@ -98,7 +98,7 @@ class Command:
 
     def strays(self) -> list[psutil.Process]:
         """Its processes that still live; a moment is given to those that are ending."""
-        _, alive = psutil.wait_procs(list(self.seen), timeout=10)
+        _, alive = psutil.wait_procs(list(self.seen), timeout=_DYING_S)
         return [process for process in alive if lives(process)]
 
     def clean_up(self) -> None:
@@ -162,7 +162,7 @@ def shared_memory() -> set[Path]:
     return found
 
 
-def forgotten(before: set[Path], timeout_s: float = 10.0) -> set[Path]:
+def forgotten(before: set[Path], timeout_s: float = _DYING_S) -> set[Path]:
     """Entries that came to shared memory since and that no living process holds; a moment is given to those that end.
 
     What a living process holds is another test's, or belongs to a process that strays() finds.

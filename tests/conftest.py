@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -65,6 +66,14 @@ def started_processes() -> set[int]:
     return found - {os.getpid()}
 
 
+def left_behind(before: set[int]) -> set[int]:
+    """Processes that this session started since; one that was killed ends when the machine has time for it."""
+    until = time.monotonic() + 10
+    while (left := started_processes() - before) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Ends what is left. A session with workers does it last, also for a worker that has crashed."""
     for pid in started_processes():
@@ -99,11 +108,48 @@ STARTS = {
     "process_group": 1,
     "shm": 1,
 }
+MEASURED = {
+    "test_a_run_over_four_hosts_goes_on_when_one_of_each_kind_is_killed": 130,
+    "test_ranks_that_die_or_are_stopped_are_replaced_and_training_goes_on": 85,
+    "test_a_run_on_examples_takes_the_same_steps_despite_deaths": 80,
+    "test_ctrl_c_saves_and_the_same_command_continues": 70,
+    "test_what_flags_promise_is_above_zero_in_a_run": 65,
+    "test_changes_from_another_process_hold_after_a_kill": 65,
+    "test_a_run_on_a_file_resumes_at_the_exact_next_task": 62,
+    "test_published_folders_go_the_whole_way": 50,
+    "test_a_spare_with_the_same_weights_replaces_an_engine_whose_step_hangs": 60,
+    "test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter": 60,
+    "test_another_user_gets_in_nowhere_and_the_run_goes_on": 55,
+    "test_a_run_serves_its_versions_as_adapters_and_survives_the_death_of_an_engine": 55,
+    "test_workers_that_share_experts_compute_what_one_does": 50,
+    "test_engines_read_a_copied_model_and_send_their_logs": 50,
+    "test_a_run_whose_only_engine_is_elsewhere_trains": 45,
+    "test_layouts_of_two_ranks_train_as_one_process": 40,
+    "test_more_layouts_train_adapters_as_one_process": 40,
+    "test_layouts_of_two_ranks_train_adapters_as_one_process": 12,
+    "test_updates_and_versions_are_counted_apart_and_saved": 22,
+    "test_ranks_that_share_rows_count_once_and_publish_one_model": 20,
+    "test_a_run_without_optional_packages_ends_at_a_death_not_mended": 20,
+    "test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed": 20,
+    "test_losses_and_their_statistics_are_of_all_rows_on_all_ranks": 16,
+    "test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on": 13,
+    "test_a_store_that_dies_is_started_again_with_its_versions_and_leases": 12,
+}
+"""Seconds of tests that take more than their fixtures say, with two workers on two cores that are idle otherwise."""
+
+
+@functools.cache
+def work_unit(file: Path) -> str:
+    """Names what one worker runs: a file, or all files with a gateway.
+
+    vLLM's server and what tries constraints take seconds to import.
+    """
+    return "gateway" if "FakeBackend" in file.read_text() else str(file)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Marks tests that start processes; puts first the files that start most, since a worker takes a whole file."""
+    """Marks tests that start processes, and puts first what takes longest, so that the workers end at the same time."""
     seconds: dict[str, int] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -114,24 +160,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
         is_long = item.get_closest_marker("long") is not None
         if starts or is_long:
             item.add_marker("processes")
-        seconds[item.nodeid] = starts + 30 * is_long
+        seconds[item.nodeid] = MEASURED.get(item.originalname, starts + 20 * is_long)
     yield
-    chosen: Counter[Path] = Counter()  # what -m and -k left out is nobody's work
+    chosen: Counter[str] = Counter()  # what -m and -k left out is nobody's work
     for item in items:
-        chosen[item.path] += seconds[item.nodeid]
-    items.sort(key=lambda item: -chosen[item.path])
+        chosen[work_unit(item.path)] += seconds[item.nodeid]
+    items.sort(key=lambda item: -chosen[work_unit(item.path)])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Gives all files with a gateway to one worker: vLLM's server and what tries constraints take seconds to import."""
+    """Gives a worker one unit of work after the other."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         @functools.cache  # noqa: B019  one object, for the whole session
         def _split_scope(self, nodeid: str) -> str:
-            file = str(super()._split_scope(nodeid))
-            return "gateway" if "FakeBackend" in (ROOT / file).read_text() else file
+            return work_unit(ROOT / str(super()._split_scope(nodeid)))
 
     return Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -239,7 +284,7 @@ def commands() -> Iterator[list[Command]]:
             command.clean_up()
 
 
-def _command_line(pid: int) -> str:
+def command_line_of(pid: int) -> str:
     try:
         return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")[:300]
     except OSError:
@@ -251,8 +296,8 @@ def nothing_left() -> Iterator[None]:
     """Fails a test that leaves a process of its own behind."""
     before = started_processes()
     yield
-    left = started_processes() - before
-    commands = {pid: _command_line(pid) for pid in left}
+    left = left_behind(before)
+    commands = {pid: command_line_of(pid) for pid in left}
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -197,7 +197,7 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
             processes = set(psutil.Process().children(recursive=True)) - before
             faults.closing = True
             await made.close()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=120)
     assert not alive, f"processes are left: {alive}"
 
 

@@ -405,7 +405,7 @@ async def test_a_request_that_kills_engines_costs_only_its_agents_episode():
     assert other.outcome is Outcome.COMPLETED
 
 
-@pytest.mark.long  # in this process, line by line: test_interactive.py
+@pytest.mark.nightly  # in this process, line by line: test_interactive.py
 def test_the_recipe_trains_an_agent_that_knows_only_the_openai_package(
     commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None
 ):

@@ -25,7 +25,7 @@ def score(task, text):
 """
 
 
-def wait_for_step(out: Path, step: int, timeout_s: float = 120.0) -> None:
+def wait_for_step(out: Path, step: int, timeout_s: float = 240.0) -> None:
     end = time.monotonic() + timeout_s
     while metrics(out)[-1]["step"] < step:
         assert time.monotonic() < end

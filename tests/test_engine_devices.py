@@ -58,7 +58,7 @@ def check_routing(model: torch.nn.Module, turn: Turn) -> None:
 @pytest.mark.parametrize(
     "devices",
     [
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.nightly),
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
         {"data_parallel_size": 2, "enable_expert_parallel": True},
     ],

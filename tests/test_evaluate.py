@@ -32,7 +32,7 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.harness.results_file import Results, _key
 from forge_rl.harness.score_tables import short_names
 from forge_rl.look.past_runs import read_run
-from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.services.generator import Generator

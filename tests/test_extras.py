@@ -18,7 +18,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.metrics import TensorBoardSink, WandbSink
 from forge_rl.models import bundled
 from forge_rl.rewards.reward_flag import build_reward
-from tests.commands import Command, tiny_run
+from tests.commands import Command, actor_of, tiny_run
 from tests.fake_engine import FOLDER
 
 ROOT = Path(__file__).parent.parent
@@ -53,9 +53,10 @@ def test_a_feature_whose_package_is_missing_names_the_extra_in_one_line(
     assert package in {re.split(r"[>=<]", each)[0].replace("-", "_") for each in listed}
 
 
-def test_a_run_on_a_users_file_needs_no_optional_package(
+def test_a_run_without_optional_packages_ends_at_a_death_not_mended(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run on a user's file needs none of them; an engine whose restarts are used up ends it, with one message."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
@@ -66,7 +67,18 @@ def test_a_run_on_a_users_file_needs_no_optional_package(
     monkeypatch.setenv(FOLDER, str(tmp_path))
     rows = [{"question": f"{n} + 1 = ?", "answer": n + 1} for n in range(12)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--tasks", str(tmp_path / "sums.jsonl"), "--steps", "1", "--evaluation.every", "0")
+    flags = ("--tasks", str(tmp_path / "sums.jsonl"), "--steps", "100000", "--evaluation.every", "0")
+    flags += ("--generator.restart.max-restarts", "0")
     command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, recipe="tests.tiny_fake")
-    assert command.end(240) == 0, command.output
+    command.wait_for("step +2/")
     assert "no TensorBoard curves: drawing curves needs tensorboard, which is not installed; pip" in command.output
+    actor_of(command, "generator").kill()
+    assert command.end() == 1, command.output
+    error = command.output[command.output.rindex("error:") :]
+    for said in ("generator", "SIGKILL", "phase"):
+        assert said in error
+    assert "Traceback" not in command.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["outcome"] == "failed"
+    assert "SIGKILL" in summary["cause"]
+    assert command.strays() == []

@@ -17,7 +17,7 @@ from forge_rl.engines.titan.train import TitanEngine
 from tests.fakes import add_predicting_layer, make_model, packed, random_batch, train_batch
 from tests.tiny import bundled_folder
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("process_group")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("process_group")]
 
 LARGE = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
 """vLLM's kernels on CPU take heads of 32 at least, and experts of multiples of 32."""
@@ -34,18 +34,12 @@ OWN: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 32,
     },
 }
-OFTEN = ("llama", "qwen3_moe")
 ENGINE_DTYPE = {"deepseek_v3": "bfloat16"}
 """vLLM's latent attention on CPU has no float32 where there is AMX; float32 elsewhere."""
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [  # Llama whose head is its own: test_engine_conformance
-        pytest.param(family, family == "llama", marks=[] if family in OFTEN else pytest.mark.nightly)
-        for family in FAMILIES
-    ],
-)
+# Llama whose head is its own: test_engine_conformance; folders as published, of the families that differ most: test_zoo
+@pytest.mark.parametrize(("family", "tied"), [(family, family == "llama") for family in FAMILIES])
 def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: str, tied: bool, tmp_path: Path):
     folder, saved = tmp_path / "hf", tmp_path / "saved"
     make_model(folder, family, **(LARGE | OWN.get(family, {}) | {"tie_word_embeddings": tied}))

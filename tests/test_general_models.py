@@ -245,14 +245,14 @@ def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float |
         assert (trees[0] - dense[0]).abs().max() < 1e-12
 
 
-HYBRIDS = ("ibm-granite/granite-4.0-h-1b", "LiquidAI/LFM2-1.2B")
+HYBRID = "ibm-granite/granite-4.0-h-1b"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in HYBRIDS else pytest.mark.nightly)
+        pytest.param(name, marks=() if name == HYBRID else pytest.mark.nightly)
         for name in GENERAL
         if name not in UNSERVED
     ],

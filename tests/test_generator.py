@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 from collections.abc import Awaitable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
-from tests.conftest import started_processes
+from tests.conftest import left_behind, started_processes
 
 KEY = "the-owner-of-this-gateway"
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
@@ -67,7 +66,8 @@ class Serving:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(1, id="one-device"), pytest.param(2, id="two-devices", marks=pytest.mark.long)]
+    scope="module",
+    params=[pytest.param(1, id="one-device"), pytest.param(2, id="two-devices", marks=pytest.mark.nightly)],
 )
 def served_engine(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -81,7 +81,7 @@ def served_engine(
         context = serving(config, KEY)
         yield Serving(runner, runner.run(context.__aenter__()))
         runner.run(context.__aexit__(None, None, None))
-    assert started_processes() <= before, "processes are left"
+    assert not left_behind(before), "processes are left"
 
 
 def test_sessions_record_what_a_real_engine_draws(served_engine: Serving, tiny_model: Path) -> None:
@@ -184,26 +184,10 @@ async def _check_constraints(generator: Generator) -> None:
 
 
 @pytest.mark.long
-async def test_an_engine_whose_step_hangs_is_replaced(tiny_model: Path, tmp_path: Path, nothing_left: None) -> None:
-    engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25, stall_s=10)
-
-    async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
-        _, generator, faults = served
-        grammar = 'root ::= (("a"? "b"? [a-zA-Z ]?){1,3000}){1,3000}'
-        hostile = Sampling(max_tokens=40, extra={"structured_outputs": {"grammar": grammar}})
-        honest = asyncio.create_task(generator.generate(PROMPT, Sampling(max_tokens=200)))
-        with pytest.raises(ReplicaError, match="hung: a step of its vLLM engine took longer"):
-            await generator.generate(PROMPT, hostile)
-        assert len((await honest).token_ids) <= 200, "it goes on with the engine that replaces the other"
-        assert [fault.cause.startswith("hung") for fault in faults.seen] == [True]
-        assert generator.answers
-
-
-@pytest.mark.long
-async def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
+async def test_a_spare_with_the_same_weights_replaces_an_engine_whose_step_hangs(
     tiny_model: Path, tmp_path: Path, nothing_left: None
 ) -> None:
-    engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25, spares=1)
+    engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25, stall_s=10, spares=1)
 
     from transformers import AutoModelForCausalLM
 
@@ -219,17 +203,22 @@ async def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
         await generator.load(store)
         while not generator.spares:
             await service.change()
+        grammar = 'root ::= (("a"? "b"? [a-zA-Z ]?){1,3000}){1,3000}'
+        hostile = Sampling(max_tokens=40, extra={"structured_outputs": {"grammar": grammar}})
         begun = asyncio.Event()
         decoding = generator.generate(PROMPT, Sampling(max_tokens=200), observe=lambda chunk: begun.set(), gather_s=0.0)
-        answer = asyncio.create_task(decoding)
+        honest = asyncio.create_task(decoding)
         await begun.wait()
-        service.replicas[0].tree.signal_roots(signal.SIGKILL)
-        turn = await answer
-        assert gap(model, turn) < 1e-4
-        assert set(turn.versions) == {1}
+        with pytest.raises(ReplicaError, match="hung: a step of its vLLM engine took longer"):
+            await generator.generate(PROMPT, hostile)
+        for turn in (await honest, await generator.generate(PROMPT, Sampling(max_tokens=20))):
+            assert gap(model, turn) < 1e-4
+            assert set(turn.versions) == {1}
         (fault,) = faults.seen
+        assert fault.cause.startswith("hung")
         assert fault.recovered_s is not None
         assert service.replicas[0].log.name == "generator-1.log", "the spare's"
+        assert generator.answers
         faults.closing = True
         await store.stop()
 

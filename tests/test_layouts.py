@@ -88,7 +88,10 @@ def balanced(family: str, ranks: int, balancer: LoadBalancer, **settings: int | 
 def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
     ways = [balanced("gpt_oss", 2, "none"), balanced("gpt_oss", 2, "headtail")]
     ways += [balanced("qwen3_moe", 2, "ptrr", activation_checkpointing="full", router_replay=True)]
-    check(tmp_path, [*layouts.cases(FAMILIES, most_ranks=2), *ways])
+    # Llama's are in the next test, and Qwen3 differs from it in norms that Qwen3-MoE has too.
+    check(
+        tmp_path, [*layouts.cases([name for name in FAMILIES if name not in ("llama", "qwen3")], most_ranks=2), *ways]
+    )
 
 
 REJECTING = Correction(proximal="loglinear", mode="truncate", level="geometric", high=1.5, reject="seq_mean_k1:0.4_2.5")
@@ -115,7 +118,8 @@ def test_losses_and_their_statistics_are_of_all_rows_on_all_ranks(tmp_path: Path
 def test_products_of_layouts_train_as_one_process(tmp_path: Path):
     products = ("TP x CP", "FSDP x EP x TP", "PP x FSDP")  # of the other families; benchmarks.layouts has all
     cases = [case for case in layouts.cases(FAMILIES) if case.ranks > 2]
-    check(tmp_path, [case for case in cases if case.family == "qwen3_moe" or case.name in products])
+    cases = [case for case in cases if case.family == "qwen3_moe" or case.name in products]
+    check(tmp_path, [*layouts.cases(["llama", "qwen3"], most_ranks=2), *cases])
 
 
 @pytest.mark.long
@@ -156,7 +160,7 @@ def relays(rank: int, folder: Path, pairs: list[tuple[layouts.Case, layouts.Case
     ("ranks", "order"),
     [
         (2, ("FSDP", "EP", "PP", "TP", "CP", "FSDP")),
-        (4, ("FSDP x CP", "FSDP x EP", "PP x EP", "FSDP x EP x TP", "HSDP")),
+        pytest.param(4, ("FSDP x CP", "FSDP x EP", "PP x EP", "FSDP x EP x TP", "HSDP"), marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.long

@@ -314,7 +314,7 @@ def test_a_stream_comes_item_by_item(shared: Shared):
 def test_the_deadline_of_a_stream_is_for_each_item(shared: Shared):
     async def main() -> None:
         async with held(shared.service) as replica:
-            assert await Streamed(replica, "drip", 5, 0.5, deadline_s=2.0).rest() == list(range(5))
+            assert await Streamed(replica, "drip", 8, 0.5, deadline_s=3.5).rest() == list(range(8))
 
     shared.run(main())
 

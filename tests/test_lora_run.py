@@ -66,7 +66,7 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     assert "--lora.rank was 4, is 8" in other.output
 
 
-@pytest.mark.parametrize("recipe", ["recipes.sft", "recipes.dpo"])
+@pytest.mark.parametrize("recipe", [pytest.param("recipes.sft", marks=pytest.mark.nightly), "recipes.dpo"])
 @pytest.mark.timeout(600)
 def test_examples_train_adapters(recipe: str, commands: list[Command], tiny_model: Path, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))

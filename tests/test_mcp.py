@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.ports import unused_port
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.types import Task, ToolCall
@@ -147,8 +147,7 @@ async def test_a_hung_shared_server_is_replaced_and_a_slow_one_is_not(server: st
 
 
 async def test_a_server_over_http_is_waited_for_and_may_come_back(server: str):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = unused_port()
     env = McpEnv(f"http://127.0.0.1:{port}/mcp", timeout_s=60)
 
     def start() -> subprocess.Popen[bytes]:

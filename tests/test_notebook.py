@@ -24,7 +24,7 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, nothing_left: None) -> None:
     notebook = ROOT / "docs" / "notebooks" / "steer.ipynb"
     done = subprocess.run(

@@ -23,6 +23,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from apps.openenv_serve import Config, World, app_of, key_of
+from benchmarks.ports import unused_port
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.protocol import Step
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
@@ -264,8 +265,7 @@ def openenv_python() -> str:
 @contextmanager
 def process(*command: str) -> Iterator[str]:
     """Run a server on a free port, PORT in its command."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(unused_port())
     started = subprocess.Popen([word.replace("PORT", port) for word in command], cwd=PEERS.parent.parent)
     try:
         yield f"ws://127.0.0.1:{port}"

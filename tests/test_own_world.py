@@ -1,4 +1,4 @@
-"""Training in a user's own world: one flag, a file of a few lines."""
+"""Training in a user's own world: one flag, a file of a few lines; the engine drafts tokens meanwhile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from tests.commands import Command, metrics, tiny_run
+from tests.seeded_answers import EAGER
 
 WORLD = """
 from forge_rl.envs.protocol import Observation, Step
@@ -38,6 +39,8 @@ def test_a_run_trains_in_a_users_world_and_refuses_an_edited_one(
     path, out = tmp_path / "mine.py", tmp_path / "run"
     path.write_text(WORLD)
     flags = ("--env", f"{path}:World,turns=3", "--steps", "2", "--evaluation.every", "2", "--checkpoint-every", "1")
+    # Colder, a random model repeats itself, and drafts are taken.
+    flags += ("--generator.speculation", f"suffix:{EAGER}", "--generator.temperature", "0.1")
     command = tiny_run(commands, tiny_model, out, *flags)
     assert command.end(400) == 0, command.output
     episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
@@ -54,6 +57,7 @@ def test_a_run_trains_in_a_users_world_and_refuses_an_edited_one(
             assert np.abs(record.trainer_gaps).max() < 1e-3, "the trainer's logprobs are close to the engine's"
     assert any(record.trained is not None for record in files[1, "trained"])
     rows = metrics(out)
+    assert sum(row.get("rollout/drafted", 0) for row in rows) > 0
     assert all(0 < row["reward"] < 3 for row in rows if "reward" in row)
     assert any("cut" in name for row in rows for name in row), rows[-1]
 

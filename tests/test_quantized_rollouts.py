@@ -26,12 +26,13 @@ pytestmark = pytest.mark.processes  # importing vLLM takes as long as starting s
 
 
 def vllm_config(folder: Path, quantization: Quantization) -> Any:
-    from forge_rl.engines.vllm import engine, register
+    from forge_rl.engines.vllm import register
+    from forge_rl.engines.vllm.arguments import engine_arguments
 
     register()
     make_model(folder, "qwen3_moe")
     settings = DecodeSettings(dtype="bfloat16", max_model_len=64, quantization=quantization)
-    arguments = engine.engine_arguments(folder, settings, 0)
+    arguments = engine_arguments(folder, settings, 0)
     arguments.skip_tokenizer_init = True
     return arguments.create_engine_config()
 

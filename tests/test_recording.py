@@ -16,7 +16,8 @@ import torch
 
 from forge_rl.errors import CheckpointError, ForgeError
 from forge_rl.metrics import RunInfo
-from forge_rl.metrics.episode_files import EpisodeFile, Kind, RecordedEpisode, write_episodes
+from forge_rl.metrics.episode_files import Kind, RecordedEpisode, write_episodes
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.packing.unpacking import rounded_scores

@@ -13,8 +13,7 @@ from typing import NoReturn
 import pytest
 
 from forge_rl import launch
-from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
-from tests.fake_engine import FOLDER
+from tests.commands import Command, forgotten, metrics, shared_memory, tiny_run
 
 pytestmark = pytest.mark.processes
 
@@ -104,25 +103,6 @@ def check_folder(out: Path, *, steps: int, redone: int) -> None:
     controller = [event["name"] for event in drawn if lanes.get(event.get("tid")) == "controller"]
     for phase in ("train", "publish"):
         assert 0 <= controller.count(phase) - steps - redone <= 1, "Ctrl-C may have cut one short"
-
-
-def test_a_death_that_may_not_be_mended_ends_the_run(
-    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    flags = ("--steps", "100000", "--evaluation.every", "0", "--generator.restart.max-restarts", "0")
-    command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, recipe="tests.tiny_fake")
-    command.wait_for("step +2/")
-    actor_of(command, "generator").kill()
-    assert command.end(60) == 1, command.output
-    error = command.output[command.output.rindex("error:") :]
-    for said in ("generator", "SIGKILL", "phase"):
-        assert said in error
-    assert "Traceback" not in command.output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["outcome"] == "failed"
-    assert "SIGKILL" in summary["cause"]
-    assert command.strays() == []
 
 
 class Ended(Exception):

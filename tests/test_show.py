@@ -20,7 +20,8 @@ from rich.console import Console
 from apps import compare, runs, show
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.look.page.episode_json import episode_json
-from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode, write_episodes
+from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.run.records.recording import trained_episodes
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn

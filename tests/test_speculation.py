@@ -26,7 +26,7 @@ from forge_rl.engines.speculation import (
 )
 from forge_rl.engines.vllm.suffixes import AnswerIndex, Guide, SuffixIndex
 from forge_rl.errors import ConfigError, ModelError
-from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.models.bundled import default_cache
 from tests.commands import Command, metrics, tiny_run
 from tests.fakes import make_model
@@ -280,7 +280,7 @@ def undrafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it for CUDA")
-@pytest.mark.parametrize("kind", ["ngram:", "suffix:", "draft:{},"])
+@pytest.mark.parametrize("kind", [pytest.param("ngram:", marks=pytest.mark.nightly), "suffix:", "draft:{},"])
 def test_a_seed_gives_the_same_tokens_with_and_without_drafts(
     kind: str, undrafted: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -292,7 +292,7 @@ def test_a_seed_gives_the_same_tokens_with_and_without_drafts(
     assert len({tuple(answer) for answer in plain["answers"]}) > 4
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_drafts_and_has_the_episodes_of_one_without_drafts(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -41,6 +41,8 @@ from tests.read_slices import read_version
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 RANKS = 2
+START_S = 300.0
+"""Longest start of ranks, which import for ten seconds each, on a busy machine."""
 
 
 @contextlib.asynccontextmanager
@@ -53,11 +55,11 @@ async def open_trainer(
     config = Trainer.Config(ranks=ranks, seq_len=256, frozen=frozen, optimizer=optimizer, **settings)
     async with cluster(folder) as (made, faults), contextlib.AsyncExitStack() as stack:
         kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
-        store = await WeightStore.start(kept, made, faults, deadline_s=60)
+        store = await WeightStore.start(kept, made, faults, deadline_s=START_S)
         stack.push_async_callback(store.stop)
         trainer = await Trainer.start(
             config,
-            ServiceStart(cluster=made, faults=faults, deadline_s=120),
+            ServiceStart(cluster=made, faults=faults, deadline_s=START_S),
             model=TrainedModel(folder=folder / "hf"),
             run=TrainingRun(seed=0, total_steps=3, skipped=folder / "skipped"),
             after=after,
@@ -116,8 +118,8 @@ async def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Pa
     "degree",
     [
         "tensor_parallel_degree",
-        "pipeline_parallel_degree",
-        pytest.param("context_parallel_degree", marks=pytest.mark.long),
+        pytest.param("pipeline_parallel_degree", marks=pytest.mark.long),
+        pytest.param("context_parallel_degree", marks=pytest.mark.nightly),
     ],
 )
 async def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp_path: Path):
@@ -149,20 +151,12 @@ async def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: st
         await trainer.publish(store, dtype="float32")
         _, weights = await read(store)
         assert all((weights[name] != start[name]).any() for name in start)
-        for part in ("model", "training"):
-            (tmp_path / "saved" / part).mkdir(parents=True)
-        await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
-        first = await trainer.step(laid, ClippedSurrogate())
-        await trainer.finish_save()
-        await trainer.restart(tmp_path / "saved" / "training")
-        again = await trainer.step(laid, ClippedSurrogate())
-        assert again == first | {name: again[name] for name in again if "logprob" in name}
         stats = await trainer.step(laid, Broken())
-        assert (stats["updates"], stats["updates/skipped"]) == (2, 1)
+        assert (stats["updates"], stats["updates/skipped"]) == (1, 1)
         with pytest.raises(LossError, match="ZeroDivisionError: no tokens of that kind"):
             await trainer.step(laid, Broken(raises=True))
         assert trainer.alive
-        assert (await trainer.step(laid, ClippedSurrogate()))["updates"] == 3
+        assert (await trainer.step(laid, ClippedSurrogate()))["updates"] == 2
 
 
 def check_scored(trainer: Trainer, laid: PackedBatch, before: Sequence[torch.Tensor], rows: int | None = None) -> None:

@@ -20,7 +20,7 @@ from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.transports.protocol import LocalShard, Transport
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
-from tests.conftest import started_processes
+from tests.conftest import left_behind, started_processes
 from tests.fake_actors import cluster, new_service_name
 from tests.fake_ranks import BUCKET_BYTES, LAYOUT, FakeRank, held_by_this_process, read, specs, values_of
 from tests.tilings import tilings
@@ -104,7 +104,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         setup = TransportSetup(runner, *runner.run(context.__aenter__()))
         yield setup
         runner.run(context.__aexit__(None, None, None))
-    assert started_processes() <= before, "processes are left"
+    assert not left_behind(before), "processes are left"
     assert [path for path in shm.rglob("*") if path.is_file() and path.name != "lock"] == [], "segments are left"
 
 

@@ -110,11 +110,14 @@ async def test_the_leaves_of_trees_fill_each_group_exactly(kind: type, expected:
     assert executor.metrics()["rollouts/in_flight"] == 0
 
 
-def test_a_branch_that_fails_costs_that_branch_only() -> None:
+async def test_a_branch_that_fails_costs_that_branch_only() -> None:
     Fragile.forked = 0
     seen = list[Episode]()
     executor, environment = trees(Fragile, groups=1, on_episode=seen.append)
-    (group,) = asyncio.run(executor.next_batch()).groups
+    async with asyncio.timeout(60):
+        (group,) = (await executor.next_batch()).groups
+        while environment.closed < Fragile.forked - 1:  # noqa: ASYNC110  the last are closed after the batch
+            await asyncio.sleep(0)
     assert [episode.problem for episode in seen if not episode.outcome.scored] == ["no room for a copy"]
     assert len(group.episodes) == 6
     assert executor._scheduler.outcomes[Outcome.COMPLETED] == 6

@@ -53,7 +53,7 @@ def test_joined_outputs_keep_their_most_likely_tokens() -> None:
     from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
     from vllm.outputs import CompletionOutput, RequestOutput
 
-    from forge_rl.engines.vllm.engine import _chunk
+    from forge_rl.engines.vllm.requests import joined_chunk
 
     def output(sampled: int) -> RequestOutput:
         logprobs, values = FlatLogprobs(), {7: -0.5, 9: -1.5, 5: -2.5, 2: -3.5}
@@ -69,7 +69,7 @@ def test_joined_outputs_keep_their_most_likely_tokens() -> None:
         whole.add(output(each), aggregate=True)
     sampling = Sampling(max_tokens=9, top_logprobs=3)
     for completions in (apart, whole.outputs):
-        chunk = _chunk(completions, sampling, [("1", 0)], 0)
+        chunk = joined_chunk(completions, sampling, [("1", 0)], 0)
         assert chunk.token_ids.tolist() == sampled
         assert chunk.logprobs.tolist() == [-1.5, -3.5, -0.5]
         assert chunk.top == (((7, -0.5), (9, -1.5), (5, -2.5)),) * 3
@@ -77,7 +77,7 @@ def test_joined_outputs_keep_their_most_likely_tokens() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's own blocks are short")
 def test_a_short_prompt_of_a_group_fills_a_block_that_its_episodes_share(tmp_path: Path) -> None:
-    from forge_rl.engines.vllm.engine import engine_arguments
+    from forge_rl.engines.vllm.arguments import engine_arguments
 
     make_model(tmp_path)
     size = engine_arguments(tmp_path, DecodeSettings(), 0).block_size
@@ -87,14 +87,15 @@ def test_a_short_prompt_of_a_group_fills_a_block_that_its_episodes_share(tmp_pat
 
 
 def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_rl.engines.vllm import engine, register
+    from forge_rl.engines.vllm import arguments as vllm_arguments
+    from forge_rl.engines.vllm import register
 
     register()
     make_model(tmp_path)
     configs = []
     for pid in (7, 8):
-        monkeypatch.setattr(engine.os, "getpid", lambda pid=pid: pid)
-        arguments = engine.engine_arguments(tmp_path, DecodeSettings(max_model_len=64), seed=pid)
+        monkeypatch.setattr(vllm_arguments.os, "getpid", lambda pid=pid: pid)
+        arguments = vllm_arguments.engine_arguments(tmp_path, DecodeSettings(max_model_len=64), seed=pid)
         arguments.skip_tokenizer_init = True
         configs.append(arguments.create_engine_config())
     assert [config.additional_config.pid for config in configs] == [7, 8]
@@ -259,13 +260,12 @@ class _Scheduled:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from forge_rl.engines.vllm import engine, register
+        from forge_rl.engines.vllm import register
+        from forge_rl.engines.vllm.arguments import engine_arguments
 
         register()
         make_model(folder)
-        arguments = engine.engine_arguments(
-            folder, DecodeSettings(max_model_len=256, max_num_seqs=max_num_seqs), seed=0
-        )
+        arguments = engine_arguments(folder, DecodeSettings(max_model_len=256, max_num_seqs=max_num_seqs), seed=0)
         arguments.skip_tokenizer_init = True
         config = arguments.create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
@@ -369,7 +369,7 @@ def test_vllm_reads_a_served_engines_command_as_a_runs_settings(tmp_path: Path) 
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from forge_rl.engines.vllm.engine import engine_arguments
+    from forge_rl.engines.vllm.arguments import engine_arguments
     from forge_rl.engines.vllm.served import serve_command
 
     offload = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": "7"}
@@ -403,7 +403,7 @@ def test_experts_are_chosen_by_biases_also_without_groups_on_cpu(scoring: str):
 
 
 def test_engines_are_told_how_queries_are_scaled_and_share_no_states_on_cpu(tmp_path: Path):
-    from forge_rl.engines.vllm.engine import engine_arguments
+    from forge_rl.engines.vllm.arguments import engine_arguments
 
     def arguments(**config: Any) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(config))

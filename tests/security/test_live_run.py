@@ -9,11 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.commands import SHM, Command, metrics, tiny_run
-from tests.conftest import started_processes
+from tests.conftest import command_line_of, started_processes
 from tests.security.other_user import NOBODY, as_user, connects, needs_root, opens
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left"), needs_root]
@@ -61,7 +60,7 @@ def test_another_user_gets_in_nowhere_and_the_run_goes_on(
         commands, tiny_model, out, "--steps", "1000", "--private-network", "--strict-isolation", "--trainer.ranks", "2"
     )
     command.wait_for("step +2/")
-    pids = {pid for pid in started_processes() - others if "--outside" not in psutil.Process(pid).cmdline()}
+    pids = {pid for pid in started_processes() - others if "--outside" not in command_line_of(pid)}
     abstract, paths, ports = sockets_near(command.process.pid)
     assert len(pids) >= 6
     assert min(map(len, (abstract, paths, ports))) >= 2

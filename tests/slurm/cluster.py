@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.ports import unused_port
+
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 _CPUS = 2
 _CONF = """\
@@ -188,7 +190,10 @@ def slurm_cluster(nodes: int = 3) -> Iterator[SlurmCluster]:
     names = tuple(f"node{number}" for number in range(1, nodes + 1))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        ports = _free_ports(nodes + 1)
+        drawn: set[int] = set()
+        while len(drawn) < nodes + 1:
+            drawn.add(unused_port())
+        ports = list(drawn)
         host = socket.gethostname()
         lines = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={_CPUS} Gres=gpu:2"
@@ -238,14 +243,6 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path} does not appear"
         time.sleep(0.05)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from forge_rl.engines.vllm import register
-        from forge_rl.engines.vllm.engine import engine_arguments
+        from forge_rl.engines.vllm.arguments import engine_arguments
 
         register()
         # vLLM looks through the names of all modules, and those of this one cannot be listed.

@@ -61,7 +61,7 @@ def mock_h200() -> None:
     from vllm.platforms.interface import DeviceCapability
 
     from forge_rl.engines import devices, platform
-    from forge_rl.engines.vllm import engine, register
+    from forge_rl.engines.vllm import arguments, engine, register
 
     class H200(NonNvmlCudaPlatform):
         @classmethod
@@ -90,7 +90,8 @@ def mock_h200() -> None:
         if getattr(module, "__name__", "").startswith("vllm") and "current_platform" in vars(module):
             module.current_platform = h200  # type: ignore[attr-defined]
     torch.cuda.device_count = torch.accelerator.device_count = lambda: 8
-    devices.device_type = platform.device_type = engine.device_type = lambda: "cuda"  # type: ignore[attr-defined]
+    for module in (devices, platform, arguments, engine):
+        module.device_type = lambda: "cuda"  # type: ignore[attr-defined]
     register()
 
 
@@ -100,7 +101,7 @@ def resolve(folder: Path, settings: DecodeSettings) -> str:
     Raises:
         AssertionError: the configuration is wrong for an engine on a GPU, or differs between processes.
     """
-    from forge_rl.engines.vllm.engine import engine_arguments
+    from forge_rl.engines.vllm.arguments import engine_arguments
     from forge_rl.engines.vllm.transfer import Owner
 
     configs = []

@@ -9,36 +9,29 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import StructuredOutputsConfig, WeightTransferConfig
+from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.logprobs import FlatLogprobs, Logprob
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge_rl.engines import ENGINE_DIED, ENGINE_STALLED
 from forge_rl.engines.devices import device_type
-from forge_rl.engines.families.general import has_states
 from forge_rl.engines.parts import EnginePart
-from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import read_speculation
-from forge_rl.engines.vllm import BACKEND
-from forge_rl.engines.vllm.adapters import EngineAdapters, VersionFactors, lora_arguments
+from forge_rl.engines.vllm.adapters import EngineAdapters, VersionFactors
+from forge_rl.engines.vllm.arguments import engine_arguments
 from forge_rl.engines.vllm.cache_stats import CacheStats
 from forge_rl.engines.vllm.causes import own_log, start_cause
 from forge_rl.engines.vllm.cpu import unlink_shared_memory
-from forge_rl.engines.vllm.drafting import speculative_config
 from forge_rl.engines.vllm.internals import (
     answer_between_steps,
     call_workers,
@@ -48,16 +41,21 @@ from forge_rl.engines.vllm.internals import (
     stop_decoding,
     version_starts,
 )
-from forge_rl.engines.vllm.kv_transfer import read_kv_transfer
 from forge_rl.engines.vllm.prompt_scores import TEMPERATURE
+from forge_rl.engines.vllm.requests import (
+    PromptLogprobs,
+    checked_parameters,
+    joined_chunk,
+    read_prompt_logprobs,
+    scored_tokens,
+)
 from forge_rl.engines.vllm.steps import watch_steps
-from forge_rl.engines.vllm.transfer import Owner, WorkerExtension, WorkerReport
+from forge_rl.engines.vllm.transfer import WorkerReport
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.models.hf_folder import read_object
 from forge_rl.runtime.processes import clean_up_after, when_process_ends
 from forge_rl.runtime.signals import children_outlive_stop_signals
-from forge_rl.token_arrays import MOST_TOP, Chunk, ScoredTokens, TokenIds
+from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, combine_shards
 from forge_rl.weights.transports.protocol import TensorBucket
@@ -65,13 +63,8 @@ from forge_rl.weights.transports.protocol import TensorBucket
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
-PromptLogprobs = tuple[tuple[tuple[int, float, int], ...], ...]
-"""(id, logprob, rank) triples at each position of a prompt."""
-_QUANTIZATION = {"none": None, "fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
-"""vLLM's names of online quantisation, which is repeated whenever weights are loaded."""
 _MOST_GATHERED = 32
 """Maximum tokens of a request that vLLM keeps before it hands them over."""
-_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(SamplingParams)
 _CLOSE_S = 0.5
 """Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
 
@@ -168,7 +161,7 @@ class VLLMEngine:
         first = chunk_start = 0.0
         self._requests += 1
         try:
-            parameters = _checked_parameters(sampling, interval)
+            parameters = checked_parameters(sampling, interval)
             async with contextlib.AsyncExitStack() as stack:
                 lora, version = stack.enter_context(self._adapters.using(sampling.adapter))
                 generated = self._llm.generate(prompt, parameters, request_id=request, lora_request=lora)
@@ -176,7 +169,7 @@ class VLLMEngine:
                 async for output in outputs:
                     (completion,) = output.outputs
                     if output.prompt_logprobs:
-                        prompt_logprobs = _prompt_logprobs(output.prompt_logprobs)
+                        prompt_logprobs = read_prompt_logprobs(output.prompt_logprobs)
                     if completion.finish_reason == "error" and "structured_outputs" in sampling.extra:
                         # A client must not be able to bring down an engine; only the grammar compiler can tell.
                         raise ConfigError(
@@ -192,7 +185,7 @@ class VLLMEngine:
                     if completion.finish_reason is None and clock() < chunk_start + gather_s:
                         continue
                     starts = version_starts(self._llm, request, completion) if version is None else [(str(version), 0)]
-                    chunk = _chunk(gathered, sampling, starts, num_sent)
+                    chunk = joined_chunk(gathered, sampling, starts, num_sent)
                     num_sent += len(chunk.token_ids)
                     if chunk.finish:
                         self._token_s = max(clock() - first, 1e-6) / (num_sent - 1) if num_sent > 1 else self._token_s
@@ -255,7 +248,7 @@ class VLLMEngine:
             raise
         finally:
             self._requests -= 1
-        return _scored(prompt_logprobs[0], len(ids) - len(prompt_ids), top_k)
+        return scored_tokens(prompt_logprobs[0], len(ids) - len(prompt_ids), top_k)
 
     async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
         """Return the experts of an ended request, `[tokens, layers, top_k]`."""
@@ -452,79 +445,6 @@ class VLLMEngine:
             os._exit(ENGINE_DIED)
 
 
-def engine_arguments(
-    folder: Path, settings: DecodeSettings, seed: int, part: EnginePart | None = None
-) -> AsyncEngineArgs:
-    """Return vLLM's arguments for an engine of a run, or for one host's part of it."""
-    on_cpu = device_type() == "cpu"
-    speculation = read_speculation(settings.speculation)
-    return AsyncEngineArgs(
-        model=str(folder),
-        # Whatever the folder holds, read only data: no Python code, no pickled weights.
-        trust_remote_code=False,
-        load_format="safetensors",
-        config_format="hf",
-        dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
-        quantization=_QUANTIZATION[settings.quantization],
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        # A group shares the full blocks of its prompt. vLLM's default of 128 tokens on CPU exceeds short prompts; 32 is
-        # the smallest size that its fast kernels support.
-        block_size=32 if on_cpu else None,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30) / settings.devices) if on_cpu else None,
-        gpu_memory_utilization=settings.gpu_share,
-        enforce_eager=settings.enforce_eager or on_cpu,
-        enable_sleep_mode=not on_cpu,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        data_parallel_size=settings.data_parallel_size,
-        enable_expert_parallel=settings.enable_expert_parallel,
-        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see routing.py
-        distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
-        # Prompt logprobs and the recorder of experts are only tested with prompts that are computed whole on CPU.
-        enable_chunked_prefill=not on_cpu,
-        max_num_batched_tokens=max(settings.max_model_len, 4096),
-        logprobs_mode="processed_logprobs",
-        max_logprobs=MOST_TOP,
-        # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
-        hf_overrides={"head_dtype": "float32", **_scaled_queries(folder)},
-        # vLLM caches the states of such layers only with prompts in chunks.
-        enable_prefix_caching=not (on_cpu and has_states(folder)),
-        kv_transfer_config=read_kv_transfer(settings.kv_transfer_config),
-        speculative_config=speculation and speculative_config(speculation),
-        per_request_spec_decode_metrics="summary" if speculation else "none",
-        disable_log_stats=True,
-        # With "auto", the first constraint would choose the backend for all later ones.
-        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
-        seed=seed,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-        additional_config=Owner(os.getpid()),
-        **lora_arguments(folder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank),
-        **_where(part),
-    )
-
-
-def _scaled_queries(folder: Path) -> dict[str, Any]:
-    """Return how a Ministral 3 scales queries by position, under the key where vLLM looks for it.
-
-    vLLM 0.32 reads it from folders in Mistral's own format alone: from one in Hugging Face's format it would serve
-    queries unscaled, and episodes longer than `original_max_position_embeddings` by another model than is trained.
-    """
-    path = folder / "config.json"
-    rope = read_object(path).get("rope_parameters") if path.is_file() else None
-    if not isinstance(rope, dict) or "llama_4_scaling_beta" not in rope:
-        return {}
-    name = "original_max_position_embeddings"
-    return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], name: rope[name]}}
-
-
-def _where(part: EnginePart | None) -> dict[str, Any]:
-    if part is None:
-        return {}
-    nodes = {"nnodes": part.count, "node_rank": part.number}
-    return {**nodes, "master_addr": part.address, "master_port": part.port}
-
-
 def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
     """Combine the workers' reports into the engine's.
 
@@ -542,92 +462,4 @@ def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
         in_place=len(fingerprints.keys() - {name for worker in workers for name in worker.repacked}),
         bytes_read=tuple(worker.bytes for worker in workers),
         quantized_bytes=sum(worker.quantized_bytes for worker in workers),
-    )
-
-
-def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
-    logprobs = None if sampling.temperature == 0 and not sampling.top_logprobs else sampling.top_logprobs
-    extra = dict(sampling.extra)
-    if isinstance(constraint := extra.get("structured_outputs"), Mapping):
-        extra["structured_outputs"] = StructuredOutputsParams(**constraint)
-    if not extra.get("ignore_eos"):
-        requested: Any = extra.get("stop_token_ids")
-        extra["stop_token_ids"] = [*(requested or ()), *sampling.stop_ids]
-    return SamplingParams(
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        stop=list(sampling.stop),
-        logprobs=logprobs,
-        flat_logprobs=True,
-        stream_interval=stream_interval,
-        output_kind=RequestOutputKind.DELTA,
-        **extra,
-    )
-
-
-def _checked_parameters(sampling: Sampling, stream_interval: int) -> SamplingParams:
-    """Return vLLM's parameters, tried on its decoder: an error there ends the only thread that reads requests.
-
-    Raises:
-        ConfigError: they are malformed.
-    """
-    try:
-        parameters = _parameters(sampling, stream_interval)
-        _DECODER.decode(_ENCODER.encode(parameters))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"vLLM does not take the request: {error}", hint="change the sampling") from error
-    return parameters
-
-
-def _prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> PromptLogprobs:
-    return tuple(
-        tuple((token, entry.logprob, entry.rank or 0) for token, entry in (position or {}).items())
-        for position in positions
-    )
-
-
-def _scored(positions: object, count: int, top_k: int) -> ScoredTokens:
-    """Read vLLM's logprobs of the last `count` tokens of a prompt: each token's own, then the top k."""
-    assert isinstance(positions, FlatLogprobs), "flat_logprobs was asked for"
-    end = len(positions.token_ids)
-    last = slice(end - count * (1 + top_k), end)
-    ids = np.array(positions.token_ids[last], np.int32).reshape(count, 1 + top_k)
-    logprobs = np.array(positions.logprobs[last], np.float32).reshape(count, 1 + top_k)
-    return ScoredTokens(logprobs=logprobs[:, 0], top_ids=ids[:, 1:], top_logprobs=logprobs[:, 1:])
-
-
-def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
-    """Return the version of each token in [first, end); -1 where no version had been loaded."""
-    versions = [-1] * (end - first)
-    for version, start in starts:
-        index = max(0, start - first)
-        versions[index:] = [int(version) if version.isdecimal() else -1] * (len(versions) - index)
-    return versions
-
-
-def _chunk(
-    completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], num_sent: int
-) -> Chunk:
-    """Join vLLM's outputs since the last chunk, after `num_sent` earlier tokens."""
-    ids = [token for completion in completions for token in completion.token_ids]
-    logprobs, top = list[float](), list[tuple[tuple[int, float], ...]]()
-    for completion in completions:
-        part: Any = completion.logprobs or FlatLogprobs()
-        for start, end in zip(part.start_indices, part.end_indices, strict=True):
-            # The sampled token is first; where vLLM has joined outputs, it is not there again among the likeliest.
-            logprobs.append(part.logprobs[start])
-            if sampling.top_logprobs:
-                alternatives = dict(zip(part.token_ids[start:end], part.logprobs[start:end], strict=True))
-                top.append(tuple(sorted(alternatives.items(), key=lambda pair: -pair[1])[: sampling.top_logprobs]))
-    if sampling.temperature == 0:
-        logprobs = [math.nan] * len(ids)
-    reason = completions[-1].finish_reason
-    return Chunk(
-        token_ids=ids,
-        logprobs=logprobs,
-        versions=_versions(starts, num_sent, num_sent + len(ids)),
-        text="".join(completion.text for completion in completions),
-        finish="" if reason is None else "length" if reason == "length" else "stop",
-        top=tuple(top),
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 from forge_rl.engines import ENGINE_DIED
 from forge_rl.engines.parts import EnginePart
 from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.vllm.arguments import engine_arguments
 from forge_rl.engines.vllm.causes import own_log, start_cause
-from forge_rl.engines.vllm.engine import engine_arguments
 from forge_rl.engines.vllm.internals import start_following
 from forge_rl.errors import ModelError
 from forge_rl.runtime.processes import when_process_ends

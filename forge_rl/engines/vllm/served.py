@@ -20,8 +20,9 @@ from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import KEY_VARIABLE, PREFIX
 from forge_rl.engines.remote.server import EngineServer, Key, Message, Receive, Scope, Send
 from forge_rl.engines.vllm import BACKEND
+from forge_rl.engines.vllm.arguments import engine_arguments
 from forge_rl.engines.vllm.cache_stats import CacheStats
-from forge_rl.engines.vllm.engine import VLLMEngine, engine_arguments
+from forge_rl.engines.vllm.engine import VLLMEngine
 from forge_rl.engines.vllm.transfer import WorkerExtension
 from forge_rl.errors import ConfigError
 from forge_rl.system.variables import api_key

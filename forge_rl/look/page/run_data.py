@@ -15,7 +15,7 @@ from forge_rl.look.page.episode_json import clip, coded, episode_json, rounded
 from forge_rl.look.page.trace_reader import read_trace
 from forge_rl.look.past_runs import as_float, flag_of, metrics_of, read_bounded, read_run, settings_of
 from forge_rl.metrics.advisories import advisories_of
-from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import FOLDER, recorded_files
 from forge_rl.metrics.vocabulary import read_vocabulary
 

@@ -98,7 +98,7 @@ class AttachedRun:
     @property
     def last_batch(self) -> Batch | None:
         """The last step's batch, without routed experts; None before the first step."""
-        from forge_rl.metrics.episode_files import EpisodeFile
+        from forge_rl.metrics.episode_reader import EpisodeFile
 
         name = self.ask("last_batch")
         if name is None:
