@@ -1,5 +1,6 @@
 """Sessions whose commands see an image as their root: its settings, files, changes and forks."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -168,8 +169,6 @@ async def test_what_a_pool_cannot_open_is_refused_by_name(
         await pool.open(image=image_of(layer(tmp_path, "elsewhere", {})))
     with pytest.raises(ConfigError, match="workspace or an image"):
         await pool.open(image=image, workspace=tmp_path)
-    with pytest.raises(ConfigError, match="commands have no network"):
-        await pool.open(image=image, network=["example.org:443"])
     with pytest.raises(SandboxError, match="cannot be mounted here"):
         await pool.open(image=replace(image, layers=(store / "nowhere" / "files",)))
     with pytest.raises(ConfigError, match="images=") as raised:
@@ -178,6 +177,27 @@ async def test_what_a_pool_cannot_open_is_refused_by_name(
     async with pool.session(image=image) as session:
         with pytest.raises(ConfigError, match="no further folders"):
             await session.run("true", folders={"/app": "app"})
+
+
+async def test_programs_of_an_image_reach_its_named_addresses(pool: Pool, image: ContainerImage):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"to " + await reader.readline())
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        names = [f"127.0.0.1:{port}", f"name.example:{port}", "[2001:db8::1]:443"]
+        ask = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo me >&3; cat <&3"
+        async with pool.session(image=image, network=names) as session:
+            assert "127.1.0.1 name.example\n" in await text(session, "cat /etc/hosts")
+            assert await text(session, ask) == "to me\n"
+            assert "reset" in (await session.run(ask.replace("127.0.0.1", "name.example"))).stderr  # there is no such
+            async with await session.fork() as fork:
+                assert await text(fork, ask) == "to me\n"
+            assert "etc/hosts" not in {entry.path for entry in (await session.changes()).changes}
+        async with pool.session(image=image) as session:
+            assert "refused" in (await session.run(ask)).stderr
 
 
 async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: ContainerImage):

@@ -254,7 +254,9 @@ async def with_network(body: Body, addresses: frozenset[str]) -> Body:
             async with asyncio.timeout(_FORK_S):
                 message: dict[str, object] = {"do": "network", "names": sorted(addresses)}
                 await send(body.channel, message, fds=[theirs.fileno()])
-                await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+                answer, _ = await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+        if "failed" in answer:
+            raise OSError(str(answer["failed"])[:500])
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
         await new_body.end()
         raise SandboxError(f"a session did not take its network: {error}") from None

@@ -18,6 +18,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.sandbox.bodies import Body, fork_body, start_body, start_body_in, with_network
 from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.images.image import ContainerImage
+from forge_rl.sandbox.inside.gates import MOST_ADDRESSES
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.session import PoolSession
@@ -169,18 +170,18 @@ class Pool:
                 Where the kernel has no overlays for it, each session gets a copy, within its limits, and this warns.
             image: what commands see as their root, writable, with its variables, user and working folder; its layers
                 never change, and all sessions share them. The image's programs have a loopback of their own and no
-                other network.
-            network: addresses that Python code of the session may connect to by TCP, as HOST:PORT, and its forks with
-                it. A name that leads to a private address is refused; name that address itself.
+                other network but `network`.
+            network: addresses that Python code of the session, or its commands, may connect to by TCP, as HOST:PORT,
+                and its forks with it. A name that leads to a private address is refused; name that address itself.
             wait_s: how long to wait for a place; None for as long as it takes.
 
         Raises:
             SandboxError: no place became free, or the session could not be started.
         """
         addresses = named_addresses(network)
-        if addresses and self._settings.profile == "process":
+        if self._settings.profile == "process" and len(addresses) > MOST_ADDRESSES:
             raise ConfigError(
-                "commands have no network", hint='use Pool(profile="standard"), whose Python code has one'
+                f"network=(...) has {len(addresses)} addresses", hint=f"commands listen at {MOST_ADDRESSES} at most"
             )
         folder = None if workspace is None else _resolved(workspace)
         if image is not None:

@@ -466,6 +466,47 @@ def test_the_network_of_an_image_leads_nowhere(sandbox: SharedPool):
     assert inside is True
 
 
+def test_a_named_address_of_an_image_is_all_that_it_reaches(sandbox: SharedPool):
+    """Also by links of its own making: it can neither change its network nor enter another."""
+    if sandbox.image is None:
+        pytest.skip("other sessions have no sockets")
+    with socket.create_server(("0.0.0.0", 0)) as named, socket.create_server(("0.0.0.0", 0)) as other:
+        ports = [listener.getsockname()[1] for listener in (named, other)]
+        code = f"""
+            import glob, os, socket, struct, fcntl
+            def tried(work):
+                try: return work() or "reached"
+                except OSError as error: return error.errno
+            def reached(host, port): return tried(lambda: socket.create_connection((host, port), 2).close())
+            def entered(path): return tried(lambda: call({{"x86_64": 308, "aarch64": 268}}[os.uname().machine],
+                os.open(path, os.O_RDONLY), 0)[0] and (_ for _ in ()).throw(OSError(1, "setns")))
+            hosts = ["127.0.0.1", "127.0.0.2", "10.0.0.1", "10.9.8.7", "169.254.169.254", "{socket.gethostname()}"]
+            bad = [reached(host, {ports[1]}) for host in hosts]
+            bad += [reached(host, {ports[0]}) for host in hosts if host not in ("127.0.0.1", "{socket.gethostname()}")]
+            bad += [tried(lambda family=family, kind=kind: socket.socket(family, kind).close())
+                for family, kind in ((socket.AF_NETLINK, 3), (socket.AF_PACKET, 3), (socket.AF_INET, 3))]
+            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            bad += [tried(lambda: fcntl.ioctl(udp, 0x8914, struct.pack("16sh22x", b"lo", 0)) and None)]
+            bad += [entered(path) for path in glob.glob("/proc/*/ns/net") + glob.glob("/proc/*/ns/user")]
+            bad += [tried(lambda: socket.create_server(("127.0.0.1", {ports[0]})).close())]
+            bad, reached("127.0.0.1", {ports[0]})
+        """
+
+        async def work():
+            async with sandbox.pool.session(network=[f"127.0.0.1:{ports[0]}"]) as session:
+                return await sandbox.run_in(session, CALL + textwrap.dedent(code))
+
+        result = sandbox.run(work())
+        assert result.error is None, result
+        bad, good = ast.literal_eval(result.value)
+        assert "reached" not in bad, bad
+        assert good == "reached"
+        named.accept()[0].close()
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
 def test_abstract_sockets_of_the_machine_cannot_be_reached(sandbox: SharedPool):
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
         name = b"\0forge_rl-test-" + os.urandom(8)

@@ -55,8 +55,8 @@ class Confinement:
     def __init__(self, config: dict[str, Any], *, has_cgroups: bool) -> None:
         missing = config["missing"]
         self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
-        # Programs of images have the loopback of a network namespace of their own, and nothing else.
-        self.image_filter = b"" if "seccomp" in missing else seccomp.session_filter(has_network=True)
+        # Programs of images, and of sessions with named addresses, have the loopback of a network of their own.
+        self.network_filter = b"" if "seccomp" in missing else seccomp.session_filter(has_network=True)
         self.landlock = 0 if "landlock" in missing or config["profile"] == "process" else kernel.landlock_version()
         self.strict = config["profile"] == "strict"
         self.process = config["profile"] == "process"
@@ -150,8 +150,9 @@ class Confinement:
         *,
         has_image: bool,
     ) -> NoReturn:
-        filter_program = self.image_filter if has_image else self.filter
-        served = commands.Commands(channel, limits["output_bytes"], filter_program, self.packages, has_image=has_image)
+        served = commands.Commands(
+            channel, limits["output_bytes"], self.filter, self.network_filter, self.packages, has_image=has_image
+        )
         served.meters = {meter.kind: meter for meter in meters}
         served.workspace = workspace
         served.serve()
@@ -188,7 +189,7 @@ class Confinement:
                     self._enter_own_users(uid)
                 kernel.forbid_privileges()
                 with socket.socket() as channel:
-                    cause = commands.Commands(channel, 4096, self.filter, self.packages).check()
+                    cause = commands.Commands(channel, 4096, self.filter, self.filter, self.packages).check()
             except BaseException as error:
                 cause = str(error)
             os.write(writer, cause.encode("utf-8", "replace")[:4096])

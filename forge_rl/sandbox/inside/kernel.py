@@ -105,6 +105,12 @@ def enter_mounts(space: int) -> None:
     _checked(_libc.setns(space, NEW_MOUNTS), "setns")
 
 
+def enter_network(users: int, network: int) -> None:
+    """Enter an open network namespace, and the open user namespace to which it belongs, both made by this user."""
+    _checked(_libc.setns(users, NEW_USER), "setns")
+    _checked(_libc.setns(network, NEW_NETWORK), "setns")
+
+
 def unmount(target: str) -> None:
     """Detach a mount; files in use stay until they are closed. A link at the end of the path is not followed."""
     detach, no_follow = 2, 8

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from forge_rl.sandbox.inside import commands, kernel, overlays
+from forge_rl.sandbox.inside.images import HOSTS
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """What a session can read and execute, besides Python."""
@@ -72,7 +73,8 @@ def build_root(folders: list[str], profile: str, rootless: bool, images: str = "
         os.close(fd)
     process = profile == "process"
     uid, home = (commands.INSIDE_UID, commands.HOME) if process else (65534, "/tmp")
-    for name, text in (("passwd", _PASSWD.format(uid=uid, home=home)), ("group", f"sandbox:x:{uid}:\n")):
+    passwd = _PASSWD.format(uid=uid, home=home)
+    for name, text in (("passwd", passwd), ("group", f"sandbox:x:{uid}:\n"), ("hosts", HOSTS)):
         with open(f"{root}/etc/{name}", "w") as file:
             file.write(text)
     for name in ("/proc", "/tmp"):
