@@ -13,6 +13,7 @@ import pytest
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Limits, Pool, PoolSession, SandboxError
 from forge_rl.sandbox.images import ContainerImage, ImageSettings, ImageStore
+from forge_rl.sandbox.pool import Profile
 from forge_rl.sandbox.workspaces.snapshots import layer_of
 from tests import images
 from tests.container_images import host_layer, image_of, layer, packed_folder
@@ -171,9 +172,6 @@ async def test_what_a_pool_cannot_open_is_refused_by_name(
         await pool.open(image=image, workspace=tmp_path)
     with pytest.raises(SandboxError, match="cannot be mounted here"):
         await pool.open(image=replace(image, layers=(store / "nowhere" / "files",)))
-    with pytest.raises(ConfigError, match="images=") as raised:
-        Pool(images=store)
-    assert "process" in raised.value.hint
     async with pool.session(image=image) as session:
         with pytest.raises(ConfigError, match="no further folders"):
             await session.run("true", folders={"/app": "app"})
@@ -198,6 +196,57 @@ async def test_programs_of_an_image_reach_its_named_addresses(pool: Pool, image:
             assert "etc/hosts" not in {entry.path for entry in (await session.changes()).changes}
         async with pool.session(image=image) as session:
             assert "refused" in (await session.run(ask)).stderr
+
+
+@pytest.mark.parametrize("profile", ["standard", "strict"])
+async def test_this_machines_python_runs_in_an_image_that_has_none(
+    store: Path, image: ContainerImage, profile: Profile
+):
+    """And loads no library of the image: those here would end it."""
+    bad = {f"{folder}/{name}": "no library" for folder in ("lib", "usr/lib", "lib64") for name in ("libssl.so.3",)}
+    image = replace(image, layers=(*image.layers, layer(store, f"bad-{profile}", bad)))
+    without = [] if os.geteuid() == 0 else ["cgroup"]
+    pool = Pool(profile=profile, images=store, limits=LIMITS, warm=0, servers=1, without=without)
+    try:
+        await pool.__aenter__()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    try:
+        async with pool.session(image=image) as session, pool.session(image=image) as other:
+            cells = {
+                "import os; os.getcwd(), os.environ['GREETING'], sorted(os.listdir('/data'))": (
+                    "('/srv/app', 'hi', ['three', 'two'])"
+                ),
+                "import asyncio, ssl, sqlite3, lzma, xml.dom.minidom, unittest.mock, email.mime.text; ssl.HAS_TLSv1_2": (
+                    "True"
+                ),
+                "import subprocess; subprocess.run(['./run'], capture_output=True).stdout": "b'ran\\n'",
+                "print(open('/etc/passwd').read().count('bob')); open('new', 'w').write(os.environ['HOME'])": "1",
+                "import sys; [path for path in sys.path if path and not path.startswith(('/dev/', '/srv'))]": "[]",
+            }
+            for code, value in cells.items():
+                result = await session.run(code)
+                assert (result.error, result.value) == (None, value)
+            for path in ("/proc/self/oom_score_adj", "/dev/python/0/os.py", "/dev/x", "/proc/x"):
+                result = await session.run(f"open('{path}', 'w')")
+                assert result.error is not None, path
+                assert result.error.name == "OSError" or profile == "strict"
+            await session.put("put/file", b"data")
+            assert await session.get("/srv/app/put/file") == b"data"
+            changes = (await session.changes()).changes
+            assert {change.path for change in changes} == {"srv/app/new", "srv/app/put", "srv/app/put/file"}
+            await other.apply(changes)
+            assert await other.get("new") == b"/"
+            with pytest.raises(SandboxError, match="cannot fork"):
+                await session.fork()
+            with pytest.raises(ConfigError, match="undo=True, and a session of Python in the image"):
+                await pool.open(image=image, undo=True)
+        for name in ("proc", "dev"):
+            hostile = layer(store, f"{profile}-{name}", {name: "-> /etc"})
+            with pytest.raises(SandboxError, match=f"its /{name} is no folder"):
+                await pool.open(image=image_of(hostile))
+    finally:
+        await pool.__aexit__(None, None, None)
 
 
 async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: ContainerImage):

@@ -87,7 +87,7 @@ class Pool:
             raise ConfigError(f"Pool(profile={self.profile!r})", hint="profiles are standard, strict and process")
         if unknown := set(self.without) - set(_OPTIONAL):
             raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
-        self._images = _images(self.images, self.profile) if self.images else ""
+        self._images = _images(self.images) if self.images else ""
         memory_bytes = _available_bytes() * 3 // 4 if self.memory_bytes is None else self.memory_bytes
         self._settings = ServerSettings(
             profile=self.profile,
@@ -169,8 +169,9 @@ class Pool:
                 session's. The folder never changes, and nobody should change it meanwhile; many sessions share it.
                 Where the kernel has no overlays for it, each session gets a copy, within its limits, and this warns.
             image: what commands see as their root, writable, with its variables, user and working folder; its layers
-                never change, and all sessions share them. The image's programs have a loopback of their own and no
-                other network but `network`.
+                never change, and all sessions share them. In the profiles of Python, it is the root of this machine's
+                Python, with the image's variables and working folder, and the session does not fork. The image's
+                programs have a loopback of their own and no other network but `network`.
             network: addresses that Python code of the session, or its commands, may connect to by TCP, as HOST:PORT,
                 and its forks with it. A name that leads to a private address is refused; name that address itself.
             wait_s: how long to wait for a place; None for as long as it takes.
@@ -185,7 +186,7 @@ class Pool:
             )
         folder = None if workspace is None else _resolved(workspace)
         if image is not None:
-            self._check_image(image, has_workspace=folder is not None)
+            self._check_image(image, has_workspace=folder is not None, undo=undo)
         try:
             async with asyncio.timeout(wait_s):
                 await self._places.acquire()
@@ -227,16 +228,16 @@ class Pool:
         self.opened["fresh"] += 1
         return None
 
-    def _check_image(self, image: ContainerImage, *, has_workspace: bool) -> None:
+    def _check_image(self, image: ContainerImage, *, has_workspace: bool, undo: bool) -> None:
         """Check that sessions of this pool can have an image as their root.
 
         Raises:
             ConfigError: they cannot.
         """
-        if self.profile != "process":
+        if undo and self.profile != "process":
             raise ConfigError(
-                f"a session of the image {image.reference} runs commands, and sessions of {self.profile} run Python",
-                hint='use Pool(profile="process", images=...); its commands may be the image\'s Python',
+                f"undo=True, and a session of Python in the image {image.reference} cannot fork",
+                hint='leave out undo, or use Pool(profile="process", images=...)',
             )
         if has_workspace:
             raise ConfigError("a session has a workspace or an image", hint="put the files into the image's session")
@@ -336,9 +337,7 @@ def _packages(folder: str | Path) -> str:
     return str(path)
 
 
-def _images(folder: str | Path, profile: str) -> str:
-    if profile != "process":
-        raise ConfigError(f"Pool(profile={profile!r}, images=...)", hint='sessions of images need profile="process"')
+def _images(folder: str | Path) -> str:
     path = os.path.realpath(folder)
     if not os.path.isdir(path):
         raise ConfigError(f"Pool(images=...): {path} is no folder", hint="name the folder of a store of images")

@@ -38,7 +38,7 @@ _CONFINED = (
     *("--hostname", "sandbox", "--cap-drop", "ALL", "--new-session", "--die-with-parent", "--clearenv"),
 )
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_LINKS = (
+LINKS = (
     ("/proc/self/fd", "/dev/fd"),
     *((f"/proc/self/fd/{n}", f"/dev/std{s}") for n, s in enumerate(("in", "out", "err"))),
 )
@@ -331,7 +331,7 @@ class Commands:
         arguments += ["--bind", self.workspace, "/", "--proc", "/proc", "--tmpfs", "/dev"]
         for name in _DEVICES:
             arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        for target, place in _LINKS:
+        for target, place in LINKS:
             arguments += ["--symlink", target, place]
         arguments += ["--bind", f"{self.home}/tmp", "/dev/shm", *self._hosts_arguments()]
         arguments += ["--dir", "/tmp", "--dir", command.folder]
@@ -363,7 +363,7 @@ class Commands:
         arguments += ["--proc", "/proc", "--dir", "/dev"]
         for name in _DEVICES:
             arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        for target, place in _LINKS:
+        for target, place in LINKS:
             arguments += ["--symlink", target, place]
         home = self.home
         arguments += ["--bind", f"{home}/home", HOME, "--bind", f"{home}/tmp", "/tmp"]

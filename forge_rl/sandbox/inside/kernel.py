@@ -149,18 +149,19 @@ def drop_capabilities() -> None:
     _checked(_libc.syscall(_CAPSET[os.uname().machine], version_3, bytes(24)), "capset")
 
 
-def enter_user_namespace(inside: int, namespaces: int = 0) -> None:
+def enter_user_namespace(inside: int, namespaces: int = 0, proc: str = "/proc") -> None:
     """Give this process a user namespace that knows only its own user, with all capabilities in it.
 
     Args:
         inside: number of the user and of its group in there.
         namespaces: flags of further namespaces to create, which belong to it.
+        proc: where /proc can be written.
     """
     uid, gid = os.getuid(), os.getgid()
     unshare(NEW_USER | namespaces)
     open_to_own_user(True)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"{proc}/self/{name}", "w") as file:
             file.write(text)
 
 

@@ -64,6 +64,8 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     config = json.loads(channel.recv(_MOST_MESSAGE))
     if config["profile"] != "process":
         cells.rehearse()
+        if config["images"]:
+            cells.load_extensions()
     for name in config["preload"]:
         try:
             importlib.import_module(name)
@@ -280,6 +282,8 @@ class _SessionServer:
                 lineage.init = kernel.fork_into(None, surroundings.NAMESPACES)
                 if lineage.init == 0:
                     shows = functools.partial(_show_workspace, lineage, limits, *workspace)
+                    if layers:
+                        shows = functools.partial(self._enter_image, lineage, limits, control, *workspace)
                     group = _GroupFds(doors, last, unified)
                     self._become_init(lineage, limits, control, group, birth, shows if workspace else None)
                 birth.close()
@@ -289,6 +293,7 @@ class _SessionServer:
                 pid = kernel.fork_into(unified, kernel.NEW_MOUNTS if layers else 0)
                 if pid == 0:
                     if layers:
+                        kernel.unmount("/tmp")
                         self._enter_image(lineage, limits, control, *workspace)
                     meters = self.tree.meters(name) if self.process else []
                     self.confinement.become_session(lineage, limits, control, doors, last, meters)
@@ -300,15 +305,19 @@ class _SessionServer:
                 os.close(fd)
 
     def _enter_image(self, lineage: Lineage, limits: dict[str, Any], control: int, owner: int) -> None:
-        """Make the root of a session's commands, in the process and the mount namespace of the session."""
+        """Make the root of a session's commands, in the mount namespace of the session; of its Python, enter it too."""
         try:
-            kernel.unmount("/tmp")
-            _mount_scratch(lineage, limits)
+            if not self.strict:
+                _mount_scratch(lineage, limits)
             os.mkdir(os.path.join(lineage.folder, overlays.NAME), 0o700)
             bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
             _tell_of_workspace(
                 owner, b"workspace", overlays.mount_image(lineage.layers, lineage.folder, lineage.uid, **bounds)
             )
+            if not self.process:
+                place, folders = os.path.join(lineage.folder, overlays.NAME), list(self.confinement.carried)
+                proc = surroundings.enter_image(place, lineage.folder, lineage.uid, folders)
+                lineage.proc = f"/proc/self/fd/{proc}"
         except OSError as error:
             with contextlib.suppress(OSError), socket.socket(fileno=control) as channel:
                 channel.sendall(frames.encode({"failed": f"its image cannot be mounted here: {error}"}))
@@ -335,7 +344,8 @@ class _SessionServer:
             if kernel.fork_into(group.unified) == 0:
                 birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
                 birth.recv(1)
-                self.confinement.show_proc()
+                if not lineage.layers:
+                    self.confinement.show_proc()
                 self.confinement.become_session(lineage, limits, control, group.doors, group.last_doors)
             os.closerange(3, MOST_FILES)
             self.confinement.become_user(lineage.uid)
