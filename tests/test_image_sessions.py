@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import stat
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,12 +39,19 @@ def image(store: Path) -> ContainerImage:
     return image_of(host_layer(store), base, second, third, **settings)
 
 
-@pytest.fixture
-async def pool(store: Path):
+@pytest.fixture(params=["overlays", "copies"])
+async def pool(store: Path, request: pytest.FixtureRequest):
+    """A pool, also as on a kernel that has no overlays for images."""
     without = [] if os.geteuid() == 0 else ["cgroup"]
+    limits = replace(LIMITS, scratch_bytes=64 << 20) if request.param == "copies" else LIMITS
+    pool = Pool(profile="process", images=store, limits=limits, warm=0, servers=1, without=without)
+    pool._settings = replace(pool._settings, copies_images=request.param == "copies")
     try:
-        async with Pool(profile="process", images=store, limits=LIMITS, warm=0, servers=1, without=without) as pool:
-            yield pool
+        with warnings.catch_warnings():
+            if request.param == "copies":
+                warnings.filterwarnings("ignore", "each session copies")
+            async with pool:
+                yield pool
     except SandboxError as error:
         pytest.skip(str(error))
 
@@ -245,6 +253,39 @@ async def test_this_machines_python_runs_in_an_image_that_has_none(
                 await pool.open(image=image_of(hostile))
     finally:
         await pool.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("profile", ["process", "strict"])
+async def test_a_copy_of_an_image_is_bounded_and_said(store: Path, image: ContainerImage, profile: Profile):
+    large = layer(store, f"large-{profile}", {"large": b"x" * (3 << 20), "same": b"y" * (3 << 20), "pipe-here": ""})
+    os.mkfifo(large / "pipe")
+    image = replace(image, layers=(*image.layers, large))
+    without = [] if os.geteuid() == 0 else ["cgroup"]
+    limits = replace(LIMITS, scratch_bytes=64 << 20, transfer_bytes=1 << 20)
+    pool = Pool(profile=profile, images=store, limits=limits, warm=0, servers=1, without=without)
+    pool._settings = replace(pool._settings, copies_images=True)
+    try:
+        await pool.__aenter__()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    try:
+        with pytest.warns(UserWarning, match="each session copies .*this pool copies images"):
+            session = await pool.open(image=image)
+        async with session:
+            change = "printf z 1<>/large; echo one > /data/one; rm -r /data/three"
+            result = await session.run(change if profile == "process" else f"import os; os.system({change!r})")
+            assert result.error is None
+            changes = await session.changes()
+            assert {entry.path for entry in changes.changes} == {"large", "data/one", "data/three"}
+            assert changes.left_out == ["content of large: too large, or not readable"]
+        few = replace(limits, scratch_bytes=2 << 20)
+        with pytest.raises(SandboxError, match=r"copies images; and its files cannot be copied .*No space left"):
+            await pool.open(image=image, limits=few)
+        with pytest.raises(SandboxError, match="cannot be copied within the session's Limits"):
+            await pool.open(image=image, limits=replace(limits, scratch_files=10))
+    finally:
+        await pool.__aexit__(None, None, None)
+    assert stat.S_ISFIFO((large / "pipe").lstat().st_mode)
 
 
 async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: ContainerImage):

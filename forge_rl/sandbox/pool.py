@@ -171,7 +171,8 @@ class Pool:
             image: what commands see as their root, writable, with its variables, user and working folder; its layers
                 never change, and all sessions share them. In the profiles of Python, it is the root of this machine's
                 Python, with the image's variables and working folder, and the session does not fork. The image's
-                programs have a loopback of their own and no other network but `network`.
+                programs have a loopback of their own and no other network but `network`. Where the kernel has no
+                overlays for it, each session gets a copy, as of a workspace.
             network: addresses that Python code of the session, or its commands, may connect to by TCP, as HOST:PORT,
                 and its forks with it. A name that leads to a private address is refused; name that address itself.
             wait_s: how long to wait for a place; None for as long as it takes.
@@ -263,7 +264,8 @@ class Pool:
             body = await start_body_in(name, host, limits, workspace, layers)
         if body.workspace is not None and (reason := body.workspace.copied) and reason not in self._told:
             self._told.add(reason)
-            warnings.warn(f"each session copies {workspace}, as an overlay of it failed: {reason}", stacklevel=2)
+            copied = workspace.reference if isinstance(workspace, ContainerImage) else workspace
+            warnings.warn(f"each session copies {copied}, as an overlay of it failed: {reason}", stacklevel=2)
         return body
 
     async def _fork(self, parent: Body, limits: Limits) -> Body:
