@@ -59,6 +59,11 @@ class SharedPool:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
 
+    @property
+    def has_network(self) -> bool:
+        """Whether programs have a loopback of their own."""
+        return self.image is not None and self.profile == "process"
+
     def open(self) -> None:
         self.thread.start()
         self.stop = self.run(self._event())

@@ -18,6 +18,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.gateway.agent_command import AgentCommand
 from forge_rl.types import Outcome, Sampling
 from forge_rl.worlds.container_agent import ContainerAgents
+from recipes import agent_command
 from tests.commands import Command, metrics, tiny_run
 from tests.container_images import host_layer, layer, written_layout
 from tests.fake_backend import FakeBackend, letters_of
@@ -110,6 +111,12 @@ def test_other_uses_of_the_program_are_refused(loop: asyncio.Runner, folder: Pat
 def test_tasks_without_containers_are_refused():
     with pytest.raises(ConfigError, match="have no containers for an agent to work in"):
         ContainerAgents(build_environment("game"))
+
+
+async def test_a_reward_beside_the_tasks_own_tests_is_refused(folder: Path):
+    config = agent_command.Config(env=flag(folder), rewards=("math",))
+    with pytest.raises(ConfigError, match="--reward has no effect, as the environment scores its episodes itself"):
+        await agent_command.main(config)
 
 
 @pytest.mark.nightly

@@ -1,9 +1,11 @@
 """Sessions whose commands see an image as their root: its settings, files, changes and forks."""
 
+import asyncio
 import contextlib
 import gc
 import os
 import stat
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Limits, Pool, PoolSession, SandboxError
 from forge_rl.sandbox.images import ContainerImage, ImageSettings, ImageStore
+from forge_rl.sandbox.pool import Profile
 from forge_rl.sandbox.workspaces.snapshots import layer_of
 from tests import images
 from tests.container_images import host_layer, image_of, layer, packed_folder
@@ -36,12 +39,19 @@ def image(store: Path) -> ContainerImage:
     return image_of(host_layer(store), base, second, third, **settings)
 
 
-@pytest.fixture
-async def pool(store: Path):
+@pytest.fixture(params=["overlays", "copies"])
+async def pool(store: Path, request: pytest.FixtureRequest):
+    """A pool, also as on a kernel that has no overlays for images."""
     without = [] if os.geteuid() == 0 else ["cgroup"]
+    limits = replace(LIMITS, scratch_bytes=64 << 20) if request.param == "copies" else LIMITS
+    pool = Pool(profile="process", images=store, limits=limits, warm=0, servers=1, without=without)
+    pool._settings = replace(pool._settings, copies_images=request.param == "copies")
     try:
-        async with Pool(profile="process", images=store, limits=LIMITS, warm=0, servers=1, without=without) as pool:
-            yield pool
+        with warnings.catch_warnings():
+            if request.param == "copies":
+                warnings.filterwarnings("ignore", "each session copies")
+            async with pool:
+                yield pool
     except SandboxError as error:
         pytest.skip(str(error))
 
@@ -168,16 +178,114 @@ async def test_what_a_pool_cannot_open_is_refused_by_name(
         await pool.open(image=image_of(layer(tmp_path, "elsewhere", {})))
     with pytest.raises(ConfigError, match="workspace or an image"):
         await pool.open(image=image, workspace=tmp_path)
-    with pytest.raises(ConfigError, match="commands have no network"):
-        await pool.open(image=image, network=["example.org:443"])
     with pytest.raises(SandboxError, match="cannot be mounted here"):
         await pool.open(image=replace(image, layers=(store / "nowhere" / "files",)))
-    with pytest.raises(ConfigError, match="images=") as raised:
-        Pool(images=store)
-    assert "process" in raised.value.hint
     async with pool.session(image=image) as session:
         with pytest.raises(ConfigError, match="no further folders"):
             await session.run("true", folders={"/app": "app"})
+
+
+async def test_programs_of_an_image_reach_its_named_addresses(pool: Pool, image: ContainerImage):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"to " + await reader.readline())
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        names = [f"127.0.0.1:{port}", f"name.example:{port}", "[2001:db8::1]:443"]
+        ask = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo me >&3; cat <&3"
+        async with pool.session(image=image, network=names) as session:
+            assert "127.1.0.1 name.example\n" in await text(session, "cat /etc/hosts")
+            assert await text(session, ask) == "to me\n"
+            assert "reset" in (await session.run(ask.replace("127.0.0.1", "name.example"))).stderr  # there is no such
+            async with await session.fork() as fork:
+                assert await text(fork, ask) == "to me\n"
+            assert "etc/hosts" not in {entry.path for entry in (await session.changes()).changes}
+        async with pool.session(image=image) as session:
+            assert "refused" in (await session.run(ask)).stderr
+
+
+@pytest.mark.parametrize("profile", ["standard", "strict"])
+async def test_this_machines_python_runs_in_an_image_that_has_none(
+    store: Path, image: ContainerImage, profile: Profile
+):
+    """And loads no library of the image: those here would end it."""
+    bad = {f"{folder}/{name}": "no library" for folder in ("lib", "usr/lib", "lib64") for name in ("libssl.so.3",)}
+    image = replace(image, layers=(*image.layers, layer(store, f"bad-{profile}", bad)))
+    without = [] if os.geteuid() == 0 else ["cgroup"]
+    pool = Pool(profile=profile, images=store, limits=LIMITS, warm=0, servers=1, without=without)
+    try:
+        await pool.__aenter__()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    try:
+        async with pool.session(image=image) as session, pool.session(image=image) as other:
+            cells = {
+                "import os; os.getcwd(), os.environ['GREETING'], sorted(os.listdir('/data'))": (
+                    "('/srv/app', 'hi', ['three', 'two'])"
+                ),
+                "import asyncio, ssl, sqlite3, lzma, xml.dom.minidom, unittest.mock; ssl.HAS_TLSv1_2": ("True"),
+                "import subprocess; subprocess.run(['./run'], capture_output=True).stdout": "b'ran\\n'",
+                "print(open('/etc/passwd').read().count('bob')); open('new', 'w').write(os.environ['HOME'])": "1",
+                "import sys; [path for path in sys.path if path and not path.startswith(('/dev/', '/srv'))]": "[]",
+            }
+            for code, value in cells.items():
+                result = await session.run(code)
+                assert (result.error, result.value) == (None, value)
+            for path in ("/proc/self/oom_score_adj", "/dev/python/0/os.py", "/dev/x", "/proc/x"):
+                result = await session.run(f"open('{path}', 'w')")
+                assert result.error is not None, path
+                assert result.error.name in ("OSError", "FileNotFoundError", "PermissionError")
+            await session.put("put/file", b"data")
+            assert await session.get("/srv/app/put/file") == b"data"
+            changes = (await session.changes()).changes
+            assert {change.path for change in changes} == {"srv/app/new", "srv/app/put", "srv/app/put/file"}
+            await other.apply(changes)
+            assert await other.get("new") == b"/"
+            with pytest.raises(SandboxError, match="cannot fork"):
+                await session.fork()
+            with pytest.raises(ConfigError, match="undo=True, and a session of Python in the image"):
+                await pool.open(image=image, undo=True)
+        for name in ("proc", "dev"):
+            hostile = layer(store, f"{profile}-{name}", {name: "-> /etc"})
+            with pytest.raises(SandboxError, match=f"its /{name} is no folder"):
+                await pool.open(image=image_of(hostile))
+    finally:
+        await pool.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("profile", ["process", "strict"])
+async def test_a_copy_of_an_image_is_bounded_and_said(store: Path, image: ContainerImage, profile: Profile):
+    large = layer(store, f"large-{profile}", {"large": b"x" * (3 << 20), "same": b"y" * (3 << 20), "pipe-here": ""})
+    os.mkfifo(large / "pipe")
+    image = replace(image, layers=(*image.layers, large))
+    without = [] if os.geteuid() == 0 else ["cgroup"]
+    limits = replace(LIMITS, scratch_bytes=64 << 20, transfer_bytes=1 << 20)
+    pool = Pool(profile=profile, images=store, limits=limits, warm=0, servers=1, without=without)
+    pool._settings = replace(pool._settings, copies_images=True)
+    try:
+        await pool.__aenter__()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    try:
+        with pytest.warns(UserWarning, match="each session copies .*this pool copies images"):
+            session = await pool.open(image=image)
+        async with session:
+            change = "printf z 1<>/large; echo one > /data/one; rm -r /data/three"
+            result = await session.run(change if profile == "process" else f"import os; os.system({change!r})")
+            assert result.error is None
+            changes = await session.changes()
+            assert {entry.path for entry in changes.changes} == {"large", "data/one", "data/three"}
+            assert changes.left_out == ["content of large: too large, or not readable"]
+        few = replace(limits, scratch_bytes=2 << 20)
+        with pytest.raises(SandboxError, match=r"copies images; and its files cannot be copied .*No space left"):
+            await pool.open(image=image, limits=few)
+        with pytest.raises(SandboxError, match="cannot be copied within the session's Limits"):
+            await pool.open(image=image, limits=replace(limits, scratch_files=10))
+    finally:
+        await pool.__aexit__(None, None, None)
+    assert stat.S_ISFIFO((large / "pipe").lstat().st_mode)
 
 
 async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: ContainerImage):

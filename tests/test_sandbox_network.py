@@ -1,6 +1,9 @@
 """Named network addresses of sessions: what they reach, and that they reach nothing else."""
 
+import asyncio
 import http.server
+import os
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -8,7 +11,7 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Pool
-from forge_rl.sandbox.network import _may_lead_to, named_addresses
+from forge_rl.sandbox.network import SessionNetwork, _may_lead_to, named_addresses
 from tests.sandbox_pool import SharedPool
 
 FETCH = """
@@ -126,6 +129,64 @@ def test_addresses_are_hosts_with_ports():
             named_addresses([wrong])
 
 
-async def test_commands_are_given_no_network():
-    with pytest.raises(ConfigError, match="commands have no network"):
-        await Pool(profile="process", sessions=1).open(network=["example.org:443"])
+def test_a_command_and_those_of_forks_reach_the_named_address_only(process_pool: SharedPool, port: int):
+    fetch = "exec 3<>/dev/tcp/{} && printf 'GET /{} HTTP/1.0\\r\\n\\r\\n' >&3 && tail -c 9 <&3"
+    names = [f"127.0.0.1:{port}", f"10.1.2.3:{port}", "[2001:db8::5]:80", f"localhost.example:{port}"]
+
+    async def work():
+        async with process_pool.pool.session(network=names, undo=True) as session:
+            good = [await session.run(fetch.format(f"127.0.0.1/{port}", "large"))]
+            async with await session.fork() as fork:
+                for one in (fork, session):
+                    good.append(await one.run(fetch.format(f"127.0.0.1/{port}", "named")))
+            others = (f"127.0.0.1/{port + 1}", f"127.0.0.2/{port}", "localhost.example/81", "other.example/80")
+            bad = [await session.run(fetch.format(other, "x")) for other in (*others, f"localhost.example/{port}")]
+            many = f"for n in $(seq 40); do exec {{n}}<>/dev/tcp/127.0.0.1/{port} || exit 1; done; sleep 100"
+            cut = await session.run(many, wall_s=1)
+            good.append(await session.run(fetch.format(f"127.0.0.1/{port}", "after")))
+            return good, bad, cut, len(session._body.network._relays)
+
+    good, bad, cut, relays = process_pool.run(work())
+    assert [one.stdout[-5:] for one in good] == ["xxxxx", "named", "named", "after"], good
+    assert all(one.status and not one.stdout for one in bad), bad
+    assert [text in one.stderr for text, one in zip(["refused"] * 3 + ["not known", "reset"], bad, strict=True)], bad
+    assert cut.error.name == "CellOverrun"
+    assert relays <= 16
+
+
+async def test_the_owner_takes_only_connections_from_a_session():
+    """The process that sends them could have been taken over: a pipe, or a connection that blocks, holds up nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as outside:
+        name = f"127.0.0.1:{outside.getsockname()[1]}"
+        network = SessionNetwork(frozenset([name]))
+        read, write = os.pipe()
+        pair = socket.socketpair()
+        datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        for fds in ([read], [write, read], [pair[0].fileno()], [datagrams.fileno()]):
+            socket.send_fds(network.theirs, [name.encode()], fds)
+        socket.send_fds(network.theirs, [name.encode()], [accepted.fileno()])
+        loop = asyncio.get_running_loop()
+        outside.setblocking(False)
+        there, _ = await loop.sock_accept(outside)
+        accepted.setblocking(True)  # of both descriptors
+        with there:
+            there.send(b"hello")
+            client.setblocking(False)
+            assert await loop.sock_recv(client, 16) == b"hello"
+            client.send(b"back")
+            there.setblocking(False)
+            assert await loop.sock_recv(there, 16) == b"back"
+        socket.send_fds(network.theirs, [b"127.0.0.1:1"], [accepted.fileno()])
+        await network.close()
+        assert os.write(write, b"x") == 1
+        for one in (*pair, datagrams, client, accepted, network.theirs):
+            one.close()
+        os.close(read)
+        os.close(write)
+
+
+async def test_commands_have_room_for_so_many_addresses():
+    with pytest.raises(ConfigError, match="has 65 addresses"):
+        await Pool(profile="process", sessions=1).open(network=[f"10.0.0.1:{port}" for port in range(1, 66)])

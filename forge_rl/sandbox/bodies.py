@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import posixpath
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +118,35 @@ async def start_body_in(
             await asyncio.shield(body.end())
             raise
     changed = FolderDescriptor(changes, is_overlay=not reason)
-    return replace(body, workspace=OpenWorkspace(bases, changed, reason), image=image)
+    body = replace(body, workspace=OpenWorkspace(bases, changed, reason), image=image)
+    if image is not None and host.profile != "process":
+        await _begin_in(image, body)
+    return body
+
+
+async def _begin_in(image: ContainerImage, body: Body) -> None:
+    """Have a session's Python begin in an image's working folder, with its variables.
+
+    Raises:
+        SandboxError: the image has no such folder, and none can be made.
+    """
+    settings = image.settings
+    folder = posixpath.normpath(posixpath.join("/", settings.working_folder))
+    env = {name: value for name, value in settings.env.items() if name and "=" not in name and "\0" not in name + value}
+    try:
+        async with asyncio.timeout(_FORK_S):
+            await send(body.channel, {"do": "image", "env": env, "folder": folder})
+            answer, _ = await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+    except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        answer = {"failed": f"it broke the protocol ({error})"}
+    except BaseException:
+        await asyncio.shield(body.end())
+        raise
+    if "failed" in answer:
+        await body.end()
+        raise SandboxError(
+            f"a session of the image {image.reference} cannot work in {folder}: {str(answer['failed'])[:500]}"
+        )
 
 
 def _given_workspace(channel: socket.socket) -> tuple[str, int]:
@@ -254,7 +283,9 @@ async def with_network(body: Body, addresses: frozenset[str]) -> Body:
             async with asyncio.timeout(_FORK_S):
                 message: dict[str, object] = {"do": "network", "names": sorted(addresses)}
                 await send(body.channel, message, fds=[theirs.fileno()])
-                await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+                answer, _ = await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+        if "failed" in answer:
+            raise OSError(str(answer["failed"])[:500])
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
         await new_body.end()
         raise SandboxError(f"a session did not take its network: {error}") from None

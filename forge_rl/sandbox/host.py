@@ -52,6 +52,8 @@ class ServerSettings:
     """Processes and threads of all its sessions together."""
     images: str = ""
     """Folder with the layers of images; "" for none."""
+    copies_images: bool = False
+    """Give each session a copy of its image, as where the kernel has no overlay for it; for tests."""
 
 
 class Host:

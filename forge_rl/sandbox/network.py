@@ -1,8 +1,9 @@
 """Named network addresses for a session: its owner connects and passes bytes on. The session itself has no network.
 
 A session asks for an address over a channel; if it was named, the answer is one end of a new local connection, and the
-owner copies bytes between its other end and the address. Names are resolved here, and one that leads to a private
-address is refused: only the literal address can be named for those.
+owner copies bytes between its other end and the address. Of a command's connection, the session sends the owner the end
+that it has accepted, and the owner copies between that and the address. Names are resolved here, and one that leads to
+a private address is refused: only the literal address can be named for those.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Coroutine, Iterable, Iterator
 
 from forge_rl.errors import ConfigError
+from forge_rl.sandbox.host import readable
 from forge_rl.sandbox.inside.frames import MOST_ADDRESS
 from forge_rl.system.tasks import TaskGroup
 
@@ -50,6 +53,35 @@ def named_addresses(addresses: Iterable[str]) -> frozenset[str]:
     return frozenset(named)
 
 
+class _GivenSocket(socket.socket):
+    """A connection of which the session may hold the other descriptors, and so may let it block again at any time."""
+
+    @classmethod
+    def of(cls, fd: int) -> _GivenSocket | None:
+        """Take a descriptor; None, and it is closed, if it is no stream socket."""
+        try:
+            connection = cls(fileno=fd)
+        except OSError:
+            os.close(fd)
+            return None
+        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+            connection.close()
+            return None
+        connection.setblocking(False)
+        return connection
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        return super().recv(size, flags | socket.MSG_DONTWAIT)
+
+    def send(self, data: bytes | memoryview, flags: int = 0) -> int:
+        return super().send(data, flags | socket.MSG_DONTWAIT)
+
+    def reset(self) -> None:
+        """Close the connection so that its other end sees an error."""
+        with self, contextlib.suppress(OSError):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 class SessionNetwork:
     """The connections of one session; `close` ends them, as the end of the session does.
 
@@ -76,18 +108,53 @@ class SessionNetwork:
         """Answer requests, one after another, until the session has ended or does not take its answers."""
         loop = asyncio.get_running_loop()
         with self._channel, contextlib.suppress(OSError), self._relays_end():
-            while request := await loop.sock_recv(self._channel, MOST_ADDRESS):
+            while True:
+                await readable(loop, self._channel)
+                request, descriptors, _, _ = socket.recv_fds(self._channel, MOST_ADDRESS, 1)
+                if not request:
+                    return
+                address = request.decode("ascii", "replace")
+                if descriptors:
+                    self._connect(address, descriptors)
+                    continue
                 try:
-                    outside = await self._dial(request.decode("ascii", "replace"))
+                    outside = await self._dial(address)
                 except _RefusedConnectionError as refused:
                     self._channel.send(b"-" + str(refused).encode()[:MOST_ADDRESS])
                     continue
                 ours, theirs = socket.socketpair()
                 with theirs:
-                    relay = asyncio.create_task(_relay(ours, outside))
-                    self._relays.add(relay)
-                    relay.add_done_callback(self._relays.discard)
+                    self._keep(_relay(ours, outside))
                     socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
+
+    def _keep(self, relay: Coroutine[None, None, None]) -> None:
+        """Run what serves a connection, which counts until it has ended."""
+        task = asyncio.create_task(relay)
+        self._relays.add(task)
+        task.add_done_callback(self._relays.discard)
+
+    def _connect(self, address: str, descriptors: list[int]) -> None:
+        """Serve a connection that a command has made, of whose descriptor nothing is known."""
+        for fd in descriptors[1:]:
+            os.close(fd)
+        inside = _GivenSocket.of(descriptors[0])
+        if inside is None:
+            return
+        if len(self._relays) >= _CONNECTIONS:
+            inside.reset()
+            return
+        self._keep(self._dial_and_relay(address, inside))
+
+    async def _dial_and_relay(self, address: str, inside: _GivenSocket) -> None:
+        try:
+            outside = await self._dial(address, places=1)
+        except _RefusedConnectionError:
+            inside.reset()
+            return
+        except BaseException:
+            inside.close()
+            raise
+        await _relay(inside, outside)
 
     @contextlib.contextmanager
     def _relays_end(self) -> Iterator[None]:
@@ -98,10 +165,18 @@ class SessionNetwork:
             for relay in self._relays:
                 relay.cancel()
 
-    async def _dial(self, address: str) -> socket.socket:
+    async def _dial(self, address: str, places: int = 0) -> socket.socket:
+        """Connect to an address.
+
+        Args:
+            places: of the session's connections, how many it counts as already.
+
+        Raises:
+            _RefusedConnectionError: it was not named, or cannot be reached; says why.
+        """
         if address not in self.addresses:
             raise _RefusedConnectionError("this address is not one of the session's network=(...)")
-        if len(self._relays) >= _CONNECTIONS:
+        if len(self._relays) - places >= _CONNECTIONS:
             raise _RefusedConnectionError(f"the session has {_CONNECTIONS} open connections")
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.sandbox.bodies import Body, fork_body, start_body, start_body_in, with_network
 from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.images.image import ContainerImage
+from forge_rl.sandbox.inside.gates import MOST_ADDRESSES
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.session import PoolSession
@@ -86,7 +87,7 @@ class Pool:
             raise ConfigError(f"Pool(profile={self.profile!r})", hint="profiles are standard, strict and process")
         if unknown := set(self.without) - set(_OPTIONAL):
             raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
-        self._images = _images(self.images, self.profile) if self.images else ""
+        self._images = _images(self.images) if self.images else ""
         memory_bytes = _available_bytes() * 3 // 4 if self.memory_bytes is None else self.memory_bytes
         self._settings = ServerSettings(
             profile=self.profile,
@@ -168,23 +169,25 @@ class Pool:
                 session's. The folder never changes, and nobody should change it meanwhile; many sessions share it.
                 Where the kernel has no overlays for it, each session gets a copy, within its limits, and this warns.
             image: what commands see as their root, writable, with its variables, user and working folder; its layers
-                never change, and all sessions share them. The image's programs have a loopback of their own and no
-                other network.
-            network: addresses that Python code of the session may connect to by TCP, as HOST:PORT, and its forks with
-                it. A name that leads to a private address is refused; name that address itself.
+                never change, and all sessions share them. In the profiles of Python, it is the root of this machine's
+                Python, with the image's variables and working folder, and the session does not fork. The image's
+                programs have a loopback of their own and no other network but `network`. Where the kernel has no
+                overlays for it, each session gets a copy, as of a workspace.
+            network: addresses that Python code of the session, or its commands, may connect to by TCP, as HOST:PORT,
+                and its forks with it. A name that leads to a private address is refused; name that address itself.
             wait_s: how long to wait for a place; None for as long as it takes.
 
         Raises:
             SandboxError: no place became free, or the session could not be started.
         """
         addresses = named_addresses(network)
-        if addresses and self._settings.profile == "process":
+        if self._settings.profile == "process" and len(addresses) > MOST_ADDRESSES:
             raise ConfigError(
-                "commands have no network", hint='use Pool(profile="standard"), whose Python code has one'
+                f"network=(...) has {len(addresses)} addresses", hint=f"commands listen at {MOST_ADDRESSES} at most"
             )
         folder = None if workspace is None else _resolved(workspace)
         if image is not None:
-            self._check_image(image, has_workspace=folder is not None)
+            self._check_image(image, has_workspace=folder is not None, undo=undo)
         try:
             async with asyncio.timeout(wait_s):
                 await self._places.acquire()
@@ -226,16 +229,16 @@ class Pool:
         self.opened["fresh"] += 1
         return None
 
-    def _check_image(self, image: ContainerImage, *, has_workspace: bool) -> None:
+    def _check_image(self, image: ContainerImage, *, has_workspace: bool, undo: bool) -> None:
         """Check that sessions of this pool can have an image as their root.
 
         Raises:
             ConfigError: they cannot.
         """
-        if self.profile != "process":
+        if undo and self.profile != "process":
             raise ConfigError(
-                f"a session of the image {image.reference} runs commands, and sessions of {self.profile} run Python",
-                hint='use Pool(profile="process", images=...); its commands may be the image\'s Python',
+                f"undo=True, and a session of Python in the image {image.reference} cannot fork",
+                hint='leave out undo, or use Pool(profile="process", images=...)',
             )
         if has_workspace:
             raise ConfigError("a session has a workspace or an image", hint="put the files into the image's session")
@@ -261,7 +264,8 @@ class Pool:
             body = await start_body_in(name, host, limits, workspace, layers)
         if body.workspace is not None and (reason := body.workspace.copied) and reason not in self._told:
             self._told.add(reason)
-            warnings.warn(f"each session copies {workspace}, as an overlay of it failed: {reason}", stacklevel=2)
+            copied = workspace.reference if isinstance(workspace, ContainerImage) else workspace
+            warnings.warn(f"each session copies {copied}, as an overlay of it failed: {reason}", stacklevel=2)
         return body
 
     async def _fork(self, parent: Body, limits: Limits) -> Body:
@@ -335,9 +339,7 @@ def _packages(folder: str | Path) -> str:
     return str(path)
 
 
-def _images(folder: str | Path, profile: str) -> str:
-    if profile != "process":
-        raise ConfigError(f"Pool(profile={profile!r}, images=...)", hint='sessions of images need profile="process"')
+def _images(folder: str | Path) -> str:
     path = os.path.realpath(folder)
     if not os.path.isdir(path):
         raise ConfigError(f"Pool(images=...): {path} is no folder", hint="name the folder of a store of images")

@@ -249,6 +249,8 @@ class PoolSession:
         Raises:
             SandboxError: the pool is full, or the session cannot fork.
         """
+        if self._body.image is not None and self._body.host.profile != "process":
+            raise SandboxError("a session of Python in an image cannot fork", hint='use Pool(profile="process")')
         async with self._lock:
             self._check_alive()
             body = await self._fork_body(self._body, self.limits)

@@ -26,17 +26,18 @@ def call(*a): return libc.syscall(*a), ctypes.get_errno()
 
 
 _LONG = ("strict", "process", "debian_image")
+_NIGHTLY = ("musl_image", "standard_image", "strict_image")
 
 
 @pytest.fixture(
     params=[
         "standard",
         *(pytest.param(name, marks=pytest.mark.long) for name in _LONG),
-        pytest.param("musl_image", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in _NIGHTLY),
     ]
 )
 def sandbox(request: pytest.FixtureRequest) -> SharedPool:
-    """The pool of each profile, and of two images; code runs as a cell, or as a program under bubblewrap."""
+    """The pool of each profile, also in images; code runs as a cell, or as a program under bubblewrap."""
     return request.getfixturevalue(f"{request.param}_pool")
 
 
@@ -56,6 +57,20 @@ def musl_image_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared
     variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHOME": "/carried/usr"}
     image = image_of(busybox_layer(store), carried, env=variables, working_folder="/work")
     yield from opened_pool("process", image=image, python=python, images=store)
+
+
+@pytest.fixture(scope="module")
+def standard_image_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPool]:
+    """A pool of this machine's Python in an image of Debian."""
+    store = tmp_path_factory.mktemp("store")
+    yield from opened_pool("standard", image=debian_image(store, working_folder="/work"), images=store)
+
+
+@pytest.fixture(scope="module")
+def strict_image_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPool]:
+    """The same with namespaces of their own, in an image with busybox and musl, and nothing else."""
+    store = tmp_path_factory.mktemp("store")
+    yield from opened_pool("strict", image=image_of(busybox_layer(store), working_folder="/work"), images=store)
 
 
 @pytest.fixture(autouse=True)
@@ -366,7 +381,7 @@ _NETWORK_CALLS = ("socket", "bind", "connect", "listen", "setsockopt")
 def test_dangerous_system_calls_are_refused(sandbox: SharedPool):
     column = list(seccomp.ARCHITECTURES).index(os.uname().machine)
     numbers = {name: pair[column] for name, pair in DANGEROUS.items() if pair[column] >= 0}
-    if sandbox.image is not None:  # whose network is empty
+    if sandbox.has_network:  # whose network is empty
         numbers = {name: number for name, number in numbers.items() if name not in _NETWORK_CALLS}
     code = f"{CALL}{{name: call(n, 0, 0, 0, 0, 0, 0) for name, n in {numbers}.items()}}"
     result = ast.literal_eval(sandbox.value(code))
@@ -433,9 +448,9 @@ def test_programs_with_setuid_stay_what_they_are(sandbox: SharedPool):
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
 def test_no_sockets(sandbox: SharedPool, family: str):
-    if sandbox.image is not None and family in ("AF_INET", "AF_INET6", "AF_UNIX"):
+    if sandbox.has_network and family in ("AF_INET", "AF_INET6", "AF_UNIX"):
         pytest.skip("an image's programs have a network of their own")
-    if sandbox.image is not None:
+    if sandbox.has_network:
         assert sandbox.refused(f"import socket; socket.socket(socket.{family})") == "OSError"
         return
     assert sandbox.refused(f"import socket; socket.socket(socket.{family})") == "PermissionError"
@@ -443,7 +458,7 @@ def test_no_sockets(sandbox: SharedPool, family: str):
 
 def test_the_network_of_an_image_leads_nowhere(sandbox: SharedPool):
     """Its programs reach each other, and neither this machine nor another."""
-    if sandbox.image is None:
+    if not sandbox.has_network:
         pytest.skip("other sessions have no sockets")
     with socket.create_server(("0.0.0.0", 0)) as listener:
         port = listener.getsockname()[1]
@@ -464,6 +479,47 @@ def test_the_network_of_an_image_leads_nowhere(sandbox: SharedPool):
     outside, inside = ast.literal_eval(result.value)
     assert True not in outside
     assert inside is True
+
+
+def test_a_named_address_of_an_image_is_all_that_it_reaches(sandbox: SharedPool):
+    """Also by links of its own making: it can neither change its network nor enter another."""
+    if not sandbox.has_network:
+        pytest.skip("other sessions have no sockets")
+    with socket.create_server(("0.0.0.0", 0)) as named, socket.create_server(("0.0.0.0", 0)) as other:
+        ports = [listener.getsockname()[1] for listener in (named, other)]
+        code = f"""
+            import glob, os, socket, struct, fcntl
+            def tried(work):
+                try: return work() or "reached"
+                except OSError as error: return error.errno
+            def reached(host, port): return tried(lambda: socket.create_connection((host, port), 2).close())
+            def entered(path): return tried(lambda: call({{"x86_64": 308, "aarch64": 268}}[os.uname().machine],
+                os.open(path, os.O_RDONLY), 0)[0] and (_ for _ in ()).throw(OSError(1, "setns")))
+            hosts = ["127.0.0.1", "127.0.0.2", "10.0.0.1", "10.9.8.7", "169.254.169.254", "{socket.gethostname()}"]
+            bad = [reached(host, {ports[1]}) for host in hosts]
+            bad += [reached(host, {ports[0]}) for host in hosts if host not in ("127.0.0.1", "{socket.gethostname()}")]
+            bad += [tried(lambda family=family, kind=kind: socket.socket(family, kind).close())
+                for family, kind in ((socket.AF_NETLINK, 3), (socket.AF_PACKET, 3), (socket.AF_INET, 3))]
+            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            bad += [tried(lambda: fcntl.ioctl(udp, 0x8914, struct.pack("16sh22x", b"lo", 0)) and None)]
+            bad += [entered(path) for path in glob.glob("/proc/*/ns/net") + glob.glob("/proc/*/ns/user")]
+            bad += [tried(lambda: socket.create_server(("127.0.0.1", {ports[0]})).close())]
+            bad, reached("127.0.0.1", {ports[0]})
+        """
+
+        async def work():
+            async with sandbox.pool.session(network=[f"127.0.0.1:{ports[0]}"]) as session:
+                return await sandbox.run_in(session, CALL + textwrap.dedent(code))
+
+        result = sandbox.run(work())
+        assert result.error is None, result
+        bad, good = ast.literal_eval(result.value)
+        assert "reached" not in bad, bad
+        assert good == "reached"
+        named.accept()[0].close()
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()
 
 
 def test_abstract_sockets_of_the_machine_cannot_be_reached(sandbox: SharedPool):

@@ -111,8 +111,11 @@ class Starting(Generic[C]):
             )
         rollouts = setup.rollouts
         world = rollouts.world if rollouts is not None else SingleTurn
-        scores_itself = not callable(world) or getattr(world, "scores_itself", False)
-        if world is not None and scores_itself and (changed := changed_flags(config, ("rewards",))):
+        scores_itself = world is not None and (not callable(world) or getattr(world, "scores_itself", False))
+        if rollouts is not None and isinstance(rollouts.player, AgentPlayer):
+            # What an agent has done in a container is scored by the task's tests.
+            scores_itself = scores_itself or getattr(rollouts.player.agent, "workplaces", None) is not None
+        if scores_itself and (changed := changed_flags(config, ("rewards",))):
             raise ConfigError(
                 f"{changed[0]} has no effect, as the environment scores its episodes itself",
                 hint=f"leave out {changed[0]}, or choose another --env",

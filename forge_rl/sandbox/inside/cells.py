@@ -1,4 +1,4 @@
-"""Runs the cells of one session, inside of it. Imports nothing of this library but `frames` and `kernel`.
+"""Runs the cells of one session, inside of it. Imports nothing of this library but its neighbours.
 
 This code shares its process with what the model wrote: nothing outside may trust it.
 """
@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import fcntl
+import importlib
 import io
 import linecache
 import os
@@ -23,10 +24,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
-from forge_rl.sandbox.inside import dialing, frames, kernel
+from forge_rl.sandbox.inside import dialing, frames, images, kernel
 
 _MOST_TRACEBACK = 8192
 _MOST_GIVEN = 8
+_NO_MATTER = ("_tkinter", "readline", "nis", "ossaudiodev", "audioop", "spwd", "_crypt")
+"""Extensions that expect a terminal or a window, or that Python is about to drop."""
 _TOOK_TOO_LONG = {signal.SIGALRM: "wall-clock", signal.SIGPROF: "CPU"}
 
 
@@ -72,6 +75,8 @@ class Cells:
 
     def __init__(self, channel: socket.socket, output_bytes: int, image_bytes: int, workspace: str = "") -> None:
         self.channel = channel
+        self.has_image = False
+        """Whether an image is this process's root."""
         self.home = os.environ.get("HOME", "")
         self.workspace = workspace
         self.output_bytes = output_bytes
@@ -88,7 +93,26 @@ class Cells:
         for number in _TOOK_TOO_LONG:
             _signal.signal(number, self._overrun)
         answers = {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork, "network": self._network}
-        serve(self, answers)
+        serve(self, answers | ({"image": self._begin_in_image, "apply": self._apply} if self.has_image else {}))
+
+    def _begin_in_image(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        """Begin in an image's working folder, with its variables."""
+        folder = str(message["folder"])
+        os.environ.update({"PATH": images.PATH, "HOME": "/", "TMPDIR": "/tmp", **message["env"]})
+        try:
+            for path in ("/tmp", folder):
+                os.makedirs(path, exist_ok=True)
+            enter_workspace(folder)
+        except OSError as error:
+            return frames.encode({"failed": str(error)})
+        return frames.encode({})
+
+    def _apply(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        try:
+            images.Root("/").apply(data, str(message["folder"]))
+        except (OSError, ValueError) as error:
+            return frames.encode({"failed": str(error)})
+        return frames.encode({})
 
     def _open_streams(self) -> None:
         """Give both output streams a file of their own, which the session's memory limit bounds."""
@@ -302,7 +326,9 @@ def _current_folder(otherwise: str) -> str:
 
 def _import_from(old_path: str, new_path: str) -> None:
     """Import further modules from another folder, also modules of packages that are already imported."""
-    sys.path[:] = [new_path if path == old_path else path for path in sys.path]
+    sys.path[:] = [
+        new_path + path[len(old_path) :] if f"{path}/".startswith(f"{old_path}/") else path for path in sys.path
+    ]
     for module in list(sys.modules.values()):
         paths = getattr(module, "__path__", None)
         if type(paths) is list:
@@ -362,6 +388,25 @@ def enter_workspace(folder: str) -> None:
     os.chdir(folder)
     os.environ["PWD"] = folder
     sys.path.insert(0, folder)
+
+
+def enter_image(folders: Mapping[str, str]) -> None:
+    """Import modules of this machine's Python, and of its packages, from other places, in a root that has no others."""
+    for old_path, new_path in folders.items():
+        _import_from(old_path, new_path)
+    sys.path[:] = [path for path in sys.path if path.startswith(tuple(folders.values()))]
+    sys.path_importer_cache.clear()
+    sys.executable = ""  # programs are the image's
+    enter_folder("/")
+
+
+def load_extensions() -> None:
+    """Import the standard library's modules in C, whose libraries would be looked up in the image later."""
+    folder = next((path for path in sys.path if path.endswith("lib-dynload")), "")
+    for name in sorted({file.partition(".")[0] for file in os.listdir(folder)} if folder else ()):
+        if not (name.startswith("xx") or "test" in name or name in _NO_MATTER):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
 
 def _copy_folder(source: str, target: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from forge_rl.sandbox.inside import cells, cgroups, frames, images, kernel
+from forge_rl.sandbox.inside import cells, cgroups, frames, gates, images, kernel
 
 HOME, WORKSPACE = "/home/sandbox", "/workspace"
 INSIDE_UID = 1000
@@ -34,11 +34,11 @@ _ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 _CONFINED = (
-    *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--cap-drop", "ALL", "--new-session", "--die-with-parent", "--clearenv"),
 )
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_LINKS = (
+LINKS = (
     ("/proc/self/fd", "/dev/fd"),
     *((f"/proc/self/fd/{n}", f"/dev/std{s}") for n, s in enumerate(("in", "out", "err"))),
 )
@@ -127,6 +127,8 @@ class Commands:
     output_bytes: int
     filter: bytes
     """Seccomp program of the commands; b"" for none."""
+    network_filter: bytes
+    """The same for commands of a session with named addresses, or of an image."""
     folders: list[str]
     """What commands can read besides the system; programs in a folder `bin` of one are found."""
     meters: dict[str, cgroups.Meter] = field(default_factory=dict)
@@ -139,6 +141,12 @@ class Commands:
 
     def __post_init__(self) -> None:
         self._users: dict[str, images.User] = {}
+        self._gates: list[gates.Gate] = []
+        self._owner: socket.socket | None = None
+        """Takes the connections that commands make to named addresses."""
+        self._hosts = images.HOSTS
+        if self.has_image:
+            self.filter = self.network_filter
         for name in ("home", "tmp"):
             os.mkdir(name, 0o700)
         self._bwrap = bubblewrap()
@@ -147,6 +155,7 @@ class Commands:
 
     def serve(self) -> NoReturn:
         answers: dict[str, cells.Answer] = {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork}
+        answers["network"] = self._network
         if self.has_image:
             answers |= {"put": self._put_in_image, "get": self._get_of_image, "apply": self._apply}
         cells.serve(self, answers)
@@ -242,6 +251,9 @@ class Commands:
 
     def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         def settle(fds: list[int]) -> None:
+            if self._owner is not None:
+                self._owner.close()
+            self._owner, self._gates = None, []
             old = list(self.meters.values())
             self.meters = {
                 meter.kind: cgroups.Meter(fd, meter.kind, meter.key, meter.unit)
@@ -251,6 +263,18 @@ class Commands:
                 os.close(meter.fd)
 
         return cells.become_two(self, message, descriptors, settle)
+
+    def _network(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        """Take the channel to the owner, who connects to named addresses, and try whether commands could reach them."""
+        os.set_inheritable(descriptors[0], False)
+        self._owner = socket.socket(fileno=descriptors[0])
+        self._gates, lines = gates.gates_of(message["names"])
+        self._hosts, self.filter = images.HOSTS + lines, self.network_filter
+        try:
+            gates.opened(self._gates).close()
+        except OSError as error:
+            return frames.encode({"failed": str(error)})
+        return frames.encode({})
 
     def _execute(self, command: _Command) -> _CommandEnd:
         """Run a command to its end, and to the end of all that it has started.
@@ -268,12 +292,18 @@ class Commands:
         arguments = [*confinement, "--", *command.argv]
         if any("\0" in argument for argument in arguments):
             raise ValueError("a command contains a NUL")
-        running, stdin = self._start(arguments, command.output_bytes, command.cpu_s)
-        end_cpu_s = None if command.cpu_s is None else start_cpu_s + command.cpu_s
+        passage = gates.opened(self._gates) if self._gates else None
         try:
-            self._attend(running, stdin, command.stdin, command.wall_s, end_cpu_s)
+            running, stdin = self._start(arguments, command.output_bytes, command.cpu_s, passage)
+            end_cpu_s = None if command.cpu_s is None else start_cpu_s + command.cpu_s
+            listeners = passage.listeners if passage is not None else {}
+            try:
+                self._attend(running, stdin, command, end_cpu_s, listeners)
+            finally:
+                _end(running)
         finally:
-            _end(running)
+            if passage is not None:
+                passage.close()
         out, err, report = (bytes(buffer) for buffer, _ in running.streams.values())
         memory = self._count("memory_bytes") or resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         return _CommandEnd(
@@ -294,9 +324,6 @@ class Commands:
         """
         if command.user not in self._users:
             self._users[command.user] = images.user(self._root(), command.user)
-            with open(f"{self.home}/hosts", "w") as file:
-                file.write(images.HOSTS)
-            os.chmod(f"{self.home}/hosts", 0o644)
         user = self._users[command.user]
         arguments = ["bwrap", *_CONFINED, "--uid", str(user.uid), "--gid", str(user.gid)]
         for name, value in {"PATH": images.PATH, "HOME": user.home, **command.env}.items():
@@ -304,11 +331,19 @@ class Commands:
         arguments += ["--bind", self.workspace, "/", "--proc", "/proc", "--tmpfs", "/dev"]
         for name in _DEVICES:
             arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        for target, place in _LINKS:
+        for target, place in LINKS:
             arguments += ["--symlink", target, place]
-        arguments += ["--bind", f"{self.home}/tmp", "/dev/shm", "--ro-bind", f"{self.home}/hosts", "/etc/hosts"]
+        arguments += ["--bind", f"{self.home}/tmp", "/dev/shm", *self._hosts_arguments()]
         arguments += ["--dir", "/tmp", "--dir", command.folder]
         return [*arguments, "--remount-ro", "/proc", "--remount-ro", "/dev", "--chdir", command.folder]
+
+    def _hosts_arguments(self) -> list[str]:
+        path = f"{self.home}/hosts"
+        if not os.path.exists(path) or os.path.getsize(path) != len(self._hosts):
+            with open(path, "w") as file:
+                file.write(self._hosts)
+            os.chmod(path, 0o644)
+        return ["--ro-bind", path, "/etc/hosts"]
 
     def _confinement(self, env: dict[str, str], folder: str, folders: Mapping[str, str]) -> list[str]:
         """Return bubblewrap's arguments: what a command sees, and nothing else."""
@@ -321,12 +356,14 @@ class Commands:
                 arguments += ["--symlink", os.readlink(f"/{entry}"), f"/{entry}"]
             elif entry in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc"):
                 arguments += ["--ro-bind", f"/{entry}", f"/{entry}"]
+        if self._gates:
+            arguments += self._hosts_arguments()
         for path in self.folders:
             arguments += ["--ro-bind", path, path]
         arguments += ["--proc", "/proc", "--dir", "/dev"]
         for name in _DEVICES:
             arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        for target, place in _LINKS:
+        for target, place in LINKS:
             arguments += ["--symlink", target, place]
         home = self.home
         arguments += ["--bind", f"{home}/home", HOME, "--bind", f"{home}/tmp", "/tmp"]
@@ -340,7 +377,9 @@ class Commands:
         arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
         return [*arguments, "--chdir", os.path.join(WORKSPACE if self.workspace else HOME, folder)]
 
-    def _start(self, arguments: list[str], output_bytes: int, cpu_s: float | None) -> tuple[_RunningCommand, int]:
+    def _start(
+        self, arguments: list[str], output_bytes: int, cpu_s: float | None, passage: gates.Passage | None
+    ) -> tuple[_RunningCommand, int]:
         """Start bubblewrap; return it and the descriptor of the command's standard input."""
         pipes = [os.pipe() for _ in range(4)]
         their_ends = [pipes[0][0], *(writer for _, writer in pipes[1:])]
@@ -353,7 +392,7 @@ class Commands:
                 os.lseek(program, 0, os.SEEK_SET)
             pid = os.fork()
             if pid == 0:
-                self._become_bubblewrap(arguments, their_ends, program, cpu_s)
+                self._become_bubblewrap(arguments, their_ends, program, cpu_s, passage)
         except BaseException:
             for fd in our_ends:
                 os.close(fd)
@@ -372,7 +411,12 @@ class Commands:
         ), stdin
 
     def _become_bubblewrap(
-        self, arguments: list[str], streams: list[int], program: int | None, cpu_s: float | None
+        self,
+        arguments: list[str],
+        streams: list[int],
+        program: int | None,
+        cpu_s: float | None,
+        passage: gates.Passage | None,
     ) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
@@ -388,6 +432,10 @@ class Commands:
                 seconds = int(cpu_s) + 2
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             extra = ["--json-status-fd", str(streams[3])]
+            if passage is None:
+                extra.append("--unshare-net")
+            else:
+                passage.enter()
             os.set_inheritable(streams[3], True)
             if program is not None:
                 os.set_inheritable(program, True)
@@ -404,16 +452,26 @@ class Commands:
         finally:
             os._exit(127)
 
-    def _attend(self, running: _RunningCommand, stdin: int, data: bytes, wall_s: float, cpu_end: float | None) -> None:
-        """Feed and read a command until it and all that it started have closed their outputs, or exceed a limit."""
-        waiting = select.poll()
-        for fd in running.streams:
+    def _attend(
+        self,
+        running: _RunningCommand,
+        stdin: int,
+        command: _Command,
+        cpu_end: float | None,
+        listeners: Mapping[int, gates.Gate],
+    ) -> None:
+        """Feed and read a command until it and all that it started have closed their outputs, or exceed a limit.
+
+        Its connections to named addresses go to the owner meanwhile.
+        """
+        waiting, data = select.poll(), command.stdin
+        for fd in (*running.streams, *listeners):
             waiting.register(fd, select.POLLIN)
         if data:
             waiting.register(stdin, select.POLLOUT)
         else:
             os.close(stdin)
-        remaining, deadline = memoryview(data), running.began + wall_s
+        remaining, deadline = memoryview(data), running.began + command.wall_s
         open_streams = set(running.streams)
         try:
             while open_streams:
@@ -428,6 +486,10 @@ class Commands:
                     running.kill()
                 pause = deadline - current_time
                 for fd, _ in waiting.poll(1000 * max(0.001, pause if cpu_end is None else min(pause, _TICK_S))):
+                    if fd in listeners:
+                        assert self._owner is not None
+                        gates.pass_on(fd, listeners[fd], self._owner)
+                        continue
                     if fd != stdin or not data:
                         if not self._take(running, fd):
                             waiting.unregister(fd)

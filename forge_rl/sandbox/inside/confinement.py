@@ -40,6 +40,8 @@ class Lineage:
     """Paths of its image's layers in the server's store, the lowest first; empty without an image."""
     space: int = -1
     """Descriptor of its mount namespace, if it has an image."""
+    proc: str = "/proc"
+    """Where its first process can write to /proc until it is confined."""
     to_copy: int = -1
     """Descriptor of the workspace's base if its first process has to copy it."""
 
@@ -55,13 +57,18 @@ class Confinement:
     def __init__(self, config: dict[str, Any], *, has_cgroups: bool) -> None:
         missing = config["missing"]
         self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
-        # Programs of images have the loopback of a network namespace of their own, and nothing else.
-        self.image_filter = b"" if "seccomp" in missing else seccomp.session_filter(has_network=True)
+        # Programs of images, and of sessions with named addresses, have the loopback of a network of their own.
+        self.network_filter = b"" if "seccomp" in missing else seccomp.session_filter(has_network=True)
         self.landlock = 0 if "landlock" in missing or config["profile"] == "process" else kernel.landlock_version()
         self.strict = config["profile"] == "strict"
         self.process = config["profile"] == "process"
         self.rootless = config["rootless"]
         self.has_cgroups = has_cgroups
+        # Python's own modules, and not the machine's programs beside them.
+        self.carried = {
+            path: f"{surroundings.CARRIED}/{number}"
+            for number, path in enumerate([os.path.dirname(os.__file__), *config["packages"]])
+        }
         self.packages = [path for path in [sys.base_prefix, *config["packages"]] if not surroundings.is_system(path)]
         self.rules = [
             (os.open(path, os.O_PATH | os.O_CLOEXEC), rights)
@@ -99,7 +106,8 @@ class Confinement:
             signal.set_wakeup_fd(-1)
             _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-            score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)  # a machine out of memory takes sessions first
+            # A machine out of memory takes sessions first.
+            score = os.open(f"{lineage.proc}/self/oom_score_adj", os.O_WRONLY)
             os.write(score, b"500" if self.process else b"1000")  # and commands before what reports of them
             os.close(score)
             _limit_resources(limits, memory_too=not self.has_cgroups)
@@ -107,20 +115,25 @@ class Confinement:
             if lineage.to_copy >= 0:
                 overlays.copy(lineage.to_copy, folder, uid)
             self.become_user(uid)
-            home = os.path.join(folder, "0")
-            os.mkdir(home, 0o700)
-            cells.enter_folder(home)
-            workspace = os.path.join(folder, overlays.NAME) if lineage.has_workspace else ""
+            runs_in_image = bool(lineage.layers) and not self.process
+            workspace = "" if runs_in_image or not lineage.has_workspace else os.path.join(folder, overlays.NAME)
+            if runs_in_image:
+                folder = "/"
+                cells.enter_image(self.carried)
+            else:
+                home = os.path.join(folder, "0")
+                os.mkdir(home, 0o700)
+                cells.enter_folder(home)
             if workspace and not self.process:
                 cells.enter_workspace(workspace)
             if self.strict or self.rootless:
-                self._enter_own_users(uid)
+                self._enter_own_users(uid, lineage.proc)
             processes = limits["processes"] + self.process * commands.OWN_PROCESSES
             # After that, as it is counted in its own namespace if it has one.
             resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
             kernel.forbid_privileges()
             if self.landlock:
-                rules = [*self.rules, (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
+                rules = [*([] if runs_in_image else self.rules), (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
                 kernel.restrict_files(rules, self.landlock)
             cells.fresh_random()
             if self.filter and not self.process:
@@ -134,7 +147,9 @@ class Confinement:
             resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
             if self.process:
                 self._serve_commands(channel, workspace, limits, meters, has_image=bool(lineage.layers))
-            cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"], workspace).serve()
+            served = cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"], workspace)
+            served.has_image = runs_in_image
+            served.serve()
         except BaseException as error:
             with contextlib.suppress(OSError):
                 channel.sendall(frames.encode({"failed": f"{type(error).__name__}: {error}"}))
@@ -150,15 +165,16 @@ class Confinement:
         *,
         has_image: bool,
     ) -> NoReturn:
-        filter_program = self.image_filter if has_image else self.filter
-        served = commands.Commands(channel, limits["output_bytes"], filter_program, self.packages, has_image=has_image)
+        served = commands.Commands(
+            channel, limits["output_bytes"], self.filter, self.network_filter, self.packages, has_image=has_image
+        )
         served.meters = {meter.kind: meter for meter in meters}
         served.workspace = workspace
         served.serve()
 
-    def _enter_own_users(self, uid: int) -> None:
+    def _enter_own_users(self, uid: int, proc: str = "/proc") -> None:
         """Enter a user namespace in which this process has no capabilities, and which knows no other user."""
-        kernel.enter_user_namespace(commands.INSIDE_UID if self.rootless else uid)
+        kernel.enter_user_namespace(commands.INSIDE_UID if self.rootless else uid, proc=proc)
         kernel.drop_capabilities()
         if not self.process:  # bubblewrap's files in /proc are its own
             kernel.open_to_own_user(False)
@@ -188,7 +204,7 @@ class Confinement:
                     self._enter_own_users(uid)
                 kernel.forbid_privileges()
                 with socket.socket() as channel:
-                    cause = commands.Commands(channel, 4096, self.filter, self.packages).check()
+                    cause = commands.Commands(channel, 4096, self.filter, self.filter, self.packages).check()
             except BaseException as error:
                 cause = str(error)
             os.write(writer, cause.encode("utf-8", "replace")[:4096])

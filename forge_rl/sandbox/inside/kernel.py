@@ -105,6 +105,12 @@ def enter_mounts(space: int) -> None:
     _checked(_libc.setns(space, NEW_MOUNTS), "setns")
 
 
+def enter_network(users: int, network: int) -> None:
+    """Enter an open network namespace, and the open user namespace to which it belongs, both made by this user."""
+    _checked(_libc.setns(users, NEW_USER), "setns")
+    _checked(_libc.setns(network, NEW_NETWORK), "setns")
+
+
 def unmount(target: str) -> None:
     """Detach a mount; files in use stay until they are closed. A link at the end of the path is not followed."""
     detach, no_follow = 2, 8
@@ -143,18 +149,19 @@ def drop_capabilities() -> None:
     _checked(_libc.syscall(_CAPSET[os.uname().machine], version_3, bytes(24)), "capset")
 
 
-def enter_user_namespace(inside: int, namespaces: int = 0) -> None:
+def enter_user_namespace(inside: int, namespaces: int = 0, proc: str = "/proc") -> None:
     """Give this process a user namespace that knows only its own user, with all capabilities in it.
 
     Args:
         inside: number of the user and of its group in there.
         namespaces: flags of further namespaces to create, which belong to it.
+        proc: where /proc can be written.
     """
     uid, gid = os.getuid(), os.getgid()
     unshare(NEW_USER | namespaces)
     open_to_own_user(True)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"{proc}/self/{name}", "w") as file:
             file.write(text)
 
 

@@ -198,16 +198,85 @@ def _copy_changes(source: int, target: int, uid: int) -> None:
                 for mark in _OPAQUE:
                     with contextlib.suppress(OSError):  # no such mark
                         os.setxattr(inner_target, mark, os.getxattr(inner_source, mark))
-        elif kind == stat.S_IFLNK:
-            os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
-        elif kind == stat.S_IFREG:
-            _copy_file(name, source, target, status.st_mode & 0o777)
-        elif kind in (stat.S_IFIFO, stat.S_IFCHR):  # the only device that a session can make is the mark of a deletion
-            os.mknod(name, kind | 0o600, 0, dir_fd=target)
-        else:
-            continue  # a socket, at which nobody listens
-        os.chown(name, uid, uid, dir_fd=target, follow_symlinks=False)
-        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+        elif not _copy_entry(name, status, source, target):
+            continue
+        _give(name, target, status, uid)
+
+
+def copy_image(layers: Sequence[str], scratch: str, uid: int) -> None:
+    """Copy what an image's layers show together to the empty NAME in a session's scratch folder.
+
+    Raises:
+        OSError: a layer is missing, or it does not fit.
+    """
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(_opened(f"{LAYERS}/{layer}")) for layer in reversed(layers)]
+        target = stack.enter_context(_opened(os.path.join(scratch, NAME)))
+        _copy_merged(sources, target, uid)
+        os.fchown(target, uid, uid)
+        os.fchmod(target, 0o755)
+
+
+def _copy_merged(sources: Sequence[int], target: int, uid: int) -> None:
+    """Copy what open folders show together, each above those that follow."""
+    names = set[str]()
+    for place, source in enumerate(sources):
+        for name in set(os.listdir(source)) - names:
+            names.add(name)
+            status = os.stat(name, dir_fd=source, follow_symlinks=False)
+            if stat.S_ISCHR(status.st_mode):
+                continue  # the mark of a deletion, the only device that layers have
+            if stat.S_ISDIR(status.st_mode):
+                os.mkdir(name, 0o700, dir_fd=target)
+                with contextlib.ExitStack() as stack:
+                    folders = [stack.enter_context(_opened(name, source))]
+                    for below in sources[place + 1 :]:
+                        if _is_opaque(folders[-1]) or ((mode := _mode(name, below)) and not stat.S_ISDIR(mode)):
+                            break
+                        if mode:
+                            folders.append(stack.enter_context(_opened(name, below)))
+                    inner = stack.enter_context(_opened(name, target))
+                    _copy_merged(folders, inner, uid)
+                    os.fchmod(inner, status.st_mode & 0o777)
+            elif not _copy_entry(name, status, source, target):
+                continue
+            _give(name, target, status, uid)
+
+
+def _mode(name: str, folder: int) -> int:
+    """Return the kind and mode of a folder's entry; 0 if it has none."""
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _is_opaque(folder: int) -> bool:
+    for mark in _OPAQUE:
+        with contextlib.suppress(OSError):  # no such mark
+            if os.getxattr(folder, mark) == b"y":
+                return True
+    return False
+
+
+def _copy_entry(name: str, status: os.stat_result, source: int, target: int) -> bool:
+    """Copy what is no folder; return False for a socket, at which nobody listens."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFLNK:
+        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+    elif kind == stat.S_IFREG:
+        _copy_file(name, source, target, status.st_mode & 0o777)
+    elif kind in (stat.S_IFIFO, stat.S_IFCHR):  # the only device that a session can make is the mark of a deletion
+        os.mknod(name, kind | 0o600, 0, dir_fd=target)
+    else:
+        return False
+    return True
+
+
+def _give(name: str, folder: int, status: os.stat_result, uid: int) -> None:
+    """Give a copy to a user, with the times of the original."""
+    os.chown(name, uid, uid, dir_fd=folder, follow_symlinks=False)
+    os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=folder, follow_symlinks=False)
 
 
 def _copy_file(name: str, source: int, target: int, mode: int) -> None:
@@ -224,7 +293,7 @@ def _copy_bytes(source: BinaryIO, target: BinaryIO) -> None:
 
 
 @contextlib.contextmanager
-def _opened(name: str, parent: int) -> Iterator[int]:
+def _opened(name: str, parent: int | None = None) -> Iterator[int]:
     folder = os.open(name, _FOLDER, dir_fd=parent)
     try:
         yield folder

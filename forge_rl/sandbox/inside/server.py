@@ -64,6 +64,8 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     config = json.loads(channel.recv(_MOST_MESSAGE))
     if config["profile"] != "process":
         cells.rehearse()
+        if config["images"]:
+            cells.load_extensions()
     for name in config["preload"]:
         try:
             importlib.import_module(name)
@@ -147,6 +149,7 @@ class _SessionServer:
             self.confinement.process,
             self.confinement.rootless,
         )
+        self.copies_images = config["copies_images"]
         self.sessions: dict[str, Lineage] = {}
         self.ending: set[str] = set()
         self.births: dict[int, tuple[socket.socket, str, bool]] = {}
@@ -281,6 +284,8 @@ class _SessionServer:
                 if lineage.init == 0:
                     shows = functools.partial(_show_workspace, lineage, limits, *workspace)
                     group = _GroupFds(doors, last, unified)
+                    if layers:
+                        shows = functools.partial(self._enter_image, lineage, limits, group, control, *workspace)
                     self._become_init(lineage, limits, control, group, birth, shows if workspace else None)
                 birth.close()
                 self.inits[lineage.init] = lineage
@@ -289,7 +294,9 @@ class _SessionServer:
                 pid = kernel.fork_into(unified, kernel.NEW_MOUNTS if layers else 0)
                 if pid == 0:
                     if layers:
-                        self._enter_image(lineage, limits, control, *workspace)
+                        kernel.unmount("/tmp")
+                        group = _GroupFds(doors, last, unified)
+                        self._enter_image(lineage, limits, group, control, *workspace)
                     meters = self.tree.meters(name) if self.process else []
                     self.confinement.become_session(lineage, limits, control, doors, last, meters)
                 self.pids[pid] = name
@@ -299,20 +306,63 @@ class _SessionServer:
             for fd in [*doors, *last, *([unified] if unified is not None else [])]:
                 os.close(fd)
 
-    def _enter_image(self, lineage: Lineage, limits: dict[str, Any], control: int, owner: int) -> None:
-        """Make the root of a session's commands, in the process and the mount namespace of the session."""
+    def _enter_image(
+        self, lineage: Lineage, limits: dict[str, Any], group: _GroupFds, control: int, owner: int
+    ) -> None:
+        """Make the root of a session's commands, in the mount namespace of the session; of its Python, enter it too."""
         try:
-            kernel.unmount("/tmp")
-            _mount_scratch(lineage, limits)
-            os.mkdir(os.path.join(lineage.folder, overlays.NAME), 0o700)
+            if not self.strict:
+                _mount_scratch(lineage, limits)
+            place, reason = os.path.join(lineage.folder, overlays.NAME), ""
+            os.mkdir(place, 0o700)
             bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
-            _tell_of_workspace(
-                owner, b"workspace", overlays.mount_image(lineage.layers, lineage.folder, lineage.uid, **bounds)
-            )
+            try:
+                if self.copies_images:
+                    raise OSError("this pool copies images")
+                changes = overlays.mount_image(lineage.layers, lineage.folder, lineage.uid, **bounds)
+            except OSError as error:
+                reason = str(error)
+                self._copy_image(lineage, group, reason)
+                changes = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+            _tell_of_workspace(owner, f"workspace {reason}".encode(), changes)
+            os.close(changes)
+            if not self.process:
+                folders = list(self.confinement.carried)
+                if reason:
+                    kernel.mount(place, place, flags=kernel.BIND)  # only a mount can be a root
+                proc = surroundings.enter_image(place, lineage.folder, lineage.uid, folders)
+                lineage.proc = f"/proc/self/fd/{proc}"
         except OSError as error:
             with contextlib.suppress(OSError), socket.socket(fileno=control) as channel:
                 channel.sendall(frames.encode({"failed": f"its image cannot be mounted here: {error}"}))
             os._exit(1)
+
+    def _copy_image(self, lineage: Lineage, group: _GroupFds, reason: str) -> None:
+        """Copy an image's files to a session's scratch folder, by a process in its cgroups.
+
+        Raises:
+            OSError: they do not fit; says why it is a copy.
+        """
+        reader, writer = os.pipe()
+        child = kernel.fork_into(group.unified)
+        if child == 0:
+            cause = ""
+            try:
+                signal.set_wakeup_fd(-1)
+                for door in group.doors:
+                    os.write(door, b"0")
+                overlays.copy_image(lineage.layers, lineage.folder, lineage.uid)
+            except BaseException as error:
+                cause = str(error) or type(error).__name__
+            os.write(writer, f"!{cause}".encode("utf-8", "replace")[:1024])
+            os._exit(0)
+        os.close(writer)
+        cause = os.read(reader, 1024).decode("utf-8", "replace") or "?killed, as by its memory limit"
+        os.close(reader)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+        if cause != "!":
+            raise OSError(f"{reason}; and its files cannot be copied within the session's Limits: {cause[1:]}")
 
     def _become_init(
         self,
@@ -335,7 +385,8 @@ class _SessionServer:
             if kernel.fork_into(group.unified) == 0:
                 birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
                 birth.recv(1)
-                self.confinement.show_proc()
+                if not lineage.layers:
+                    self.confinement.show_proc()
                 self.confinement.become_session(lineage, limits, control, group.doors, group.last_doors)
             os.closerange(3, MOST_FILES)
             self.confinement.become_user(lineage.uid)

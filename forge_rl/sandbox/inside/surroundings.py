@@ -5,9 +5,13 @@ Runs in the keeper and the server, and imports nothing of this library but its n
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+from collections.abc import Sequence
 
 from forge_rl.sandbox.inside import commands, kernel, overlays
+from forge_rl.sandbox.inside.images import HOSTS
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """What a session can read and execute, besides Python."""
@@ -24,6 +28,8 @@ _ETC = (
 _PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{uid}:{uid}:session:{home}:/bin/sh\n"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
+CARRIED = "/dev/python"
+"""Where sessions of an image find this machine's Python, in a folder that no image has files in."""
 HIDDEN = kernel.NO_SETUID | kernel.NO_DEVICES
 
 
@@ -72,7 +78,8 @@ def build_root(folders: list[str], profile: str, rootless: bool, images: str = "
         os.close(fd)
     process = profile == "process"
     uid, home = (commands.INSIDE_UID, commands.HOME) if process else (65534, "/tmp")
-    for name, text in (("passwd", _PASSWD.format(uid=uid, home=home)), ("group", f"sandbox:x:{uid}:\n")):
+    passwd = _PASSWD.format(uid=uid, home=home)
+    for name, text in (("passwd", passwd), ("group", f"sandbox:x:{uid}:\n"), ("hosts", HOSTS)):
         with open(f"{root}/etc/{name}", "w") as file:
             file.write(text)
     for name in ("/proc", "/tmp"):
@@ -87,6 +94,44 @@ def build_root(folders: list[str], profile: str, rootless: bool, images: str = "
         kernel.mount("/proc", f"{root}/proc", flags=kernel.BIND | kernel.RECURSIVE)
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=711")
     kernel.pivot_root(root)
+
+
+def enter_image(root: str, scratch: str, uid: int, folders: Sequence[str]) -> int:
+    """Make an image's mounted files the root of this mount namespace, with /proc and /dev of ours; the old one goes.
+
+    Nothing of the image runs here yet, or ever did. What sessions read of the machine is below CARRIED.
+
+    Args:
+        folders: of Python's modules, each shown at its number below CARRIED.
+
+    Returns:
+        A descriptor of /proc, which is read-only by its path from here on.
+
+    Raises:
+        OSError: the image has something else in the place of a folder, or this cannot be mounted here.
+    """
+    for name in ("proc", "dev"):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{root}/{name}", 0o755)
+        if not stat.S_ISDIR(os.lstat(f"{root}/{name}").st_mode):
+            raise OSError(f"its /{name} is no folder")
+    proc = kernel.detached("/proc")
+    kernel.mount("/proc", f"{root}/proc", flags=kernel.BIND)
+    kernel.mount("none", f"{root}/proc", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | HIDDEN)
+    kernel.mount("tmpfs", f"{root}/dev", "tmpfs", kernel.NO_SETUID, "size=64k,mode=755")
+    for name in DEVICES:
+        _show(f"/dev/{name}", f"{root}/dev/{name}", device=True)
+    for target, place in commands.LINKS:
+        os.symlink(target, root + place)
+    os.mkdir(f"{scratch}/shm", 0o700)
+    os.chown(f"{scratch}/shm", uid, uid)
+    os.mkdir(f"{root}/dev/shm")
+    kernel.mount(f"{scratch}/shm", f"{root}/dev/shm", flags=kernel.BIND)
+    for number, folder in enumerate(folders):
+        _show(folder, f"{root}{CARRIED}/{number}")
+    kernel.mount("none", f"{root}/dev", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
+    kernel.pivot_root(root)
+    return proc
 
 
 def is_system(path: str) -> bool:

@@ -17,6 +17,7 @@ LEFT_OUT = (".git", "__pycache__", ".pytest_cache")
 """Names of files and folders whose changes are left out by default."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_DEPTH = 100
+_CHUNK = 1 << 20
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 _MOUNTED = ("proc", "dev", "etc/hosts")
 """What commands of an image see of ours in place of its own."""
@@ -139,6 +140,8 @@ class _ChangeReader:
             if self.is_overlay and after == _WHITEOUT:
                 after = None
             unread = [entry for entry in (before, after) if entry and stat.S_ISREG(entry.mode) and entry.data is None]
+            if len(unread) == 2 and before == after and not self.is_overlay and _is_same(name, bases, session_fd):
+                continue  # a copy, in which large files are those of the base
             if before != after or unread:
                 if self.left_changes == 0:
                     self.left_out.append(f"{path}{name} and what follows: more changes than are listed")
@@ -207,6 +210,23 @@ class _ChangeReader:
             return Entry(mode=entry.mode)
         self.left_bytes -= len(entry.data)
         return entry
+
+
+def _is_same(name: str, bases: Sequence[int], session_fd: int | None) -> bool:
+    """Compare the content of two files that are too large to be kept."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        base = next(base for base in bases if name in os.listdir(base))
+        files = [
+            stack.enter_context(open(os.open(name, flags, dir_fd=folder), "rb", buffering=0))
+            for folder in (base, session_fd)
+        ]
+        sizes = [os.fstat(file.fileno()).st_size for file in files]
+        # No more than the size at first: the session may write meanwhile.
+        return sizes[0] == sizes[1] and all(
+            _read(files[0].fileno(), _CHUNK) == _read(files[1].fileno(), _CHUNK) for _ in range(0, sizes[0], _CHUNK)
+        )
+    return False
 
 
 def _is_folder(entry: Entry | None) -> bool:
