@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from forge_rl.engines.families.family import Architecture, Family
+from forge_rl.engines.families.family import Architecture, Experts, Family
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
 from forge_rl.models.quantized import refusal
@@ -106,6 +106,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         window=window if window and window_layers else None,
         window_layers=tuple(window_layers) if window else (),
+        experts=_experts(path.parent),
         weight_count=sum(shape.numel() for shape in shapes.values()),
         folder=path.parent,
     )
@@ -147,6 +148,23 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
     biases = ((name, buffer) for name, buffer in causal.named_buffers() if name.endswith(ROUTER_BIASES))
     weights = itertools.chain(causal.named_parameters(), biases)
     return {name: weight.shape for name, weight in weights if not (tied and name == HEAD)}
+
+
+def _experts(folder: Path) -> Experts | None:
+    """Return the dimensions of a model's experts; None if it has none whose routers are known."""
+    causal = causal_model(folder)
+    routers: dict[int, Any] = expert_routers(causal)
+    if not routers:
+        return None
+    router, config = next(iter(routers.values())), causal.config
+    hidden_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return Experts(
+        layers=tuple(routers),
+        count=router.num_experts,
+        top_k=router.top_k,
+        hidden_dim=hidden_dim,
+        normalized=bool(getattr(config, "norm_topk_prob", False)),
+    )
 
 
 def file_names(folder: Path) -> SameNames:
@@ -323,6 +341,27 @@ def recurrent_mixers(causal: Any) -> list[nn.Module]:
                 raise LookupError(f"has layers of {kind} whose state is in none of {', '.join(_MIXERS)}")
             mixers.append(getattr(layer, names[0]))
     return mixers
+
+
+def expert_routers(causal: Any) -> dict[int, nn.Module]:
+    """Return the routers of a model's experts by layer, as transformers built it; none if they differ in the number of
+    experts, or if a layer has several."""
+    routers = dict[int, nn.Module]()
+    for layer, block in enumerate(causal.model.layers):
+        choosing = {
+            name: module
+            for name, module in block.named_modules()
+            if all(type(getattr(module, count, None)) is int for count in ("top_k", "num_experts"))
+        }
+        innermost = [
+            module for name, module in choosing.items() if not any(other.startswith(f"{name}.") for other in choosing)
+        ]
+        if len(innermost) > 1:
+            return {}
+        if innermost:
+            routers[layer] = innermost[0]
+    shapes = {(router.num_experts, router.top_k) for router in routers.values()}
+    return routers if len(shapes) == 1 else {}
 
 
 def has_states(folder: Path) -> bool:

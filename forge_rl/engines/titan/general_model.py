@@ -19,7 +19,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.general import causal_model, recurrent_mixers
+from forge_rl.engines.families.tensor_plan import module_styles
 from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
+from forge_rl.engines.titan.general_parallel import TensorPeers, split_module, split_vocabulary, sum_gradients
+from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.general_state import ROW, RowContext, restart_places, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies
@@ -57,6 +60,8 @@ class GeneralModel(nn.Module):
         self.names = replace(names, head=VALUE_HEAD) if values else names
         self.enable_weight_tying = architecture.tied and not values
         self.model: Any = causal.model
+        self._peers: TensorPeers | None = None
+        self.routers = general_routers(causal)
         restart_states(recurrent_mixers(causal), causal.config)
         restart_places(causal)
         with torch.device("meta"):
@@ -68,7 +73,7 @@ class GeneralModel(nn.Module):
         if not values and self._around_head.changes_logits(architecture.vocab):
             self.lm_head.transform = self._around_head.logits
         self._buffers_of_config = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self._config = causal.config
+        self.config = causal.config
         if torch.get_default_dtype() == torch.float64:
             for layer in self.layers:
                 layer.forward = _in_float64(layer.forward)
@@ -86,6 +91,15 @@ class GeneralModel(nn.Module):
             path, _, leaf = name.rpartition(".")
             setattr(self.model.get_submodule(path), leaf, buffer.clone())
         self._tie()
+
+    def split(self, peers: TensorPeers) -> None:
+        """Leave this rank its part of each matrix that tensor-parallel ranks share; call it before `shard`."""
+        for name, style in module_styles(self).items():
+            split_module(self.model.get_submodule(name), style, peers)
+        embedding = self.model.get_input_embeddings()
+        if isinstance(self.lm_head, FloatHead):
+            split_vocabulary(embedding, self.lm_head, peers, tied=self.enable_weight_tying)
+            self._peers = peers
 
     def _tie(self) -> None:
         if self.enable_weight_tying:
@@ -110,7 +124,7 @@ class GeneralModel(nn.Module):
             scored_indices: see `PolicyModel.forward`.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        setattr(self._config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
+        setattr(self.config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
         # Without a mask, transformers would take jumps in positions for borders between episodes, even within a tree.
         # It reads the mask's values, which the meta device of a plan does not have.
         ones = torch.ones(tokens.shape, dtype=torch.int64, device="cpu" if tokens.is_meta else tokens.device)
@@ -118,12 +132,13 @@ class GeneralModel(nn.Module):
             hidden = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False
             ).last_hidden_state
+            hidden = self._around_head.hidden(hidden)
+            if self._peers is not None:
+                hidden = sum_gradients(hidden, self._peers)  # each rank has the logits of its part of the vocabulary
             if scored_indices is None:
-                outputs = self.lm_head(self._around_head.hidden(hidden))
+                outputs = self.lm_head(hidden)
                 return cast(torch.Tensor, outputs if outputs.ndim < 3 else self._around_head.logits(outputs))
-            return cast(
-                TokenScores, self.lm_head(self._around_head.hidden(hidden)[0, scored_indices], targets, scoring)
-            )
+            return cast(TokenScores, self.lm_head(hidden[0, scored_indices], targets, scoring))
 
     def shard(
         self, mesh: DeviceMesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool, gathers: bool
