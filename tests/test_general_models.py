@@ -33,7 +33,21 @@ from tests.zoo.trained import prepare
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
-TP = {"tensor_parallel_degree": 2}
+TP, EP = {"tensor_parallel_degree": 2}, {"expert_parallel_degree": 2}
+MIXTURES = (
+    "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "Qwen/Qwen3.5-35B-A3B, its text model",
+    "zai-org/GLM-4.5-Air",
+    "MiniMaxAI/MiniMax-M2",
+    "baidu/ERNIE-4.5-21B-A3B-PT",
+    "LiquidAI/LFM2-8B-A1B",
+    "arcee-ai/Trinity-Nano-Preview",
+    "ibm-granite/granite-4.0-h-tiny",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "Qwen/Qwen3-30B-A3B, on transformers' code",
+)
+"""Those with experts that can be on several ranks."""
 SHARED = [name for name, checkpoint in GENERAL.items() if checkpoint.family in TENSOR_COMPARED]
 """Those whose matrices tensor-parallel ranks share."""
 
@@ -113,6 +127,8 @@ def test_layouts_on_transformers_code_train_as_one_process(tmp_path: Path):
     cases = [on_transformers(family, 2, settings) for family in ("llama", "qwen3") for settings in degrees.values()]
     for name in ("mistralai/Mixtral-8x7B-Instruct-v0.1", "microsoft/Phi-3-mini-4k-instruct"):
         cases.append(on_transformers(zoo_folder(name, tmp_path), 2, TP | {"activation_checkpointing": "full"}))
+    mixtral = cases[-2].family
+    cases.append(on_transformers(mixtral, 2, EP | {"activation_checkpointing": "selective"}))
     check_layouts(tmp_path, cases)
 
 
@@ -123,6 +139,15 @@ def test_each_type_that_tensor_parallel_ranks_share_has_a_folder_in_the_zoo():
 @pytest.mark.long
 def test_tensor_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
     check_layouts(tmp_path, [on_transformers(zoo_folder(name, tmp_path), 2, TP) for name in SHARED])
+
+
+@pytest.mark.long
+def test_expert_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
+    folders = {name: zoo_folder(name, tmp_path) for name in MIXTURES}
+    check_layouts(tmp_path, [on_transformers(folder, 2, EP) for folder in folders.values()])
+    of_four = [EP, EP | {"data_parallel_replicate_degree": 2, "activation_checkpointing": "full"}]
+    glm = folders["zai-org/GLM-4.5-Air"]
+    check_layouts(tmp_path, [on_transformers(glm, 4, settings) for settings in of_four])
 
 
 @pytest.mark.long
@@ -237,7 +262,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, 
             {"tensor_parallel_degree": 3},
             r"degree is 3, which does not divide the heads of .*q_proj \(4\) in a 'mistral'",
         ),
-        ({"expert_parallel_degree": 2}, "--trainer.expert-parallel-degree 2: a 'mistral' on transformers' code"),
+        ({"expert_parallel_degree": 2}, "--trainer.expert-parallel-degree 2: a 'mistral' .* has no experts"),
         (
             {"context_parallel_degree": 2, "pipeline_parallel_degree": 2},
             "--trainer.context-parallel-degree 2 --trainer",
@@ -380,3 +405,15 @@ def test_a_whole_run_of_two_steps(name: str, tmp_path: Path):
     assert row["whole_run"] is True, row
     if dtype_of(tmp_path / "zoo") == "float32":
         assert row["run_gap"] < 1e-2
+
+
+@pytest.mark.long
+def test_a_whole_run_on_tensor_parallel_ranks_that_replay_experts(tmp_path: Path):
+    name = "mistralai/Mixtral-8x7B-Instruct-v0.1"
+    write(name, tmp_path / "zoo" / "model", num_key_value_heads=2)
+    flags = ("--trainer.tensor-parallel-degree", "2", "--trainer.router-replay")
+    row = models.whole_run(name, tmp_path / "zoo", 900, flags)
+    assert row["whole_run"] is True, row
+    assert row["run_gap"] < 1e-2
+    lines = [json.loads(line) for line in (tmp_path / "zoo" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["experts/replayed"] for line in lines if "experts/replayed" in line} == {1.0}

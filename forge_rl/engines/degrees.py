@@ -91,14 +91,17 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
 def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError for what a model on transformers' code cannot do."""
     name = architecture.family.model_type
-    degrees = [f"{kind}_parallel_degree" for kind in ("context", "pipeline", "expert")]
+    degrees = [f"{kind}_parallel_degree" for kind in ("context", "pipeline")]
     if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in degrees if getattr(settings, field) > 1]:
         raise ConfigError(
-            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP, HSDP and tensor parallelism",
+            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP, HSDP, tensor and expert "
+            "parallelism",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
         )
     if settings.tensor_parallel_degree > 1:
         _check_tensor_plan(settings, architecture)
+    if settings.expert_parallel_degree > 1:
+        _check_experts(settings, architecture)
     if settings.expert_balance != "plain":
         flag = _flag("expert_balance")
         raise ConfigError(
@@ -138,6 +141,26 @@ def _check_tensor_plan(settings: TrainSettings, architecture: Architecture) -> N
         raise ConfigError(
             f"{flag} is {ranks}, which does not divide the {part} in a {name!r}",
             hint=f"set {flag} to a number that does, or leave it out",
+        )
+
+
+def _check_experts(settings: TrainSettings, architecture: Architecture) -> None:
+    """Raise ConfigError unless ranks can each compute some experts of a model on transformers' code."""
+    from forge_rl.engines.families.general import causal_model  # imports transformers
+    from forge_rl.engines.families.tensor_plan import expert_modules
+
+    assert architecture.folder is not None, "read_general gives it"
+    flag, name = _flag("expert_parallel_degree"), architecture.family.model_type
+    if settings.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f"{flag} {settings.expert_parallel_degree}: tensor-parallel ranks share the experts of a {name!r} already",
+            hint=f"leave out {flag}, or {_flag('tensor_parallel_degree')}",
+        )
+    if not architecture.experts or not expert_modules(causal_model(architecture.folder)):
+        raise ConfigError(
+            f"{flag} {settings.expert_parallel_degree}: a {name!r} on transformers' code has no experts that can be on "
+            "several ranks",
+            hint=f"leave {flag} out; more --trainer.ranks shard its state",
         )
 
 

@@ -75,6 +75,14 @@ def module_styles(causal: Any) -> Mapping[str, str]:
     return {name: style for name, style in styles.items() if style is not None}
 
 
+def expert_modules(causal: Any) -> Mapping[str, nn.Module]:
+    """Return the modules with a model's stacked experts, by name in the decoder.
+
+    transformers marks those that can compute some of the experts alone: they take tokens, experts and weights.
+    """
+    return {name: module for name, module in causal.model.named_modules() if hasattr(module, "_is_expert_parallel")}
+
+
 def uneven_part(causal: Any, ranks: int) -> str | None:
     """Return what a number of tensor-parallel ranks does not divide, such as "heads (2)"; None if it divides all.
 

@@ -19,9 +19,15 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.general import causal_model, recurrent_mixers
-from forge_rl.engines.families.tensor_plan import module_styles
+from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
 from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
-from forge_rl.engines.titan.general_parallel import TensorPeers, split_module, split_vocabulary, sum_gradients
+from forge_rl.engines.titan.general_parallel import (
+    TensorPeers,
+    split_module,
+    split_vocabulary,
+    spread_experts,
+    sum_gradients,
+)
 from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.general_state import ROW, RowContext, restart_places, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
@@ -140,8 +146,20 @@ class GeneralModel(nn.Module):
                 return cast(torch.Tensor, outputs if outputs.ndim < 3 else self._around_head.logits(outputs))
             return cast(TokenScores, self.lm_head(hidden[0, scored_indices], targets, scoring))
 
+    def spread_experts(self, mesh: DeviceMesh) -> None:
+        """Leave this rank its part of each layer's experts; call it before `shard`."""
+        for module in expert_modules(self).values():
+            spread_experts(module, mesh)
+
     def shard(
-        self, mesh: DeviceMesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool, gathers: bool
+        self,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        cpu_offload: bool,
+        gathers: bool,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         """Apply FSDP2 to each block, and to the rest.
 
@@ -149,11 +167,15 @@ class GeneralModel(nn.Module):
             dtype: dtype of the passes.
             reduce_dtype: dtype in which gradients are summed.
             gathers: False if a single rank holds all weights, and only casts them.
+            expert_mesh: ranks with the same experts, if these are spread.
         """
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": gathers}
         if cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
+        if expert_mesh is not None:
+            for experts in expert_modules(self).values():
+                fully_shard(experts, **(options | {"mesh": expert_mesh}))
         for layer in self.layers:
             fully_shard(layer, **options)
         fully_shard(self, **(options | {"reshard_after_forward": False}))

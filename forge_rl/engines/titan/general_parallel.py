@@ -1,5 +1,5 @@
-"""Tensor parallelism of transformers' models: ranks share matrices as `families.tensor_plan` says, and sum or gather
-what each computes."""
+"""Tensor and expert parallelism of transformers' models: ranks share matrices as `families.tensor_plan` says, and sum
+or gather what each computes; or each computes some of the experts, for the tokens of all."""
 
 from __future__ import annotations
 
@@ -72,6 +72,18 @@ def split_module(module: Any, style: str, peers: TensorPeers) -> None:
     else:
         assert style == SUMMED, f"module_styles refuses {style}"
         module.forward = _summed(module, module.forward, peers)
+
+
+def spread_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Leave a rank its part of a module's experts, and have it compute them for the tokens of all ranks.
+
+    Args:
+        mesh: ranks that share the experts, of one axis. Each has tokens of its own.
+    """
+    for name in list(module._parameters):
+        _shard(module, name, 0, TensorPeers(size=mesh.size(), mesh=mesh))
+    module.num_experts //= mesh.size()
+    module.forward = _dispatching(module, module.forward, mesh)
 
 
 def split_vocabulary(embedding: nn.Embedding, head: nn.Module, peers: TensorPeers, *, tied: bool) -> None:
@@ -161,6 +173,31 @@ def _experts(module: Any, compute: Callable[..., Any], peers: TensorPeers) -> Ca
     return forward
 
 
+def _dispatching(module: Any, compute: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+    ranks, count = mesh.size(), module.num_experts
+
+    @functools.wraps(compute)
+    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
+        owners, order = (chosen // count).flatten().sort(stable=True)
+        tokens = order // chosen.shape[1]
+        sent = owners.bincount(minlength=ranks)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=mesh.get_group())
+        counts = sent.tolist(), received.tolist()
+        inputs = _Exchange.apply(hidden[tokens], *counts, mesh)
+        ids = _Exchange.apply((chosen.flatten() % count)[order], *counts, mesh)
+        # A last row of zeros, so that a rank that no token came to takes part in the backward pass.
+        inputs = torch.cat([inputs, inputs.new_zeros(1, inputs.shape[1])])
+        ids = torch.cat([ids, ids.new_zeros(1)])
+        with _local_weights(module):
+            outputs = compute(inputs, ids[:, None], weights.new_ones(len(ids), 1), *args)[:-1]
+        outputs = _Exchange.apply(outputs, *counts[::-1], mesh)
+        scaled = outputs * weights.flatten()[order, None]
+        return torch.zeros_like(hidden).index_add(0, tokens, scaled.to(hidden.dtype))
+
+    return forward
+
+
 def _shard(module: nn.Module, name: str, dim: int, peers: TensorPeers) -> None:
     """Replace a module's weight, on the meta device, by this rank's part of it along a dim."""
     weight = module._parameters[name]
@@ -232,3 +269,23 @@ class _Part(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.peers.gather(grad), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a mesh, and receives theirs: numbers of rows to and from each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> torch.Tensor:
+        ctx.counts, ctx.mesh = (sent, received), mesh
+        return _exchanged(rows, sent, received, mesh)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(grad, *ctx.counts[::-1], ctx.mesh), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> torch.Tensor:
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=mesh.get_group())
+    return output

@@ -143,18 +143,22 @@ class Parallelism:
         return not (self._dims.fsdp_enabled or self._dims.ep_enabled)
 
     def _shard_general(self, model: GeneralModel, dtype: torch.dtype) -> None:
-        """Shard a model on transformers' code, with tensor parallelism, FSDP and HSDP."""
+        """Shard a model on transformers' code, with tensor or expert parallelism, FSDP and HSDP."""
         settings, dims = self._settings, self._dims
+        copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
         if dims.tp_enabled:
             mesh = dims.get_mesh("tp")
             model.split(TensorPeers(size=mesh.size(), mesh=mesh))
+        if dims.ep_enabled:
+            model.spread_experts(dims.get_mesh("ep"))
         recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
         model.shard(
-            dims.get_mesh([*(["dp_replicate"] if dims.dp_replicate_enabled else []), "fsdp"]),
+            dims.get_mesh([*copies, "fsdp"]),
             dtype=dtype,
             reduce_dtype=torch.promote_types(dtype, torch.float32),
             cpu_offload=settings.enable_cpu_offload,
             gathers=dims.fsdp_enabled,
+            expert_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
         )
         _sum_over_ranks(model)
 
@@ -187,7 +191,7 @@ class Parallelism:
         if tied is not None and tied.grad is not None:
             dist.all_reduce(local(tied.grad), group=self._ends)
         copy = tied if tied is not None and model.copies_embedding else None
-        if isinstance(model, GeneralModel) and self._dims.tp_enabled:
+        if isinstance(model, GeneralModel) and (self._dims.tp_enabled or self._dims.ep_enabled):
             return _clip_over_meshes(list(model.parameters()), max_norm)
         norm: torch.Tensor = clip_grad_norm_(
             [weight for weight in model.parameters() if weight is not copy],
@@ -253,8 +257,8 @@ class Parallelism:
 
 
 def _clip_over_meshes(weights: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale gradients to a maximum norm, if it is exceeded, of weights that tensor-parallel ranks split and of others,
-    which have another mesh; returns the norm before scaling, over all ranks."""
+    """Scale gradients to a maximum norm, if it is exceeded, of weights on several meshes, such as those that
+    tensor-parallel ranks split and others; returns the norm before scaling, over all ranks."""
     groups: dict[DeviceMesh, list[nn.Parameter]] = {}
     for weight in weights:
         if weight.grad is not None:

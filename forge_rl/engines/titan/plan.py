@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_act
 from forge_rl.engines.titan.shards import freeze
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.packing.rows import Row
+
+_EXPERTS = re.compile(r"\.(inner_)?experts\.")
+"""In names of weights of stacked experts, torchtitan's and transformers'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +183,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     inside = {id(p) for layer in layers for p in layer.parameters()}
     units = [
         tuple(
-            sum(p.numel() for name, p in layer.named_parameters() if (".inner_experts." in name) == of_experts)
+            sum(p.numel() for name, p in layer.named_parameters() if bool(_EXPERTS.search(name)) == of_experts)
             for of_experts in (True, False)
         )
         for layer in layers
