@@ -160,11 +160,13 @@ def _experts(module: Any, compute: Callable[..., Any], peers: TensorPeers) -> Ca
     first = count * peers.rank
 
     @functools.wraps(compute)
-    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
+    def forward(hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
         hidden, weights = (sum_gradients(values, peers) for values in (hidden, weights))
-        is_local = (chosen >= first) & (chosen < first + count)
+        is_local = (expert_ids >= first) & (expert_ids < first + count)
         with _local_weights(module):
-            outputs = compute(hidden, torch.where(is_local, chosen - first, count), weights.where(is_local, 0.0), *args)
+            outputs = compute(
+                hidden, torch.where(is_local, expert_ids - first, count), weights.where(is_local, 0.0), *args
+            )
             # Also a rank none of whose experts was chosen must take part in the sums of the backward pass.
             parts = (hidden, weights, *(weight for weight in module._parameters.values() if weight is not None))
             outputs = outputs + sum(part[:0].sum() for part in parts)
@@ -177,20 +179,20 @@ def _dispatching(module: Any, compute: Callable[..., Any], mesh: DeviceMesh) -> 
     ranks, count = mesh.size(), module.num_experts
 
     @functools.wraps(compute)
-    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
-        owners, order = (chosen // count).flatten().sort(stable=True)
-        tokens = order // chosen.shape[1]
-        sent = owners.bincount(minlength=ranks)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=mesh.get_group())
-        counts = sent.tolist(), received.tolist()
+    def forward(hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
+        owners, order = (expert_ids // count).flatten().sort(stable=True)
+        tokens = order // expert_ids.shape[1]
+        send_counts = owners.bincount(minlength=ranks)
+        receive_counts = torch.empty_like(send_counts)
+        dist.all_to_all_single(receive_counts, send_counts, group=mesh.get_group())
+        counts = send_counts.tolist(), receive_counts.tolist()
         inputs = _Exchange.apply(hidden[tokens], *counts, mesh)
-        ids = _Exchange.apply((chosen.flatten() % count)[order], *counts, mesh)
+        local_ids = _Exchange.apply((expert_ids.flatten() % count)[order], *counts, mesh)
         # A last row of zeros, so that a rank that no token came to takes part in the backward pass.
         inputs = torch.cat([inputs, inputs.new_zeros(1, inputs.shape[1])])
-        ids = torch.cat([ids, ids.new_zeros(1)])
+        local_ids = torch.cat([local_ids, local_ids.new_zeros(1)])
         with _local_weights(module):
-            outputs = compute(inputs, ids[:, None], weights.new_ones(len(ids), 1), *args)[:-1]
+            outputs = compute(inputs, local_ids[:, None], weights.new_ones(len(local_ids), 1), *args)[:-1]
         outputs = _Exchange.apply(outputs, *counts[::-1], mesh)
         scaled = outputs * weights.flatten()[order, None]
         return torch.zeros_like(hidden).index_add(0, tokens, scaled.to(hidden.dtype))
@@ -214,13 +216,13 @@ def _shard(module: nn.Module, name: str, dim: int, peers: TensorPeers) -> None:
 @contextlib.contextmanager
 def _local_weights(module: nn.Module, **weights: torch.Tensor | None) -> Iterator[None]:
     """Have a module compute with this rank's parts of its weights, or with others that replace them by name."""
-    whole = dict(module._parameters)
-    parts: dict[str, Any] = {name: None if weight is None else local(weight) for name, weight in whole.items()}
-    module._parameters.update(parts | {name: weight for name, weight in weights.items() if name in whole})
+    originals = dict(module._parameters)
+    parts: dict[str, Any] = {name: None if weight is None else local(weight) for name, weight in originals.items()}
+    module._parameters.update(parts | {name: weight for name, weight in weights.items() if name in originals})
     try:
         yield
     finally:
-        module._parameters.update(whole)
+        module._parameters.update(originals)
 
 
 class _SumGradients(torch.autograd.Function):
@@ -275,9 +277,11 @@ class _Exchange(torch.autograd.Function):
     """Sends rows to the ranks of a mesh, and receives theirs: numbers of rows to and from each rank."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> torch.Tensor:
-        ctx.counts, ctx.mesh = (sent, received), mesh
-        return _exchanged(rows, sent, received, mesh)
+    def forward(
+        ctx: Any, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int], mesh: DeviceMesh
+    ) -> torch.Tensor:
+        ctx.counts, ctx.mesh = (send_counts, receive_counts), mesh
+        return _exchanged(rows, send_counts, receive_counts, mesh)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -285,7 +289,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(grad, *ctx.counts[::-1], ctx.mesh), None, None, None
 
 
-def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> torch.Tensor:
-    output = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=mesh.get_group())
+def _exchanged(rows: torch.Tensor, send_counts: list[int], receive_counts: list[int], mesh: DeviceMesh) -> torch.Tensor:
+    output = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), receive_counts, send_counts, group=mesh.get_group())
     return output
