@@ -124,14 +124,14 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
 
 def _check_tensor_plan(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError unless tensor-parallel ranks can share a model on transformers' code."""
-    from forge_rl.engines.families.general import causal_model  # imports transformers
+    from forge_rl.engines.families.general import inspected_model  # imports transformers
     from forge_rl.engines.families.tensor_plan import uneven_part
 
     assert architecture.folder is not None, "read_general gives it"
     ranks, name = settings.tensor_parallel_degree, architecture.family.model_type
     flag = _flag("tensor_parallel_degree")
     try:
-        part = uneven_part(causal_model(architecture.folder, tied=architecture.tied), ranks)
+        part = uneven_part(inspected_model(architecture.folder), ranks)
     except LookupError as error:
         raise ConfigError(
             f"{flag} {ranks}: of a {name!r}, {error.args[0]}",
@@ -146,7 +146,7 @@ def _check_tensor_plan(settings: TrainSettings, architecture: Architecture) -> N
 
 def _check_experts(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError unless ranks can each compute some experts of a model on transformers' code."""
-    from forge_rl.engines.families.general import causal_model  # imports transformers
+    from forge_rl.engines.families.general import inspected_model  # imports transformers
     from forge_rl.engines.families.tensor_plan import expert_modules
 
     assert architecture.folder is not None, "read_general gives it"
@@ -156,7 +156,7 @@ def _check_experts(settings: TrainSettings, architecture: Architecture) -> None:
             f"{flag} {settings.expert_parallel_degree}: tensor-parallel ranks share the experts of a {name!r} already",
             hint=f"leave out {flag}, or {_flag('tensor_parallel_degree')}",
         )
-    if not architecture.experts or not expert_modules(causal_model(architecture.folder)):
+    if not architecture.experts or not expert_modules(inspected_model(architecture.folder)):
         raise ConfigError(
             f"{flag} {settings.expert_parallel_degree}: a {name!r} on transformers' code has no experts that can be on "
             "several ranks",

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from forge_rl.engines.families.family import Architecture, Experts, Family
+from forge_rl.engines.families.tensor_plan import expert_routers
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
 from forge_rl.models.quantized import refusal
@@ -125,7 +126,7 @@ def weight_shapes(folder: Path) -> Mapping[str, torch.Size]:
 @functools.lru_cache(maxsize=8)
 def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
     path = folder / "config.json"
-    causal = causal_model(folder)
+    causal = inspected_model(folder)
     head = getattr(causal, "lm_head", None)
     problem = ""
     if not isinstance(getattr(getattr(causal, "model", None), "layers", None), nn.ModuleList):
@@ -152,7 +153,7 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
 
 def _experts(folder: Path) -> Experts | None:
     """Return the dimensions of a model's experts; None if it has none whose routers are known."""
-    causal = causal_model(folder)
+    causal = inspected_model(folder)
     routers: dict[int, Any] = expert_routers(causal)
     if not routers:
         return None
@@ -182,7 +183,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    conversions = get_model_conversion_mapping(causal_model(folder), add_legacy=False)
+    conversions = get_model_conversion_mapping(inspected_model(folder), add_legacy=False)
     merges = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     renames = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
 
@@ -215,6 +216,20 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     return SameNames(
         renamed={name: file_name for name, file_name in renamed.items() if name != file_name}, stacks=stacks
     )
+
+
+def inspected_model(folder: Path) -> Any:
+    """Return transformers' model of a folder as `causal_model` builds it, kept for callers that only look at its parts.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    return _inspected_model(folder, (folder / "config.json").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def _inspected_model(folder: Path, modified_ns: int) -> Any:
+    return causal_model(folder)
 
 
 def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
@@ -341,27 +356,6 @@ def recurrent_mixers(causal: Any) -> list[nn.Module]:
                 raise LookupError(f"has layers of {kind} whose state is in none of {', '.join(_MIXERS)}")
             mixers.append(getattr(layer, names[0]))
     return mixers
-
-
-def expert_routers(causal: Any) -> dict[int, nn.Module]:
-    """Return the routers of a model's experts by layer, as transformers built it; none if they differ in the number of
-    experts, or if a layer has several."""
-    routers = dict[int, nn.Module]()
-    for layer, block in enumerate(causal.model.layers):
-        choosing = {
-            name: module
-            for name, module in block.named_modules()
-            if all(type(getattr(module, count, None)) is int for count in ("top_k", "num_experts"))
-        }
-        innermost = [
-            module for name, module in choosing.items() if not any(other.startswith(f"{name}.") for other in choosing)
-        ]
-        if len(innermost) > 1:
-            return {}
-        if innermost:
-            routers[layer] = innermost[0]
-    shapes = {(router.num_experts, router.top_k) for router in routers.values()}
-    return routers if len(shapes) == 1 else {}
 
 
 def has_states(folder: Path) -> bool:

@@ -1,5 +1,5 @@
-"""How tensor-parallel ranks share the matrices of a model on transformers' code: transformers' own
-`base_model_tp_plan`, checked before anything starts."""
+"""Parts of a model on transformers' code that ranks can share: matrices, by transformers' own `base_model_tp_plan`, and
+experts. Checked before anything starts."""
 
 from __future__ import annotations
 
@@ -81,6 +81,27 @@ def expert_modules(causal: Any) -> Mapping[str, nn.Module]:
     transformers marks those that can compute some of the experts alone: they take tokens, experts and weights.
     """
     return {name: module for name, module in causal.model.named_modules() if hasattr(module, "_is_expert_parallel")}
+
+
+def expert_routers(causal: Any) -> dict[int, nn.Module]:
+    """Return the routers of a model's experts by layer, as transformers built it; none if they differ in the number of
+    experts, or if a layer has several."""
+    routers = dict[int, nn.Module]()
+    for layer, block in enumerate(causal.model.layers):
+        choosing = {
+            name: module
+            for name, module in block.named_modules()
+            if all(type(getattr(module, count, None)) is int for count in ("top_k", "num_experts"))
+        }
+        innermost = [
+            module for name, module in choosing.items() if not any(other.startswith(f"{name}.") for other in choosing)
+        ]
+        if len(innermost) > 1:
+            return {}
+        if innermost:
+            routers[layer] = innermost[0]
+    shapes = {(router.num_experts, router.top_k) for router in routers.values()}
+    return routers if len(shapes) == 1 else {}
 
 
 def uneven_part(causal: Any, ranks: int) -> str | None:

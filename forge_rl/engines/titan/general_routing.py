@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from forge_rl.engines.families.general import expert_routers
+from forge_rl.engines.families.tensor_plan import expert_routers
 from forge_rl.engines.titan.routing import choice_counts
 
 
