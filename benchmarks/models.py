@@ -226,14 +226,18 @@ def _engine_gaps(folders: Mapping[str, Path], timeout_s: int) -> dict[str, dict[
     }
 
 
-def whole_run(name: str, zoo: Path, timeout_s: int) -> dict[str, Any]:
-    """Run GRPO for two steps on what `tests.zoo.trained.prepare` wrote, and compare the saved folder with that one."""
+def whole_run(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Run GRPO for two steps on what `tests.zoo.trained.prepare` wrote, and compare the saved folder with that one.
+
+    Args:
+        flags: further flags of the recipe.
+    """
     from tests.zoo.engine import dtype_of
     from tests.zoo.trained import check_files, modelling_of
 
     model, out = (zoo / "model").resolve(), zoo / "run"
     command = [sys.executable, "-m", "recipes.grpo", "--model", str(model), "--out", str(out), *_RUN.split()]
-    command += ["--trainer.modelling", modelling_of(name), "--generator.dtype", dtype_of(zoo)]
+    command += ["--trainer.modelling", modelling_of(name), "--generator.dtype", dtype_of(zoo), *flags]
     process = _finished(command, timeout_s, {})
     if process.returncode:
         return {"whole_run": False, "run_failed": _last_line(process)}

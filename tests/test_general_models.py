@@ -1,6 +1,8 @@
 """Models without a native family: packed rows as transformers computes them, the same layouts, files and refusals."""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +12,19 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import layouts, models
+from benchmarks.ranks import run_ranks
 from forge_rl.engines.architecture import check_weights, read_architecture, read_served
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.general import COMPARED
+from forge_rl.engines.families.tensor_plan import TENSOR_COMPARED
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import share_angles
+from tests.test_layouts import relays
 from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL, UNSERVED
@@ -27,6 +32,24 @@ from tests.zoo.packed import compare, engine_of, rows_of
 from tests.zoo.trained import prepare
 
 pytestmark = pytest.mark.usefixtures("process_group")
+
+TP, EP = {"tensor_parallel_degree": 2}, {"expert_parallel_degree": 2}
+MIXTURES = (
+    "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "Qwen/Qwen3.5-35B-A3B, its text model",
+    "zai-org/GLM-4.5-Air",
+    "MiniMaxAI/MiniMax-M2",
+    "baidu/ERNIE-4.5-21B-A3B-PT",
+    "LiquidAI/LFM2-8B-A1B",
+    "arcee-ai/Trinity-Nano-Preview",
+    "ibm-granite/granite-4.0-h-tiny",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "Qwen/Qwen3-30B-A3B, on transformers' code",
+)
+"""Those with experts that can be on several ranks."""
+SHARED = [name for name, checkpoint in GENERAL.items() if checkpoint.family in TENSOR_COMPARED]
+"""Those whose matrices tensor-parallel ranks share."""
 
 
 @pytest.mark.parametrize("name", GENERAL)
@@ -43,7 +66,7 @@ def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path
         assert max(deviation.forward, deviation.gradient) < 1e-9, (share_prefixes, deviation)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_transformers_code_trains_as_the_native_family_does(family: str, tmp_path: Path):
     make_model(tmp_path, family, tie_word_embeddings=True)
     engines = [engine_of(tmp_path, "native"), engine_of(tmp_path, "transformers")]
@@ -61,29 +84,108 @@ def test_transformers_code_trains_as_the_native_family_does(family: str, tmp_pat
         assert (values - general[name]).abs().max() < 1e-9, name
 
 
-@pytest.mark.parametrize(("mode", "tolerance"), [("full", 1e-12), ("selective", 1e-12)])
-def test_recomputed_activations_give_the_same_gradients(mode: Any, tolerance: float, tmp_path: Path):
-    make_model(tmp_path, "gemma3_text", sliding_window=5, query_pre_attn_scalar=16)
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_recomputed_and_offloaded_activations_give_the_same_gradients(family: str, tmp_path: Path):
+    special = {"sliding_window": 5, "query_pre_attn_scalar": 16} if family == "gemma3_text" else {}
+    make_model(tmp_path, family, **special)
     batch = packed(random_batch(1, vocab=43), seq_len=128)
-    norms = [
-        train_batch(engine_of(tmp_path, activation_checkpointing=checkpointing), batch)["grad_norm"].total  # type: ignore[union-attr]
-        for checkpointing in ("none", mode)
+    modes: list[dict[str, Any]] = [{}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"}]
+    modes.append(modes[-1] | {"enable_activation_offload": True})
+    results = [train_batch(engine_of(tmp_path, "transformers", **mode), batch) for mode in modes]
+    norms = [result["grad_norm"].total for result in results]  # type: ignore[union-attr]
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-12)
+    assert results[-1]["activations/offloaded_bytes"].total > 0  # type: ignore[union-attr]
+
+
+def test_replayed_experts_train_as_the_native_family_does(tmp_path: Path):
+    layouts.make_models(tmp_path, ["qwen3_moe"])
+    codes = ({"modelling": "native"}, {"modelling": "transformers"})
+    cases = [
+        layouts.Case(family="qwen3_moe", name=str(code), ranks=1, degrees=tuple((code | replay).items()))
+        for code in codes
+        for replay in ({}, {"router_replay": True})
     ]
-    assert norms[0] == pytest.approx(norms[1], rel=tolerance)
+    native, native_replay, general, general_replay = layouts.train(tmp_path, cases, 3)
+    tensor = layouts.Case(
+        family="qwen3_moe", name="TP", ranks=2, degrees=tuple((codes[1] | TP | {"router_replay": True}).items())
+    )
+    (tensor_replay,) = layouts.train(tmp_path, [tensor], 3)
+    for result, expected in ((general, native), (general_replay, native_replay), (tensor_replay, native_replay)):
+        deviation = layouts.compare(result, expected)
+        assert max(deviation.loss, deviation.grad_norm, deviation.of_way) < 1e-9, deviation
+        names = [name for name in expected.metrics[0] if name.startswith("experts/")]
+        assert {name: result.metrics[0].get(name) for name in names} == pytest.approx(
+            {name: expected.metrics[0][name] for name in names}
+        )
+    assert native_replay.metrics[0]["experts/replayed"] > 0.9
+    assert abs(native_replay.metrics[0]["grad_norm"] - native.metrics[0]["grad_norm"]) > 1e-3, "other experts"
 
 
 def test_layouts_on_transformers_code_train_as_one_process(tmp_path: Path):
-    degrees: dict[str, dict[str, Any]] = {"FSDP": {}, "DDP": {"data_parallel_replicate_degree": 2}}
-    cases = [
-        layouts.Case(family=family, name=name, ranks=2, degrees=(("modelling", "transformers"), *settings.items()))
-        for family in ("llama", "qwen3")
-        for name, settings in degrees.items()
-    ]
+    degrees: dict[str, dict[str, Any]] = {"FSDP": {}, "DDP": {"data_parallel_replicate_degree": 2}, "TP": TP}
     layouts.make_models(tmp_path, ["llama", "qwen3"])
-    alone = [layouts.Case(family=case.family, name="alone", ranks=1, degrees=case.degrees[:1]) for case in cases]
-    expected = layouts.train(tmp_path, alone, 3)
-    for case, result, other in zip(cases, layouts.train(tmp_path, cases, 3), expected, strict=True):
-        deviation = layouts.compare(result, other)
+    cases = [on_transformers(family, 2, settings) for family in ("llama", "qwen3") for settings in degrees.values()]
+    for name in ("mistralai/Mixtral-8x7B-Instruct-v0.1", "microsoft/Phi-3-mini-4k-instruct"):
+        cases.append(on_transformers(zoo_folder(name, tmp_path), 2, TP | {"activation_checkpointing": "full"}))
+    mixtral = cases[-2].family
+    cases.append(on_transformers(mixtral, 2, EP | {"activation_checkpointing": "selective"}))
+    check_layouts(tmp_path, cases)
+
+
+def test_each_type_that_tensor_parallel_ranks_share_has_a_folder_in_the_zoo():
+    assert {GENERAL[name].family for name in SHARED} == TENSOR_COMPARED - {"qwen3"}
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
+    check_layouts(tmp_path, [on_transformers(zoo_folder(name, tmp_path), 2, TP) for name in SHARED])
+
+
+@pytest.mark.long
+def test_expert_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
+    folders = {name: zoo_folder(name, tmp_path) for name in MIXTURES}
+    check_layouts(tmp_path, [on_transformers(folder, 2, EP) for folder in folders.values()])
+    of_four = [EP, EP | {"data_parallel_replicate_degree": 2, "activation_checkpointing": "full"}]
+    glm = folders["zai-org/GLM-4.5-Air"]
+    check_layouts(tmp_path, [on_transformers(glm, 4, settings) for settings in of_four])
+
+
+@pytest.mark.long
+def test_tensor_parallel_ranks_of_several_shares_train_as_one_process(tmp_path: Path):
+    names = ("google/gemma-2-2b-it", "microsoft/Phi-3-mini-4k-instruct", "Qwen/Qwen3-30B-A3B, on transformers' code")
+    folders = [zoo_folder(name, tmp_path) for name in names]
+    layouts_of_four = [TP, TP | {"data_parallel_replicate_degree": 2, "activation_checkpointing": "full"}]
+    cases = [on_transformers(folder, 4, settings) for folder in folders for settings in layouts_of_four]
+    check_layouts(tmp_path, cases)
+    pairs = [(cases[0], on_transformers(folders[0], 4, {})), (on_transformers(folders[2], 4, {}), cases[5])]
+    by_rank = run_ranks(relays, 4, tmp_path, pairs)
+    for index, (first, then) in enumerate(pairs):
+        (expected,) = layouts.train(tmp_path, [on_transformers(first.family, 1, {})], 3)
+        resumed = layouts.assemble(then, [parts[index] for parts in by_rank])
+        for name, values in expected.weights.items():
+            assert (resumed[name] - values).norm() < 1e-9 * values.norm(), (first, then, name)
+
+
+def zoo_folder(name: str, folder: Path) -> str:
+    """Write a checkpoint with heads for two ranks to a folder's folder; returns its name."""
+    path = folder / re.sub(r"\W+", "-", name)
+    values = {"num_global_key_value_heads": 2} if GENERAL[name].family == "gemma4_text" else {}
+    write(name, path, num_key_value_heads=2, **values)
+    return path.name
+
+
+def on_transformers(family: str, ranks: int, settings: Mapping[str, Any]) -> layouts.Case:
+    return layouts.Case(
+        family=family, name=str(settings), ranks=ranks, degrees=(("modelling", "transformers"), *settings.items())
+    )
+
+
+def check_layouts(folder: Path, cases: list[layouts.Case]) -> None:
+    """Train in each layout, and in one process."""
+    alone = {family: on_transformers(family, 1, {}) for family in {case.family: None for case in cases}}
+    expected = dict(zip(alone, layouts.train(folder, list(alone.values()), 3), strict=True))
+    for case, result in zip(cases, layouts.train(folder, cases, 3), strict=True):
+        deviation = layouts.compare(result, expected[case.family])
         assert max(deviation.worst, deviation.of_way) < 1e-10, (case, deviation)
 
 
@@ -156,19 +258,59 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_degree": 2}, "--trainer.tensor-parallel-degree 2: a 'mistral' on transformers' code"),
+        (
+            {"tensor_parallel_degree": 3},
+            r"degree is 3, which does not divide the heads of .*q_proj \(4\) in a 'mistral'",
+        ),
+        ({"expert_parallel_degree": 2}, "--trainer.expert-parallel-degree 2: a 'mistral' .* has no experts"),
         (
             {"context_parallel_degree": 2, "pipeline_parallel_degree": 2},
             "--trainer.context-parallel-degree 2 --trainer",
         ),
-        ({"enable_activation_offload": True, "activation_checkpointing": "full"}, "enable-activation-offload"),
-        ({"router_replay": True}, "--trainer.router-replay is set, which a 'mistral' on transformers' code"),
+        ({"expert_balance": "bias"}, "--trainer.expert-balance is set, which a 'mistral' on transformers' code"),
+        (
+            {"router_replay": True},
+            "--trainer.router-replay is set, and transformers' code of a 'mistral' has no router",
+        ),
     ],
 )
 def test_layouts_that_it_does_not_have_are_refused(settings: dict, message: str, tmp_path: Path):
     make_model(tmp_path, "mistral")
     with pytest.raises(ConfigError, match=message):
         check_model(TrainSettings(**settings), 2, read_architecture(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("LiquidAI/LFM2-1.2B", "of a 'lfm2', transformers states no tensor parallelism of it"),
+        (
+            "meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model",
+            "'moe_tp_experts', which the trainer cannot do to a Llama4TextExperts",
+        ),
+    ],
+)
+def test_a_plan_that_ranks_cannot_follow_is_refused_by_name(name: str, reason: str, tmp_path: Path):
+    folder = write(name, tmp_path / "hf")
+    with pytest.raises(ConfigError, match=reason) as refused:
+        check_model(TrainSettings(tensor_parallel_degree=2), 2, read_architecture(folder))
+    assert "leave --trainer.tensor-parallel-degree out" in refused.value.hint
+
+
+def test_a_plan_of_tensor_parallel_ranks_counts_their_parts(tmp_path: Path):
+    folder = write("mistralai/Mistral-7B-Instruct-v0.3", tmp_path / "hf", num_key_value_heads=2)
+    plans = [
+        plan_training(
+            folder,
+            TrainSettings(dtype="float32", seq_len=128, tensor_parallel_degree=ranks),
+            ranks=ranks,
+            reference=False,
+        )
+        for ranks in (1, 2)
+    ]
+    assert plans[1].weights == plans[0].weights // 2
+    assert plans[0].activations / 2 < plans[1].activations < plans[0].activations
+    assert plans[1].head < plans[0].head
 
 
 def test_what_transformers_code_does_not_run_on_rows_is_named_by_the_plan(tmp_path: Path):
@@ -263,3 +405,15 @@ def test_a_whole_run_of_two_steps(name: str, tmp_path: Path):
     assert row["whole_run"] is True, row
     if dtype_of(tmp_path / "zoo") == "float32":
         assert row["run_gap"] < 1e-2
+
+
+@pytest.mark.long
+def test_a_whole_run_on_tensor_parallel_ranks_that_replay_experts(tmp_path: Path):
+    name = "mistralai/Mixtral-8x7B-Instruct-v0.1"
+    write(name, tmp_path / "zoo" / "model", num_key_value_heads=2)
+    flags = ("--trainer.tensor-parallel-degree", "2", "--trainer.router-replay")
+    row = models.whole_run(name, tmp_path / "zoo", 900, flags)
+    assert row["whole_run"] is True, row
+    assert row["run_gap"] < 1e-2
+    lines = [json.loads(line) for line in (tmp_path / "zoo" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["experts/replayed"] for line in lines if "experts/replayed" in line} == {1.0}

@@ -44,7 +44,9 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
     a = architecture
     if a.family.general:
         _check_general(settings, a)
-    _divides("tensor_parallel_degree", settings.tensor_parallel_degree, {"heads": a.heads, "key heads": a.kv_heads})
+    else:
+        heads = {"heads": a.heads, "key heads": a.kv_heads}
+        _divides("tensor_parallel_degree", settings.tensor_parallel_degree, heads)
     if settings.pipeline_parallel_degree > a.layers:
         raise ConfigError(
             f"--trainer.pipeline-parallel-degree is {settings.pipeline_parallel_degree}, and the model has {a.layers} "
@@ -89,24 +91,76 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
 def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError for what a model on transformers' code cannot do."""
     name = architecture.family.model_type
-    degrees = [f"{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline", "expert")]
+    degrees = [f"{kind}_parallel_degree" for kind in ("context", "pipeline")]
     if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in degrees if getattr(settings, field) > 1]:
         raise ConfigError(
-            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP and HSDP alone",
+            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP, HSDP, tensor and expert "
+            "parallelism",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
         )
-    for field in ("enable_activation_offload", "router_replay", "expert_balance"):
-        if getattr(settings, field) not in (False, "plain"):
-            raise ConfigError(
-                f"{_flag(field)} is set, which a {name!r} on transformers' code does not support",
-                hint=f"leave {_flag(field)} out",
-            )
+    if settings.tensor_parallel_degree > 1:
+        _check_tensor_plan(settings, architecture)
+    if settings.expert_parallel_degree > 1:
+        _check_experts(settings, architecture)
+    if settings.expert_balance != "plain":
+        flag = _flag("expert_balance")
+        raise ConfigError(
+            f"{flag} is set, which a {name!r} on transformers' code does not support", hint=f"leave {flag} out"
+        )
+    if settings.router_replay and architecture.experts is None:
+        flag = _flag("router_replay")
+        raise ConfigError(
+            f"{flag} is set, and transformers' code of a {name!r} has no router of experts that the trainer knows",
+            hint=f"leave {flag} out",
+        )
     original = architecture.rope.get("original_max_position_embeddings", math.inf)
     if architecture.rope["rope_type"] == "longrope" and settings.longest_row > float(original):
         raise ConfigError(
             f"rows of {settings.longest_row} tokens: an episode longer than {original} makes a {name!r} rotate the "
             "whole row by other angles",
             hint=f"set --trainer.seq-len to {original} or less",
+        )
+
+
+def _check_tensor_plan(settings: TrainSettings, architecture: Architecture) -> None:
+    """Raise ConfigError unless tensor-parallel ranks can share a model on transformers' code."""
+    from forge_rl.engines.families.general import inspected_model  # imports transformers
+    from forge_rl.engines.families.tensor_plan import uneven_part
+
+    assert architecture.folder is not None, "read_general gives it"
+    ranks, name = settings.tensor_parallel_degree, architecture.family.model_type
+    flag = _flag("tensor_parallel_degree")
+    try:
+        part = uneven_part(inspected_model(architecture.folder), ranks)
+    except LookupError as error:
+        raise ConfigError(
+            f"{flag} {ranks}: of a {name!r}, {error.args[0]}",
+            hint=f"leave {flag} out; more --trainer.ranks shard its state, and HSDP keeps several copies of it",
+        ) from error
+    if part is not None:
+        raise ConfigError(
+            f"{flag} is {ranks}, which does not divide the {part} in a {name!r}",
+            hint=f"set {flag} to a number that does, or leave it out",
+        )
+
+
+def _check_experts(settings: TrainSettings, architecture: Architecture) -> None:
+    """Raise ConfigError unless ranks can each compute some experts of a model on transformers' code."""
+    from forge_rl.engines.families.general import inspected_model  # imports transformers
+    from forge_rl.engines.families.tensor_plan import expert_modules
+
+    assert architecture.folder is not None, "read_general gives it"
+    flag, name = _flag("expert_parallel_degree"), architecture.family.model_type
+    if settings.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f"{flag} {settings.expert_parallel_degree}: tensor-parallel ranks share the experts of a {name!r} already",
+            hint=f"leave out {flag}, or {_flag('tensor_parallel_degree')}",
+        )
+    if not architecture.experts or not expert_modules(inspected_model(architecture.folder)):
+        raise ConfigError(
+            f"{flag} {settings.expert_parallel_degree}: a {name!r} on transformers' code has no experts that can be on "
+            "several ranks",
+            hint=f"leave {flag} out; more --trainer.ranks shard its state",
         )
 
 

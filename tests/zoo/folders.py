@@ -32,8 +32,8 @@ TEMPLATE = (
 )
 
 
-def write(name: str, folder: Path) -> Path:
-    """Write the folder of a checkpoint."""
+def write(name: str, folder: Path, **values: object) -> Path:
+    """Write the folder of a checkpoint, with some values of its config.json replaced."""
     checkpoint = (CHECKPOINTS | GENERAL)[name]
     folder.mkdir(parents=True)
     tokens = _write_tokenizer(checkpoint, folder)
@@ -47,6 +47,7 @@ def write(name: str, folder: Path) -> Path:
         "bos_token_id": 0,
         "eos_token_id": stops[-1],
         "torch_dtype": checkpoint.dtype,
+        **values,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     settings = {"bos_token_id": 0, "do_sample": True, "eos_token_id": stops, "temperature": 0.6, "top_p": 0.95}

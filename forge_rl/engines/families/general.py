@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from forge_rl.engines.families.family import Architecture, Family
+from forge_rl.engines.families.family import Architecture, Experts, Family
+from forge_rl.engines.families.tensor_plan import expert_routers
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
 from forge_rl.models.quantized import refusal
@@ -106,6 +107,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         window=window if window and window_layers else None,
         window_layers=tuple(window_layers) if window else (),
+        experts=_experts(path.parent),
         weight_count=sum(shape.numel() for shape in shapes.values()),
         folder=path.parent,
     )
@@ -124,7 +126,7 @@ def weight_shapes(folder: Path) -> Mapping[str, torch.Size]:
 @functools.lru_cache(maxsize=8)
 def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
     path = folder / "config.json"
-    causal = causal_model(folder)
+    causal = inspected_model(folder)
     head = getattr(causal, "lm_head", None)
     problem = ""
     if not isinstance(getattr(getattr(causal, "model", None), "layers", None), nn.ModuleList):
@@ -149,6 +151,23 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
     return {name: weight.shape for name, weight in weights if not (tied and name == HEAD)}
 
 
+def _experts(folder: Path) -> Experts | None:
+    """Return the dimensions of a model's experts; None if it has none whose routers are known."""
+    causal = inspected_model(folder)
+    routers: dict[int, Any] = expert_routers(causal)
+    if not routers:
+        return None
+    router, config = next(iter(routers.values())), causal.config
+    hidden_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return Experts(
+        layers=tuple(routers),
+        count=router.num_experts,
+        top_k=router.top_k,
+        hidden_dim=hidden_dim,
+        normalized=bool(getattr(config, "norm_topk_prob", False)),
+    )
+
+
 def file_names(folder: Path) -> SameNames:
     """Return how the folder's files name a model's weights, by transformers' own table of conversions and the files.
 
@@ -164,7 +183,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    conversions = get_model_conversion_mapping(causal_model(folder), add_legacy=False)
+    conversions = get_model_conversion_mapping(inspected_model(folder), add_legacy=False)
     merges = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     renames = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
 
@@ -197,6 +216,20 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     return SameNames(
         renamed={name: file_name for name, file_name in renamed.items() if name != file_name}, stacks=stacks
     )
+
+
+def inspected_model(folder: Path) -> Any:
+    """Return transformers' model of a folder as `causal_model` builds it, kept for callers that only look at its parts.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    return _inspected_model(folder, (folder / "config.json").stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def _inspected_model(folder: Path, modified_ns: int) -> Any:
+    return causal_model(folder)
 
 
 def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:

@@ -19,7 +19,16 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.general import causal_model, recurrent_mixers
+from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
 from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
+from forge_rl.engines.titan.general_parallel import (
+    TensorPeers,
+    split_module,
+    split_vocabulary,
+    spread_experts,
+    sum_gradients,
+)
+from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.general_state import ROW, RowContext, restart_places, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies
@@ -57,6 +66,8 @@ class GeneralModel(nn.Module):
         self.names = replace(names, head=VALUE_HEAD) if values else names
         self.enable_weight_tying = architecture.tied and not values
         self.model: Any = causal.model
+        self._peers: TensorPeers | None = None
+        self.routers = general_routers(causal)
         restart_states(recurrent_mixers(causal), causal.config)
         restart_places(causal)
         with torch.device("meta"):
@@ -68,7 +79,7 @@ class GeneralModel(nn.Module):
         if not values and self._around_head.changes_logits(architecture.vocab):
             self.lm_head.transform = self._around_head.logits
         self._buffers_of_config = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self._config = causal.config
+        self.config = causal.config
         if torch.get_default_dtype() == torch.float64:
             for layer in self.layers:
                 layer.forward = _in_float64(layer.forward)
@@ -86,6 +97,15 @@ class GeneralModel(nn.Module):
             path, _, leaf = name.rpartition(".")
             setattr(self.model.get_submodule(path), leaf, buffer.clone())
         self._tie()
+
+    def split(self, peers: TensorPeers) -> None:
+        """Leave this rank its part of each matrix that tensor-parallel ranks share; call it before `shard`."""
+        for name, style in module_styles(self).items():
+            split_module(self.model.get_submodule(name), style, peers)
+        embedding = self.model.get_input_embeddings()
+        if isinstance(self.lm_head, FloatHead):
+            split_vocabulary(embedding, self.lm_head, peers, tied=self.enable_weight_tying)
+            self._peers = peers
 
     def _tie(self) -> None:
         if self.enable_weight_tying:
@@ -110,7 +130,7 @@ class GeneralModel(nn.Module):
             scored_indices: see `PolicyModel.forward`.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        setattr(self._config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
+        setattr(self.config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
         # Without a mask, transformers would take jumps in positions for borders between episodes, even within a tree.
         # It reads the mask's values, which the meta device of a plan does not have.
         ones = torch.ones(tokens.shape, dtype=torch.int64, device="cpu" if tokens.is_meta else tokens.device)
@@ -118,15 +138,28 @@ class GeneralModel(nn.Module):
             hidden = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False
             ).last_hidden_state
+            hidden = self._around_head.hidden(hidden)
+            if self._peers is not None:
+                hidden = sum_gradients(hidden, self._peers)  # each rank has the logits of its part of the vocabulary
             if scored_indices is None:
-                outputs = self.lm_head(self._around_head.hidden(hidden))
+                outputs = self.lm_head(hidden)
                 return cast(torch.Tensor, outputs if outputs.ndim < 3 else self._around_head.logits(outputs))
-            return cast(
-                TokenScores, self.lm_head(self._around_head.hidden(hidden)[0, scored_indices], targets, scoring)
-            )
+            return cast(TokenScores, self.lm_head(hidden[0, scored_indices], targets, scoring))
+
+    def spread_experts(self, mesh: DeviceMesh) -> None:
+        """Leave this rank its part of each layer's experts; call it before `shard`."""
+        for module in expert_modules(self).values():
+            spread_experts(module, mesh)
 
     def shard(
-        self, mesh: DeviceMesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, cpu_offload: bool, gathers: bool
+        self,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        cpu_offload: bool,
+        gathers: bool,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         """Apply FSDP2 to each block, and to the rest.
 
@@ -134,11 +167,15 @@ class GeneralModel(nn.Module):
             dtype: dtype of the passes.
             reduce_dtype: dtype in which gradients are summed.
             gathers: False if a single rank holds all weights, and only casts them.
+            expert_mesh: ranks with the same experts, if these are spread.
         """
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": gathers}
         if cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
+        if expert_mesh is not None:
+            for experts in expert_modules(self).values():
+                fully_shard(experts, **(options | {"mesh": expert_mesh}))
         for layer in self.layers:
             fully_shard(layer, **options)
         fully_shard(self, **(options | {"reshard_after_forward": False}))

@@ -45,7 +45,7 @@ class FloatHead(Linear):
         pass
 
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The model's own change of its logits, [N, V], before they are scored."""
+    """The model's own change of its logits, [N, V], before they are scored; of each alone, as ranks may split V."""
 
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor | None = None, scoring: Scoring = DEFAULT_SCORING
@@ -61,10 +61,12 @@ class FloatHead(Linear):
             return logits
 
         def score(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+            if self.transform is not None:
+                logits = self.transform(logits)
             if isinstance(self.weight, DTensor):
                 return split_token_scores(logits, targets, scoring, self.weight.device_mesh, self.out_features)
             if self.transform is not None:
-                return token_scores(self.transform(logits), targets, scoring)
+                return token_scores(logits, targets, scoring)
             return token_scores(logits, targets, scoring, overwrite_logits=True)
 
         tokens = _chunk_tokens(len(targets), self.weight.shape[0])

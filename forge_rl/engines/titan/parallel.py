@@ -4,7 +4,7 @@ rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.balance import Split, split_row
 from forge_rl.engines.titan.general_model import GeneralModel
+from forge_rl.engines.titan.general_parallel import TensorPeers
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.model import PolicyModel, recompute_activations
 from forge_rl.engines.titan.rows import DeviceRow
@@ -142,15 +143,22 @@ class Parallelism:
         return not (self._dims.fsdp_enabled or self._dims.ep_enabled)
 
     def _shard_general(self, model: GeneralModel, dtype: torch.dtype) -> None:
-        """Shard a model on transformers' code, with FSDP and HSDP alone."""
+        """Shard a model on transformers' code, with tensor or expert parallelism, FSDP and HSDP."""
         settings, dims = self._settings, self._dims
+        copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
+        if dims.tp_enabled:
+            mesh = dims.get_mesh("tp")
+            model.split(TensorPeers(size=mesh.size(), mesh=mesh))
+        if dims.ep_enabled:
+            model.spread_experts(dims.get_mesh("ep"))
         recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
         model.shard(
-            dims.get_mesh([*(["dp_replicate"] if dims.dp_replicate_enabled else []), "fsdp"]),
+            dims.get_mesh([*copies, "fsdp"]),
             dtype=dtype,
             reduce_dtype=torch.promote_types(dtype, torch.float32),
             cpu_offload=settings.enable_cpu_offload,
             gathers=dims.fsdp_enabled,
+            expert_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
         )
         _sum_over_ranks(model)
 
@@ -183,6 +191,8 @@ class Parallelism:
         if tied is not None and tied.grad is not None:
             dist.all_reduce(local(tied.grad), group=self._ends)
         copy = tied if tied is not None and model.copies_embedding else None
+        if isinstance(model, GeneralModel) and (self._dims.tp_enabled or self._dims.ep_enabled):
+            return _clip_over_meshes(list(model.parameters()), max_norm)
         norm: torch.Tensor = clip_grad_norm_(
             [weight for weight in model.parameters() if weight is not copy],
             max_norm,
@@ -244,6 +254,22 @@ class Parallelism:
             return attend(q, k, v, **kwargs)
 
         return forward
+
+
+def _clip_over_meshes(weights: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale gradients to a maximum norm, if it is exceeded, of weights on several meshes, such as those that
+    tensor-parallel ranks split and others; returns the norm before scaling, over all ranks."""
+    groups: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for weight in weights:
+        if weight.grad is not None:
+            groups.setdefault(cast(DTensor, weight).device_mesh, []).append(weight)
+    norms = [
+        nn.utils.get_total_norm([cast(torch.Tensor, weight.grad) for weight in group]) for group in groups.values()
+    ]
+    norm: torch.Tensor = torch.stack([cast(DTensor, group_norm).full_tensor() for group_norm in norms]).norm()
+    for group in groups.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 def _sum_over_ranks(model: nn.Module) -> None:

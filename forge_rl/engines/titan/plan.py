@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
@@ -22,10 +23,14 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
+from forge_rl.engines.titan.general_parallel import TensorPeers
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.packing.rows import Row
+
+_EXPERTS = re.compile(r"\.(inner_)?experts\.")
+"""In names of weights of stacked experts, torchtitan's and transformers'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +73,9 @@ def plan_training(
     """Estimate one rank's memory before anything is loaded.
 
     State is split over all ranks of one copy of the policy, except gradients reduced once per update. A row's
-    activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices. With
-    a pipeline, each figure is the maximum over its stages.
+    activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices;
+    transformers' models do not, and are counted as one rank runs them. With a pipeline, each figure is the maximum
+    over its stages.
 
     Args:
         values: plan a value model in place of a policy.
@@ -80,23 +86,24 @@ def plan_training(
     state_itemsize = torch.promote_types(dtype, torch.float32).itemsize
     tokens = tokens or settings.seq_len
     traces = {} if traces is None else traces
-    key = (dtype, settings.activation_checkpointing, settings.frozen, settings.lora, tokens, values)
-    if key not in traces:
-        traces[key] = _trace(architecture, settings, values, tokens)
-    trace = traces[key]
     tp, cp, pp = (
         settings.tensor_parallel_degree,
         settings.context_parallel_degree,
         settings.pipeline_parallel_degree,
     )
+    split = 1 if architecture.family.general else tp  # parts of a row's tokens
+    key = (dtype, settings.activation_checkpointing, settings.frozen, settings.lora, tokens, values, tp // split)
+    if key not in traces:
+        traces[key] = _trace(architecture, settings, values, tokens)
+    trace = traces[key]
     num_shards = ranks // settings.data_parallel_replicate_degree // pp
     whole_gradients = adds_up_once(trace.count, settings, ranks=ranks)
     kept_layers = architecture.layers  # over all rows under way
     if pp > 1:
         kept_layers = _layers_under_way(architecture, pp)
         trace = _heaviest_stage(trace, architecture, pp, tied=architecture.tied and not values)
-    row, offloaded = trace.row // tp, 0
-    hidden_bytes = tokens * architecture.dim * dtype.itemsize // tp
+    row, offloaded = trace.row // split, 0
+    hidden_bytes = tokens * architecture.dim * dtype.itemsize // split
     if settings.enable_activation_offload:  # the layer that is recomputed has its input on the device
         row, offloaded = row - (kept_layers - 1) * hidden_bytes, kept_layers * hidden_bytes
     if cp > 1:  # each rank keeps the keys and values of the whole row, and one layer's also as they were gathered
@@ -118,7 +125,7 @@ def plan_training(
         reference=dtype.itemsize * trace.count // num_shards if reference and not settings.lora.rank else 0,
         gathered=_gathered(trace, dtype, num_shards, settings.expert_parallel_degree) // tp,
         activations=row,
-        head=trace.head // tp,
+        head=trace.head // split,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         offloaded=offloaded,
         largest=state_itemsize * trace.largest // num_shards,
@@ -176,12 +183,14 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     inside = {id(p) for layer in layers for p in layer.parameters()}
     units = [
         tuple(
-            sum(p.numel() for name, p in layer.named_parameters() if (".inner_experts." in name) == of_experts)
+            sum(p.numel() for name, p in layer.named_parameters() if bool(_EXPERTS.search(name)) == of_experts)
             for of_experts in (True, False)
         )
         for layer in layers
     ]
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    if isinstance(model, GeneralModel) and settings.tensor_parallel_degree > 1:
+        model.split(TensorPeers(size=settings.tensor_parallel_degree))
     try:
         row, head = _row_bytes(model, settings, resolve_dtype(settings.dtype), tokens, architecture.window is not None)
     except ForgeError:

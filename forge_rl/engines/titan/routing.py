@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,22 +70,47 @@ class ReplayRouter(TokenChoiceTopKRouter):
     ) -> torch.Tensor:
         real = local(_like(real, expert_ids, sharded=True))
         ids = local(expert_ids)
-        increments = real[..., None].expand_as(ids).flatten().long()
-        load = increments.new_zeros(self.num_experts).scatter_add(0, ids.flatten(), increments)
         if self.replayed is None:
-            return torch.cat([load, torch.stack([real.sum()]), load.new_zeros(2)])
-        is_replayed = (local(_like(self.replayed, expert_ids, sharded=True)) >= 0).all(-1) & real
+            return choice_counts(ids, ids, real, None, self.num_experts)
+        is_replayed = (local(_like(self.replayed, expert_ids, sharded=True)) >= 0).all(-1)
         router_scores = local(scores) if bias is None else local(scores) + local(bias)
         if self.num_expert_groups is not None:
             router_scores = self._get_node_limited_routing_scores(router_scores)
         router_ids = router_scores.topk(self.top_k, dim=-1).indices
-        differs = (router_ids.sort(-1).values != ids.sort(-1).values).any(-1) & is_replayed
-        return torch.cat([load, torch.stack([real.sum(), is_replayed.sum(), differs.sum()])])
+        return choice_counts(ids, router_ids, real, is_replayed, self.num_experts)
 
 
-def routers(model: nn.Module) -> list[ReplayRouter]:
-    """List a model's routers from the first layer to the last; empty if it is dense."""
-    return [module for module in model.modules() if isinstance(module, ReplayRouter)]
+@torch.no_grad()
+def choice_counts(
+    expert_ids: torch.Tensor,
+    router_ids: torch.Tensor,
+    real: torch.Tensor,
+    is_replayed: torch.Tensor | None,
+    experts: int,
+) -> torch.Tensor:
+    """Count a router's choices, see `ReplayRouter.counts`.
+
+    Args:
+        expert_ids: the chosen experts, [..., top_k] int64.
+        router_ids: those that the router would have chosen, [..., top_k].
+        real: [...] bool, False in padding.
+        is_replayed: [...] bool, None if none are replayed.
+        experts: number of experts.
+    """
+    increments = real[..., None].expand_as(expert_ids).flatten().long()
+    load = increments.new_zeros(experts).scatter_add(0, expert_ids.flatten(), increments)
+    if is_replayed is None:
+        return torch.cat([load, torch.stack([real.sum()]), load.new_zeros(2)])
+    is_replayed = is_replayed & real
+    differs = (router_ids.sort(-1).values != expert_ids.sort(-1).values).any(-1) & is_replayed
+    return torch.cat([load, torch.stack([real.sum(), is_replayed.sum(), differs.sum()])])
+
+
+def routers(model: nn.Module) -> list[Any]:
+    """List a model's routers from the first layer to the last, a `ReplayRouter` or `GeneralRouter` of each; empty if it
+    is dense."""
+    general: list[Any] | None = getattr(model, "routers", None)
+    return [module for module in model.modules() if isinstance(module, ReplayRouter)] if general is None else general
 
 
 def set_routing(model: nn.Module, real: torch.Tensor, routed: torch.Tensor | None) -> None:

@@ -24,6 +24,7 @@ from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.families.general import COMPARED
+from forge_rl.engines.families.tensor_plan import TENSOR_COMPARED
 from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.metrics import RunLog
 from forge_rl.models.cache import Progress
@@ -42,7 +43,7 @@ from forge_rl.run.run_models import RunModels
 from forge_rl.run.start.preparation import PreparedRun
 from forge_rl.run.start.setup import RunSetup
 from forge_rl.services.teachers import resolve_teachers
-from forge_rl.services.trainer_config import CriticConfig
+from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from forge_rl.system.memory import host_bytes
 from forge_rl.tokens.stops import describe_added_stop
 from forge_rl.tokens.template_args import read_template_args
@@ -93,7 +94,7 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     critic, folders = await asyncio.to_thread(_resolved, config, model, setup, progress, keeper)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, choices = await asyncio.to_thread(choosing)
-    if architecture.family.general and architecture.family.model_type not in COMPARED:
+    if architecture.family.general and not _is_compared(architecture, config.trainer):
         # A pass on the meta device: what does not run on packed rows is refused before services start.
         passing = partial(
             plan_training, model, config.trainer, ranks=config.trainer.ranks, reference=reference, values=values
@@ -167,6 +168,12 @@ def rounded_rollouts(quantization: str, loss: Loss) -> str:
     )
 
 
+def _is_compared(architecture: Architecture, trainer: TrainerConfig) -> bool:
+    """Return whether a model on transformers' code was compared with it, in a layout such as the trainer's."""
+    kind = architecture.family.model_type
+    return kind in COMPARED and (trainer.tensor_parallel_degree == 1 or kind in TENSOR_COMPARED)
+
+
 def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, loss: Loss, log: RunLog) -> None:
     """Warn about weights that contradict config.json or are not trained, and about engines that decode with rounded
     weights while the loss does not correct for it."""
@@ -175,10 +182,12 @@ def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, l
         log.warn(warning)
     if architecture.family.general:
         kind = architecture.family.model_type
-        log.event(f"{name} is a {kind!r}: transformers' code trains it, sharded by FSDP")
-        if kind not in COMPARED:
+        split = ", its matrices by tensor parallelism" if config.trainer.tensor_parallel_degree > 1 else ""
+        log.event(f"{name} is a {kind!r}: transformers' code trains it, sharded by FSDP{split}")
+        if not _is_compared(architecture, config.trainer):
             log.warn(
-                f"a {kind!r} on packed rows was never compared with transformers, one episode at a time: watch the gap "
+                f"a {kind!r} on packed rows{split and ' of tensor-parallel ranks'} was never compared with "
+                "transformers, one episode at a time: watch the gap "
                 "between engine and trainer, logprob_gap, from the first step on"
             )
     if architecture.untied_by_files:
