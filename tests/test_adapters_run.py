@@ -24,7 +24,7 @@ def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_traine
     out = tmp_path / "run"
     flags = ("--tasks", *TASKS, "--reward", "tests.tiny:share_of_vowels", "--lora.rank", "4")
     flags += ("--groups-per-batch", "4", "--group-size", "4", "--steps", str(STEPS), "--checkpoint-every", "2")
-    flags += ("--evaluation.every", "0", "--trainer.optimizer.lr", "0.01")
+    flags += ("--evaluation.every", "0", "--trainer.optimizer.lr", "0.03")
     command = tiny_run(commands, tiny_model, out, *flags, recipe="recipes.adapters")
     command.wait_for("step +3/")
     processes_of(command, "generator", 0)[-1].kill()
@@ -36,7 +36,7 @@ def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_traine
     for step, row in rows.items():
         for name in NAMES:
             assert row[f"{name}/updates"] == step, "no update is lost, and none is taken twice"
-            assert row[f"{name}/logprob_gap"] < 1e-3, "episodes are of the adapter's own latest version"
+            assert row[f"{name}/logprob_drift"] < 1e-5, "episodes are of the adapter's own latest version"
     last = out / "checkpoints" / f"step-{STEPS:06d}" / "adapters"
     factors = [load_file(last / name / "adapter_model.safetensors") for name in NAMES]
     assert all(json.loads((last / name / "training.json").read_text())["updates"] == STEPS for name in NAMES)
