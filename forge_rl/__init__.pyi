@@ -82,6 +82,7 @@ from forge_rl.rewards.verifiers import ReasoningGymReward as ReasoningGymReward
 from forge_rl.rollout.evaluation import EvalConfig as EvalConfig
 from forge_rl.rollout.examples import ExampleFn as ExampleFn
 from forge_rl.rollout.state import ScheduleConfig as ScheduleConfig
+from forge_rl.run.adapters import with_adapters as with_adapters
 from forge_rl.run.example_config import ExampleConfig as ExampleConfig
 from forge_rl.run.launch import launch as launch
 from forge_rl.run.live.attach import attach as attach

@@ -467,6 +467,14 @@ class Batch:
 
         return torch.tensor([group.rewards for group in self.groups], dtype=torch.float32)
 
+    @property
+    def by_source(self) -> dict[str, Batch]:
+        """The groups of each source as a batch of their own, in the order of their first groups."""
+        groups: dict[str, list[Group]] = {}
+        for group in self.groups:
+            groups.setdefault(group.task.source, []).append(group)
+        return {source: Batch(groups=tuple(parts), version=self.version) for source, parts in groups.items()}
+
     def __repr__(self) -> str:
         rewards = [reward for group in self.groups for reward in group.rewards]
         mean = f", reward {sum(rewards) / len(rewards):.3f} on average" if rewards else ""

@@ -50,6 +50,7 @@ STAGES = (
     ("forge_rl.run.records", "forge_rl.run.plan"),
     ("forge_rl.run.live", "forge_rl.run.evaluation"),
     ("forge_rl.run.checkpoints",),
+    ("forge_rl.run.adapters",),
     ("forge_rl.run.run",),
     ("forge_rl.run.live.control",),  # which serves a whole run to others
     ("forge_rl.run.start",),
@@ -252,6 +253,7 @@ def test_shared_recipe_code_knows_no_loss_verifier_or_kind_of_data():
     assert found == {
         ("forge_rl.run.start.starting", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.run", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.adapters", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.plan.memory", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.start.checks", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.start.setup", "forge_rl.algorithms.protocol.Loss"),

@@ -263,6 +263,8 @@ async def test_passes_that_fit_into_one_row_run_together_if_asked_for(tmp_path: 
         results = [await client.result(promise) for client, promise in promises]
         assert [isinstance(result, bytes) for result in results] == [True, True, False, True]
         assert "not finite" in results[2]["error"]  # bob's alone
+        shared = [decoded("ForwardBackwardOutput", results[place]).metrics["adapters:max"] for place in (0, 1, 3)]
+        assert shared == [3, 3, 1]
         assert trainer.adapters.together == [3]
         assert trainer.adapters.states[models[0]] == ["open 4 7", "step 0.1", "pass 6"]
         trainer.adapters.deaths += ["pass 7"] * 3

@@ -15,6 +15,7 @@ from tests.commands import Command, actor_of
 KEYS = {name: f"tml-{name * 24}" for name in "abc"}
 SEEDS = {"a": 1, "b": 2, "c": 3}
 STEPS = 12
+LOSS = re.compile(r"loss (\S+)")
 STATE = re.compile("state tinker://(.*)/weights/last")
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("nothing_left")]
 
@@ -28,13 +29,13 @@ def client_python() -> Path:
         pytest.skip(f"the environment of tinker's client cannot be made here: {error}")
 
 
-def serve(commands: list[Command], model: Path, out: Path, port: int = 0) -> tuple[Command, str]:
+def serve(commands: list[Command], model: Path, out: Path, *flags: str, port: int = 0) -> tuple[Command, str]:
     keys = out.with_suffix(".keys")
     keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
     keys.chmod(0o600)
     limits = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25", "--trainer.seq-len", "256")
     folders = ("--model", str(model), "--out", str(out), "--keys", str(keys))
-    command = Command("apps.tinker", *folders, *limits, "--lora.rank", "4", "--port", str(port))
+    command = Command("apps.tinker", *folders, *limits, "--lora.rank", "4", "--port", str(port), *flags)
     commands.append(command)
     url = command.wait_for("^serving .* at http").rpartition(" ")[2]
     return command, url
@@ -88,6 +89,27 @@ def test_tenants_get_what_each_would_alone_through_deaths_of_trainer_engine_and_
     server.clean_up()  # with SIGKILL, first of all the server
     serve(commands, tiny_model, out, port=int(url.rpartition(":")[2]))
     assert {name: weights(out, command) for name, command in tenants.items()} == expected
+
+
+def test_rows_of_two_tenants_share_passes_and_each_gets_what_it_would_alone(
+    client_python: Path, tiny_model: Path, tmp_path: Path, commands: list[Command]
+):
+    server, url = serve(commands, tiny_model, tmp_path / "alone")
+    alone = {name: tenant(commands, client_python, url, tiny_model, name) for name in "ab"}
+    for name, command in alone.items():
+        weights(tmp_path / "alone", command)
+        assert set(re.findall(r"adapters (\d+)", command.output)) == {"1"}, name
+    server.clean_up()
+    _, url = serve(commands, tiny_model, tmp_path / "mixed", "--mix-rows")
+    mixed = {name: tenant(commands, client_python, url, tiny_model, name) for name in "ab"}
+    for name, command in mixed.items():
+        weights(tmp_path / "mixed", command)
+        assert "2" in re.findall(r"adapters (\d+)", command.output), "no pass had rows of both"
+        # Step by step, Adam makes more of what was rounded otherwise.
+        expected, actual = ([float(text) for text in LOSS.findall(one.output)] for one in (alone[name], command))
+        assert len(actual) == len(expected) == STEPS
+        assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+        assert actual == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("kinds", [("supervised", "rl"), ("dpo", "distillation")])

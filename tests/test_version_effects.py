@@ -12,7 +12,7 @@ from forge_rl.weights.effects import Logprobs, ProbedVersion, VersionEffects
 
 NOISE = {"float32": 2e-6, "bfloat16": 0.02}
 """Usual difference of a logprob between trainer and engine."""
-TOKENS = 96
+TOKENS = 48
 
 
 class Run:

@@ -107,6 +107,9 @@ class AdapterEngine(Protocol):
     def drop(self, name: str) -> None:
         """Forget an adapter."""
 
+    def rest(self) -> None:
+        """Put the engine's own adapter, its gradients and its count of updates back in place."""
+
     def updates(self, name: str) -> int:
         """Number of an adapter's optimizer steps."""
 

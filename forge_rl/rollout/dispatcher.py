@@ -224,6 +224,8 @@ class PolicyClient:
             sampling = sampling.updated(seed=derive_seed(self.seed, "turn", next(self._turns)))
         if room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room)
+        if sampling.adapter != self.sampling.adapter:  # an agent's own settings name none
+            sampling = replace(sampling, adapter=self.sampling.adapter)
         completion = ResumableCompletion(prompt_ids, sampling, dispatcher.tokenizer, observe=observe, gather_s=gather_s)
         async with self._one_at_a_time:
             counted_tokens = 0

@@ -11,7 +11,7 @@ import contextvars
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -27,7 +27,7 @@ from forge_rl.rollout.state import EVALUATION, InflightEpisode
 from forge_rl.system.seeds import derive_seed
 from forge_rl.system.tasks import task_group
 from forge_rl.system.terminal import shortened
-from forge_rl.types import Batch, Episode, Group, Outcome, Task
+from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
 
 if TYPE_CHECKING:
     import torch
@@ -107,6 +107,8 @@ class RolloutExecutor:
         """The last delivered batch."""
         self.evaluation: Evaluation | None = None
         """The last started evaluation."""
+        self.adapters: Mapping[str, str] = {}
+        """Loaded adapters that write the episodes of sources, by source; others are written with the policy itself."""
         self._dispatcher = dispatcher
         self._scheduler = dispatcher.scheduler
         self._generator = dispatcher.generator
@@ -537,9 +539,14 @@ class RolloutExecutor:
         task, attempt = episode.group.task, (episode.index, episode.tries)
         if evaluation is not None:
             seed = derive_seed(self._seed, "evaluation", task.source, task.id, *attempt)
-            return self._dispatcher.client(episode, evaluation.sampling, seed)
+            return self._dispatcher.client(episode, self._adapted(evaluation.sampling, task), seed)
         seed = derive_seed(self._seed, "episode", episode.group.place, task.source, task.id, *attempt)
-        return self._dispatcher.client(episode, self._generator.sampling, seed, self._start_branch)
+        return self._dispatcher.client(episode, self._adapted(self._generator.sampling, task), seed, self._start_branch)
+
+    def _adapted(self, sampling: Sampling, task: Task) -> Sampling:
+        """Return sampling settings with the adapter of a task's source, if it has one."""
+        adapter = self.adapters.get(task.source)
+        return sampling if adapter is None else replace(sampling, adapter=adapter)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         """Forget a finished asyncio task; its episode may be running in another one by now."""

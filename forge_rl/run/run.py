@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
@@ -16,6 +17,7 @@ from forge_rl.metrics.display.format import duration
 from forge_rl.packing.rows import PackedBatch, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.adapters import Adapter, RunAdapters
 from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.run.checkpoints.files import Checkpoint
 from forge_rl.run.checkpoints.kept import Stateful
@@ -83,6 +85,7 @@ class Run(Generic[C]):
         self._log = monitor.log
         self._seed = config.seed
         self._metrics = StepMetrics(config, parts.services, parts.batches, self.mixture, monitor)
+        self._adapters: RunAdapters | None = None
         self._after_step = AfterStepQueue()
         self._stopping = False
 
@@ -149,6 +152,34 @@ class Run(Generic[C]):
     def environment(self) -> Environment | None:
         """The environments; None if an agent plays the episodes."""
         return self._rollout.environment
+
+    @property
+    def adapters(self) -> RunAdapters:
+        """Adapters by name, each trained apart over the one base; errors as of `generator`.
+
+        await run.adapters.open("math", "code")  # before the first step
+        """
+        if self._adapters is None:
+            self._adapters = RunAdapters(
+                self.config,
+                self.trainer,
+                self.generator,
+                self.rollouts,
+                folder=self.folder,
+                checkpoint=self._last_checkpoint,
+                warn=self._log.warn,
+            )
+            self.keep("adapters", self._adapters)
+            self._checkpointer.beside.append(self._adapters.save)
+        return self._adapters
+
+    def adapter(self, name: str) -> Adapter:
+        """An open adapter: `run.adapter("math").version`.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        return self.adapters[name]
 
     @property
     def schedule(self) -> LiveSchedule:
@@ -484,6 +515,8 @@ class Run(Generic[C]):
         with self.phase("reset"):
             self._pop_evaluation()
             await self._checkpointer.reset(seed, optimizer)
+            if self._adapters is not None:
+                await self._adapters.restore()
             self._log.rollback(0)
         self._seed = seed
         self.last_batch = None
@@ -508,10 +541,23 @@ class Run(Generic[C]):
         self._log.record(result.step, "evaluated", records)
         return result.score
 
+    def _last_checkpoint(self) -> Path | None:
+        """Return the folder of the newest checkpoint that the run wrote, or continued from; None if there is none."""
+        saved = self._checkpointer.saved
+        return None if saved is None else self._checkpointer.checkpoints.of_step(saved).folder
+
     async def _recover(self, name: str) -> None:
         """Roll back after the death of the trainer or the critic, by its name."""
         with self.phase("recover"):
             self._pop_evaluation()
             step = await self._checkpointer.rollback()
+            while self._adapters is not None:
+                try:
+                    await self._adapters.restore()
+                    break
+                except ReplicaError as error:  # the trainer died again; with no restart left, the error is another one
+                    if error.service != self.trainer.name:
+                        raise
+                    step = await self._checkpointer.rollback()
             self._log.rollback(step)
             self._log.warn(f"the {name} was restarted; the run continues from step {step}")

@@ -279,7 +279,8 @@ class TrainerActor(ServiceActor):
             return self.adapters.load(name, folder, optimizer=optimizer)
 
     def _reply(self, name: str, result: PassResult, seconds: float) -> AdapterReply:
-        logprobs = [row.float().numpy() for row in result.logprobs] if self.engine.rank in self._heads else []
+        assert self._engine is not None, "setup comes first"
+        logprobs = [row.float().numpy() for row in result.logprobs] if self._engine.rank in self._heads else []
         updates = self.adapters.updates(name)
         return AdapterReply(metrics=result.metrics, updates=updates, seconds=seconds, logprobs=logprobs)
 
@@ -293,8 +294,10 @@ class TrainerActor(ServiceActor):
 
     @property
     def engine(self) -> TrainEngine:
-        """This rank's engine, once setup has run."""
+        """This rank's engine, once setup has run, with what it trains itself in its model, not a named adapter."""
         assert self._engine is not None, "setup comes first"
+        if self._adapters is not None:
+            self._adapters.rest()
         return self._engine
 
 

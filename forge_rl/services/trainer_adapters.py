@@ -72,7 +72,6 @@ class TrainerAdapters:
         config = self._ranks.config
         replies = await self._all(
             RUN_ADAPTER,
-            RUN_ADAPTERS,
             name,
             loss,
             backward,

@@ -109,9 +109,14 @@ class PackedPass:
         """Tokens of its rows, padding included."""
         return sum(len(row) for row in self.adapter_pass.minibatch.rows)
 
-    def answer(self, result: Pass) -> FutureResult:
-        """Return what its client gets."""
-        body = wire.encode_pass(self.packed.of_data(result.logprobs), {"loss:sum": result.metrics["loss"]})
+    def answer(self, result: Pass, *, adapters: int = 1) -> FutureResult:
+        """Return what its client gets.
+
+        Args:
+            adapters: number of adapters whose rows were computed together.
+        """
+        metrics = {"loss:sum": result.metrics["loss"], "adapters:max": float(adapters)}
+        body = wire.encode_pass(self.packed.of_data(result.logprobs), metrics)
         return FutureResult(body=body, is_protobuf=True)
 
 
@@ -504,7 +509,7 @@ class Trainings:
                 promise.fail(result)
             else:
                 training.has_gradient |= packed.adapter_pass.backward
-                promise.keep(packed.answer(result))
+                promise.keep(packed.answer(result, adapters=len(together)))
             await self._settle(training, entry, promise)
             self._ready.remove(training)
             self._ready.append(training)  # behind the others

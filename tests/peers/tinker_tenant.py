@@ -27,15 +27,18 @@ def main(url: str, model: str, name: str, seed: int, steps: int) -> None:
         loss = ("importance_sampling", "ppo", "cispo", "dro")[step % 4]
         passed = [training.forward_backward(data, loss) for _ in range(2)]  # their gradients add up
         stepped = training.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))
-        for future in passed:
-            future.result()
+        metrics = [future.result().metrics for future in passed]
         updates = stepped.result().metrics["updates"]
         if step % 3 == 0:
             sampler = training.save_weights_and_get_sampling_client()
         assert sampler is not None
         params = types.SamplingParams(max_tokens=4, seed=step)
         sample = sampler.sample(types.ModelInput.from_ints(data[0].model_input.to_ints()), 1, params).result()
-        print(f"{name} step {step} updates {updates:.0f} sampled {len(sample.sequences[0].tokens)}", flush=True)
+        print(
+            f"{name} step {step} updates {updates:.0f} sampled {len(sample.sequences[0].tokens)} "
+            f"loss {metrics[0]['loss:sum']:.9g} adapters {max(part['adapters:max'] for part in metrics):.0f}",
+            flush=True,
+        )
     print("state", training.save_state("last").result().path, flush=True)
 
 

@@ -122,8 +122,12 @@ class TitanAdapters:
         """Forget an adapter."""
         training = self._training(name)
         if training is self._active:
-            self._activate(self._initial)
+            self.rest()
         del self._trainings[name]
+
+    def rest(self) -> None:
+        """Put the engine's own adapter, its gradients and its count of updates back in place."""
+        self._activate(self._initial)
 
     def updates(self, name: str) -> int:
         """Number of an adapter's optimizer steps."""
@@ -184,7 +188,7 @@ class TitanAdapters:
             )
         if len({adapter_pass.name for adapter_pass in passes}) < len(passes):
             raise ConfigError("an adapter has two passes at a time", hint="run them in turn")
-        self._activate(self._initial)  # the tensors of all others are then with them
+        self.rest()  # the tensors of all others are then with them
         engine.onload()
         mixed = {
             adapter_pass.name: self._mixed_pass(adapter_pass, self._trainings[adapter_pass.name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,8 @@ class Checkpointer:
         self._first = parts.batches.state()
         self.kept = KeptObjects()
         """The recipe's own objects."""
+        self.beside: list[Callable[[Path], Awaitable[None]]] = []
+        """What else writes into a checkpoint's folder, such as adapters by name; called while the trainer stands."""
         self._note()
         parts.live.changed.add(self._save_changes)
 
@@ -238,6 +240,8 @@ class Checkpointer:
                     (place / part).mkdir(parents=True)
             for trainer, place, model in zip(trainers, places, self._models, strict=False):
                 await trainer.save(place, model=model)
+            for write in self.beside:
+                await write(folder)
             if self._updates() != step_state.updates:
                 raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
             copied.set_result(None)

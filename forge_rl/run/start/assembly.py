@@ -258,9 +258,9 @@ def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer
     if not count:
         return None
     effects = VersionEffects(
-        engines=generator.dtype,
+        engines="bfloat16" if config.generator.urls else generator.dtype,  # others' engines have a dtype of their own
         trainer=str(resolve_dtype(config.trainer.dtype)).removeprefix("torch."),
-        rounded=config.generator.quantization != "none",
+        rounded=config.generator.quantization != "none" or bool(config.generator.urls),
         changed=f"adapters of {' '.join(config.lora.targets)}" if config.lora.rank else "weights",
     )
     return VersionProbes(trainer, generator, tokenizer, effects, count=count)

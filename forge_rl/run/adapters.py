@@ -1,0 +1,321 @@
+"""Adapters of a run: several trainings over one base, each with its own data, optimizer, versions and metrics."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forge_rl.algorithms.protocol import Loss
+from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError, ServiceError
+from forge_rl.packing.rows import PackedBatch
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.run_config import RunConfig
+from forge_rl.services.generator import Generator
+from forge_rl.services.trainer import Trainer
+from forge_rl.services.trainer_adapters import Pass
+from forge_rl.system.seeds import derive_seed
+
+C = TypeVar("C", bound=RunConfig)
+
+FOLDER = "adapters"
+"""Folder of a checkpoint with a folder for each adapter, in PEFT's format, with its moments."""
+_ABSENT = {
+    "reference": "a frozen reference",
+    "proximal": "logprobs from before the batch's first update",
+    "values": "values",
+}
+"""What a pass of one of several adapters does not compute for a loss."""
+
+
+def with_adapters(config: C, loss: Loss, names: Sequence[str]) -> C:
+    """Return a run's settings with room in its engines for adapters of these names.
+
+        config = with_adapters(config, loss, ["math", "code"])
+
+    Raises:
+        ConfigError: the settings or the loss allow no adapters by name.
+    """
+    _check_names(names)
+    if not config.lora.rank:
+        raise ConfigError("--lora.rank is 0, and the recipe trains adapters", hint="set it to their rank, such as 16")
+    if config.schedule.lag:
+        raise ConfigError(
+            f"--schedule.kind {config.schedule.kind} has episodes of several versions, which adapters by name lack",
+            hint="set --schedule.kind synchronous",
+        )
+    if config.generator.temperature != 1:
+        raise ConfigError(
+            f"--generator.temperature is {config.generator.temperature:g}, and adapters by name are trained at 1",
+            hint="leave it out",
+        )
+    if absent := sorted(_ABSENT.keys() & loss.needs):
+        raise ConfigError(
+            f"the loss needs {_ABSENT[absent[0]]}, which training adapters by name does not compute",
+            hint="choose --loss clipped without kl_coef, or train one adapter with recipes.grpo --lora.rank",
+        )
+    generator = replace(
+        config.generator,
+        max_loras=max(config.generator.max_loras, len(set(names))),
+        max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
+    )
+    return replace(config, generator=generator)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is no folder's."""
+    for name in names:
+        if not re.fullmatch(r"\w[\w.-]{0,63}", name):
+            raise ConfigError(
+                f"{name!r:.80} is no name for an adapter",
+                hint="use at most 64 letters, digits, dots and dashes, as in --tasks math=org/data",
+            )
+
+
+@dataclass(eq=False, kw_only=True)
+class Adapter:
+    """One adapter of a run.
+
+    math = run.adapter("math")
+    math.version, math.updates, math.failure
+    """
+
+    name: str
+    """In samples and metrics; also that of the source whose episodes it writes."""
+    updates: int = 0
+    """Number of its optimizer steps."""
+    version: int = -1
+    """Number of updates of what engines sample with; -1 before the first publish."""
+    skipped: int = 0
+    """Number of updates in a row that were skipped, as they failed or were not finite."""
+    failure: str = ""
+    """Why it is trained no more; "" while it is."""
+
+
+class RunAdapters:
+    """The adapters of a run, which are opened by name; see `Run.adapter`.
+
+        await run.adapters.open("math", "code")
+        stats = await run.adapters.step({"math": packed, "code": other}, run.loss)
+        await run.adapters.publish()
+
+    Engines write the episodes of a source with the adapter of its name. Trainer and engines that die get back the
+    values that belong to the run's step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        generator: Generator,
+        rollouts: RolloutExecutor,
+        *,
+        folder: Path,
+        checkpoint: Callable[[], Path | None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._trainer = trainer
+        self._generator = generator
+        self._rollouts = rollouts
+        self._checkpoint = checkpoint
+        self._warn = warn
+        self._adapters: dict[str, Adapter] = {}
+        self._held: set[str] = set()
+        """Adapters that the trainer's ranks have."""
+        self._loads = trainer.loads
+        self._mixes = config.trainer.ranks == 1
+
+    def __getitem__(self, name: str) -> Adapter:
+        if name not in self._adapters:
+            raise ConfigError(
+                f"the run has no adapter {name!r:.80}; it has {', '.join(self._adapters) or 'none'}",
+                hint="open it before the first step: await run.adapters.open(...)",
+            )
+        return self._adapters[name]
+
+    async def open(self, *names: str) -> None:
+        """Open adapters, with first values from the run's seed or, in a resumed run, as its checkpoint has them.
+
+        Raises:
+            ConfigError: the run's settings allow no adapters, or not so many.
+            CheckpointError: the checkpoint lacks one that had been trained.
+        """
+        _check_names(names)
+        loras = self._config.generator.max_loras
+        if not self._config.lora.rank or loras < len({*self._adapters, *names}):
+            raise ConfigError(
+                f"{len({*self._adapters, *names})} adapters need --lora.rank and as many --generator.max-loras",
+                hint="let `with_adapters(config, loss, names)` set what they need",
+            )
+        for name in names:
+            self._adapters.setdefault(name, Adapter(name=name))
+        await self._load([name for name in self._adapters if name not in self._held])
+
+    async def restore(self) -> None:
+        """Bring trainer and engines to the state of the run's last checkpoint, or to the first one without any."""
+        if self._loads != self._trainer.loads:  # the ranks were restarted
+            self._loads = self._trainer.loads
+            self._held.clear()
+        for name in sorted(self._held):
+            await self._trainer.adapters.drop(name)
+            self._held.discard(name)
+        await self._load(list(self._adapters))
+
+    async def _load(self, names: Sequence[str]) -> None:
+        """Open adapters that the trainer lacks, load what the last checkpoint has of them, and publish them."""
+        folder, trained = self._checkpoint(), self._trainer.adapters
+        for name in names:
+            adapter = self._adapters[name]
+            seed = derive_seed(self._config.seed, "adapter", name)
+            await trained.open(name, AdapterSettings(lora=self._config.lora, seed=seed))
+            self._held.add(name)
+            updates, saved = 0, None if folder is None else folder / FOLDER / name
+            if saved is not None and saved.is_dir():
+                updates = await trained.load(name, saved, optimizer=True)
+            if updates != adapter.updates:
+                raise CheckpointError(
+                    f"{folder} holds {updates} updates of adapter {name!r:.80}, but a state of {adapter.updates}",
+                    hint=f"delete {folder} to resume from the previous checkpoint",
+                )
+            adapter.version = -1
+        await self.publish()
+        self._rollouts.adapters = {name: name for name in self._adapters}
+
+    async def step(
+        self, batches: Mapping[str, PackedBatch], loss: Loss | Mapping[str, Loss], *, mix_rows: bool = True
+    ) -> dict[str, float]:
+        """Train adapters on a batch each, packed with the trainer's layout; the metrics of each begin with its name.
+
+        Each minibatch takes one update per epoch, or none if that leaves no rows. What fails or is not finite in one
+        adapter skips its update, and touches no other; after --trainer.max-skipped-updates in a row, it is trained no
+        more.
+
+        Args:
+            mix_rows: compute rows of several adapters together, if the trainer has one rank and its model no experts;
+                the results are those of each alone within rounding. Apart, they are the same bit for bit.
+
+        Raises:
+            ForgeError: no adapter is left to train.
+        """
+        updates: dict[str, list[dict[str, float]]] = {name: [] for name in batches}
+        passes_of = []
+        for name, packed in batches.items():
+            adapter_loss = loss[name] if isinstance(loss, Mapping) else loss
+            trained = packed if adapter_loss.keeps_uniform else packed.without_uniform
+            epochs = max(1, self._trainer.config.epochs // packed.epochs)
+            passes_of.append(
+                [AdapterPass(name=name, minibatch=minibatch, loss=adapter_loss) for minibatch in trained.minibatches]
+                * epochs
+            )
+        for turn in zip_longest(*passes_of):
+            passes = [part for part in turn if part and part.minibatch.rows and not self[part.name].failure]
+            for adapter_pass, result in zip(passes, await self._run(passes, mix_rows), strict=True):
+                adapter = self[adapter_pass.name]
+                metrics = result if isinstance(result, ForgeError) else await self._update(adapter, result)
+                if isinstance(metrics, ForgeError):
+                    self._skip(adapter, metrics)
+                else:
+                    adapter.skipped = 0
+                    updates[adapter.name].append(metrics)
+        failures = [self[name].failure for name in batches]
+        if failures and all(failures):
+            raise ForgeError(
+                f"no adapter is left to train: {failures[0]}",
+                hint="lower --trainer.optimizer.lr, or raise --trainer.max-skipped-updates",
+            )
+        return self._metrics(updates)
+
+    async def _run(self, passes: Sequence[AdapterPass], mix_rows: bool) -> list[Pass | ForgeError]:
+        """Run a pass of each adapter, together where the trainer can."""
+        if mix_rows and self._mixes and len(passes) > 1:
+            try:
+                return await self._trainer.adapters.run_many(passes)
+            except ConfigError:  # a model with experts
+                self._mixes = False
+        results: list[Pass | ForgeError] = []
+        for adapter_pass in passes:
+            name, minibatch, loss = adapter_pass.name, adapter_pass.minibatch, adapter_pass.loss
+            try:
+                results.append(await self._trainer.adapters.run(name, minibatch, loss))
+            except ServiceError:
+                raise
+            except ForgeError as error:
+                results.append(error)
+        return results
+
+    async def _update(self, adapter: Adapter, result: Pass) -> dict[str, float] | ForgeError:
+        """Take an adapter's optimizer step; returns its metrics, or why there was none."""
+        optimizer = self._trainer.config.optimizer
+        total = self._config.steps * self._trainer.config.updates_per_batch
+        adam = AdamStep(
+            lr=optimizer.lr_at(adapter.updates, total),
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.max_grad_norm,
+        )
+        try:
+            metrics, adapter.updates = await self._trainer.adapters.step(adapter.name, adam)
+        except ServiceError:
+            raise
+        except ForgeError as error:
+            return error
+        return result.metrics | metrics
+
+    def _skip(self, adapter: Adapter, error: ForgeError) -> None:
+        adapter.skipped += 1
+        self._warn(f"adapter {adapter.name}: an update was skipped: {error.message}")
+        if adapter.skipped >= self._trainer.config.max_skipped_updates:
+            adapter.failure = error.message
+            self._warn(f"adapter {adapter.name} is trained no more, after {adapter.skipped} skipped updates in a row")
+
+    def _metrics(self, updates: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
+        """Return means over an adapter's updates, of tokens the sum, under its name; and the sum of all tokens."""
+        stats = {"tokens/trained": 0.0}
+        for name, rows in updates.items():
+            for key in dict.fromkeys(key for row in rows for key in row):
+                numbers = [row[key] for row in rows if key in row]
+                is_count = key == "tokens/trained"
+                stats[f"{name}/{key}"] = sum(numbers) / (1 if is_count else len(numbers))
+            stats["tokens/trained"] += stats.get(f"{name}/tokens/trained", 0.0)
+        for name, adapter in self._adapters.items():
+            stats |= {f"{name}/updates": float(adapter.updates), f"{name}/skipped": float(adapter.skipped)}
+        return stats
+
+    async def publish(self) -> None:
+        """Load the adapters that were updated into all engines, where their sources' next episodes sample with them."""
+        for adapter in self._adapters.values():
+            if adapter.version == adapter.updates:
+                continue
+            with tempfile.TemporaryDirectory(dir=self._folder, prefix=f"{FOLDER}-") as folder:
+                await self._trainer.adapters.save(adapter.name, Path(folder))
+                await self._generator.load_adapter(adapter.name, Path(folder))
+            adapter.version = adapter.updates
+
+    async def save(self, folder: Path) -> None:
+        """Write all adapters into a checkpoint's folder."""
+        for name in self._adapters:
+            (folder / FOLDER / name).mkdir(parents=True)
+            await self._trainer.adapters.save(name, folder / FOLDER / name)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the counts of all adapters."""
+        return {
+            name: {"updates": adapter.updates, "skipped": adapter.skipped, "failure": adapter.failure}
+            for name, adapter in self._adapters.items()
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over counts; `restore` then brings trainer and engines to them."""
+        for name in {*self._adapters, *state}:
+            counts = state.get(name, {})
+            adapter = self._adapters.setdefault(name, Adapter(name=name))
+            adapter.updates, adapter.skipped = int(counts.get("updates", 0)), int(counts.get("skipped", 0))
+            adapter.failure = str(counts.get("failure", ""))

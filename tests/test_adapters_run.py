@@ -1,0 +1,43 @@
+"""A whole run that trains two adapters over one base, through the deaths of an engine and of the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.commands import Command, actor_of, metrics, processes_of, tiny_run
+
+pytestmark = pytest.mark.long
+
+TASKS = ("sums=chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1", "letters=letter_counting:max_words=6")
+NAMES = ("sums", "letters")
+STEPS = 6
+
+
+@pytest.mark.timeout(1800)
+def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_trainer(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    out = tmp_path / "run"
+    flags = ("--tasks", *TASKS, "--reward", "tests.tiny:share_of_vowels", "--lora.rank", "4")
+    flags += ("--groups-per-batch", "4", "--group-size", "4", "--steps", str(STEPS), "--checkpoint-every", "2")
+    flags += ("--evaluation.every", "0", "--trainer.optimizer.lr", "0.03")
+    command = tiny_run(commands, tiny_model, out, *flags, recipe="recipes.adapters")
+    command.wait_for("step +3/")
+    processes_of(command, "generator", 0)[-1].kill()
+    actor_of(command, "trainer").kill()
+    assert command.end(900) == 0, command.output
+    assert "the trainer was restarted; the run continues from step" in command.output
+    rows = {row["step"]: row for row in metrics(out) if "sums/updates" in row}
+    assert rows.keys() == set(range(1, STEPS + 1))
+    for step, row in rows.items():
+        for name in NAMES:
+            assert row[f"{name}/updates"] == step, "no update is lost, and none is taken twice"
+            assert row[f"{name}/logprob_drift"] < 1e-5, "episodes are of the adapter's own latest version"
+    last = out / "checkpoints" / f"step-{STEPS:06d}" / "adapters"
+    factors = [load_file(last / name / "adapter_model.safetensors") for name in NAMES]
+    assert all(json.loads((last / name / "training.json").read_text())["updates"] == STEPS for name in NAMES)
+    assert any(not factors[0][key].equal(factors[1][key]) for key in factors[0]), "each learns from its own source"
