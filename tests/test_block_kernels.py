@@ -12,8 +12,18 @@ from unittest import mock
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from forge_rl.engines.titan import block_kernels, cpu_feed_forward, cpu_norm, fused_block, kernel_checks, rope
-from forge_rl.engines.titan.block_kernels import add_norm, joint_linear, norm_rope, swiglu
+from forge_rl.engines.titan import (
+    block_kernels,
+    cpu_feed_forward,
+    cpu_norm,
+    fused_block,
+    kernel_checks,
+    products,
+    rope,
+)
+from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
+from forge_rl.engines.titan.master_weights import MasterWeights
+from forge_rl.engines.titan.products import joint_linear
 from forge_rl.system.kernels import failures
 from tests.fakes import make_model
 from tests.test_kernel_checks import small_architecture
@@ -96,22 +106,32 @@ def check_model(kind: str) -> None:
     until = torch.full((16,), 16, dtype=torch.int32)
     mask = (TreeMask(first=0, until=until, queries=16, branched=False, positions=positions[0]),)
 
-    def trained() -> list[torch.Tensor]:
-        model.zero_grad()
+    def trained(masters: MasterWeights | None = None, *, adds: bool = False) -> list[torch.Tensor]:
+        if not adds:
+            model.zero_grad()
         logits = model(ids, positions, mask)
         logits.log_softmax(-1)[0, :, 3].sum().backward()
+        if masters is not None:
+            masters.release()
         return [logits, *gradients(list(model.parameters()))]
 
     plain = trained()
-    with mock.patch.object(block_kernels, "_swiglu", wraps=block_kernels._swiglu) as kernel:
-        for module in (fused_block, cpu_norm, cpu_feed_forward, rope):
-            stack = mock.patch.object(module, "has_kernels", return_value=True)
-            stack.start()
+    for module in (fused_block, cpu_norm, cpu_feed_forward, rope):
+        mock.patch.object(module, "has_kernels", return_value=True).start()
+    with mock.patch.object(block_kernels, "swiglu_values", wraps=block_kernels.swiglu_values) as kernel:
         fused = trained()
-        mock.patch.stopall()
     assert kernel.call_count == architecture.layers, "the kernels ran"
-    for value, wanted in zip(fused, plain, strict=True):
+    masters = MasterWeights(model, torch.float32)
+    with (
+        mock.patch.object(fused_block, "rotated_product", wraps=products.rotated_product) as queries,
+        mock.patch.object(cpu_feed_forward, "gated_product", wraps=products.gated_product) as gates,
+    ):
+        twice = [trained(masters)[0], *trained(masters, adds=True)[1:]]
+    assert queries.call_count == gates.call_count == 2 * architecture.layers, "joint products ran"
+    mock.patch.stopall()
+    for value, joint, wanted in zip(fused, twice, plain, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(joint, wanted if wanted is plain[0] else 2 * wanted, rtol=1e-4, atol=2e-4)
 
 
 def check_kernels_at_start() -> None:

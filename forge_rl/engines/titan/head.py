@@ -23,9 +23,9 @@ from forge_rl.algorithms.logprobs import (
 )
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import gpu_bytes
+from forge_rl.engines.titan.gradient_sums import added, keeps_sums, sum_place
 from forge_rl.engines.titan.shards import local
 from forge_rl.engines.titan.vocabulary import split_token_scores
-from forge_rl.system.kernels import is_on
 
 HEAD_CHUNK_BYTES = 256 << 20
 """Maximum bytes of logits held at a time on CPU, and on small GPUs; float32 gradients overwrite them."""
@@ -68,8 +68,8 @@ class FloatHead(Linear):
             return token_scores(logits, targets, scoring, overwrite_logits=True)
 
         tokens = _chunk_tokens(len(targets), self.weight.shape[0])
-        keeps_sums = _keeps_sums(weight)  # torch gives such a product no gradient
-        if len(targets) <= tokens and not keeps_sums:
+        is_wide = keeps_sums(weight)  # torch gives such a product no gradient
+        if len(targets) <= tokens and not is_wide:
             return score(_product(hidden, _factor(weight)), targets)
         is_plain = self.transform is None and not isinstance(self.weight, DTensor)
         scorer: ChunkScorer = _PlainScorer(scoring) if is_plain else _TracedScorer(score, scoring)
@@ -184,7 +184,7 @@ class _ChunkedScores(torch.autograd.Function):
         )
         logprobs, entropy, squares, _ = (_joined(parts) for parts in zip(*scores, strict=True))
         ctx.save_for_backward(hidden, weight, targets, *(_joined(parts) for parts in zip(*statistics, strict=True)))
-        ctx.scorer, ctx.tokens = scorer, tokens
+        ctx.scorer, ctx.tokens, ctx.place = scorer, tokens, sum_place(weight)
         fixed = (squares,) if scorer.scoring.entropy_gradient else (entropy, squares)
         ctx.mark_non_differentiable(*(tensor for tensor in fixed if tensor is not None))
         return logprobs, entropy, squares
@@ -209,19 +209,12 @@ class _ChunkedScores(torch.autograd.Function):
                 factor.dtype,
             )
             grad_hidden[chunk] = grad.mm(factor)
-            if ctx.needs_input_grad[1]:
-                grad_weight = _added(grad_weight, grad.t(), rows.to(grad.dtype), sum_dtype)
+            if ctx.needs_input_grad[1] and ctx.place is not None:
+                ctx.place.add_product(grad.t(), rows.to(grad.dtype))
+            elif ctx.needs_input_grad[1]:
+                grad_weight = added(grad_weight, grad.t(), rows.to(grad.dtype), sum_dtype)
             del grad
         return grad_hidden, grad_weight, None, None, None
-
-
-def _added(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add a product to a total in a dtype, in place; None counts as 0."""
-    if total is None:
-        return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
-    if a.dtype == dtype:
-        return total.addmm_(a, b)
-    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -243,20 +236,14 @@ _TILE = 128
 """Rows of a product that a GPU computes together."""
 
 
-def _keeps_sums(weight: torch.Tensor) -> bool:
-    """Return whether products with this weight round none of their float32 sums: on CUDA, and in plans for it."""
-    on_gpu = weight.is_cuda or (weight.is_meta and device_type() == "cuda")
-    return weight.dtype.itemsize < 4 and on_gpu and is_on("head")
-
-
 def _factor(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight in the dtype that `_product` needs: unchanged where products have float32 sums."""
-    return weight if _keeps_sums(weight) else widened(weight)
+    return weight if keeps_sums(weight) else widened(weight)
 
 
 def _room(hidden: torch.Tensor, factor: torch.Tensor, tokens: int) -> torch.Tensor | None:
     """Allocate the logits of a chunk, which all chunks share; on CUDA, torch's allocator does that as well."""
-    return None if _keeps_sums(factor) else factor.new_empty(min(tokens, len(hidden)), len(factor))
+    return None if keeps_sums(factor) else factor.new_empty(min(tokens, len(hidden)), len(factor))
 
 
 def _product(hidden: torch.Tensor, factor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:

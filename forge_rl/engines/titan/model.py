@@ -27,7 +27,9 @@ from forge_rl.engines.titan.fused_block import FusedAttention, FusedBlock
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies, offload_inputs
 from forge_rl.engines.titan.lora import AdapterSwitch, add_adapters
+from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.moe import moe_config
+from forge_rl.engines.titan.products import embed
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
 from forge_rl.engines.titan.row_attention import RowAttention
@@ -60,6 +62,8 @@ class PolicyModel(Decoder):
     """Copies of layers' inputs in host memory, if they are kept there."""
     adapters: AdapterSwitch | None = None
     """Shared state of its adapters; None if all weights are trained."""
+    masters: MasterWeights | None = None
+    """Its weights in float32, if passes run on copies of them."""
     spans_tie = False
     """Whether the first and the last pipeline stage each hold the weight that embedding and head share."""
 
@@ -89,7 +93,7 @@ class PolicyModel(Decoder):
                 these only. None for logits or values.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        hidden = tokens if self.tok_embeddings is None else embed(self.tok_embeddings, tokens)
         for layer in self.layers.values():
             hidden = layer(hidden, attention_masks, positions)
         if self.norm is None:

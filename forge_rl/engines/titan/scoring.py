@@ -15,6 +15,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.fused_block import FusedAttention
 from forge_rl.engines.titan.general_model import GeneralModel
 from forge_rl.engines.titan.masks import attention_mask
+from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.model import PolicyModel
 from forge_rl.engines.titan.parallel import Parallelism
 from forge_rl.engines.titan.routing import set_routing
@@ -133,10 +134,15 @@ class RowScorer:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights that FSDP keeps after a forward pass without a backward one.
+    """Free the weights that passes ran on: those that FSDP gathered and keeps after a forward pass without a backward
+    one, or the copies of one rank's masters.
 
-    Until then they replace the shards in the model, in the dtype of the forward pass and unknown to the optimizer.
+    Until then they replace the shards or masters in the model, in the dtype of the forward pass and unknown to the
+    optimizer.
     """
+    masters: MasterWeights | None = getattr(model, "masters", None)
+    if masters is not None:
+        masters.release()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

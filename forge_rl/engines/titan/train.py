@@ -148,6 +148,7 @@ class TitanEngine:
         else:
             self._train_stage(update, results)
         self._pipeline.finish()
+        reshard(self.model)
         if self._stage.count > 1 and self._stage.is_last:
             waits = self._stage.count - 1
             results.measures.add("pipeline/idle_share", Mean, float(waits), float(len(rows) + waits))
@@ -356,6 +357,7 @@ class TitanEngine:
             for model in (self.model, self._reference):
                 if model is None:
                     continue
+                reshard(model)
                 if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
                     model.reset_iter_state()
                 forget_whole_gradients(model)
