@@ -116,11 +116,11 @@ def test_the_user_turns_kernels_off_by_a_variable(
         assert [name for name in KERNELS if not is_on(name)] == ["norms", "rope"]
         assert not has_kernels(values, "rope")
         assert has_kernels(values, "swiglu")
-        assert logprobs._has_kernels(values)
+        assert logprobs.has_score_kernels(values)
         assert keeps_sums(values)
         monkeypatch.setenv(EAGER, "all")
         assert not any(map(is_on, KERNELS))
-        assert not logprobs._has_kernels(values)
+        assert not logprobs.has_score_kernels(values)
         assert not keeps_sums(values)
     check_kernels(small_architecture(), torch.float32, CPU)
     assert not kernels.failures(), "what is off is not checked"
@@ -131,8 +131,8 @@ def test_the_user_turns_kernels_off_by_a_variable(
 
 def test_logits_whose_rows_are_not_contiguous_are_scored_without_kernels() -> None:
     logits = torch.empty(8, 4, device="meta")
-    assert logprobs._has_kernels(logits)
-    assert not logprobs._has_kernels(logits.t())
+    assert logprobs.has_score_kernels(logits)
+    assert not logprobs.has_score_kernels(logits.t())
 
 
 def by_sequence(q, k, v, ends, key_ends, longest, key_longest, **options):

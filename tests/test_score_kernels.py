@@ -55,7 +55,7 @@ def test_the_kernels_agree_with_float64():
 
 
 if __name__ == "__main__":
-    logprobs._has_kernels = lambda logits: logits.dtype != torch.float64
+    logprobs.has_score_kernels = lambda logits: logits.dtype != torch.float64
     check(torch.float32, 1, entropy_gradient=False)
     check(torch.float32, 3, entropy_gradient=True)
     check(torch.bfloat16, 1, entropy_gradient=True)

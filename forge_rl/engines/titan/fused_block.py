@@ -31,14 +31,28 @@ class FusedBlock(Qwen3TransformerBlock):
 
     def forward(self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Map [1, L, dim] to [1, L, dim]."""
-        if not (has_kernels(x, "norms") and is_plain(self.attention_norm) and is_plain(self.ffn_norm)):
+        if not self._fuses(x):
             plain: torch.Tensor = super().forward(x, attention_masks, positions)
             return plain
-        x, normed = add_norm(x, None, self.attention_norm.weight, self.attention_norm.eps)
+        x, delta = self.deferred(x, None, attention_masks, positions)
+        return x + delta
+
+    def defers(self, x: torch.Tensor) -> bool:
+        """Return whether `deferred` may run in place of a call: nothing else acts on the layer's results."""
+        return self._fuses(x) and not self._forward_hooks
+
+    def deferred(
+        self, x: torch.Tensor, delta: torch.Tensor | None, attention_masks: Any, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map x + delta, [1, L, dim] each, to two tensors whose sum is the layer's result, so that the norm that comes
+        next adds them."""
+        x, normed = add_norm(x, delta, self.attention_norm.weight, self.attention_norm.eps)
         attended = self.attention(normed, attention_masks, positions)
         x, normed = add_norm(x, attended, self.ffn_norm.weight, self.ffn_norm.eps)
-        out: torch.Tensor = x + (self.moe(normed) if self.moe_enabled else self.feed_forward(normed))
-        return out
+        return x, self.moe(normed) if self.moe_enabled else self.feed_forward(normed)
+
+    def _fuses(self, x: torch.Tensor) -> bool:
+        return has_kernels(x, "norms") and is_plain(self.attention_norm) and is_plain(self.ffn_norm)
 
 
 class FusedAttention(GQAttention):

@@ -10,6 +10,9 @@ from torch import nn
 
 from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace
 
+_LARGE = 320 << 16
+"""Elements that torch copies in one operation of many tensors; a tensor of more is one operation by itself."""
+
 
 class MasterWeights:
     """Has a model's passes run on copies of its weights in a narrower dtype, and adds up their gradients in float32.
@@ -54,7 +57,12 @@ class MasterWeights:
                 copies.append(copy.data)
                 masters.append(master)
                 self._put(master, copy)
-        torch._foreach_copy_(copies, masters)
+        sizes = [copy.numel() for copy in copies]
+        for copy, master, size in zip(copies, masters, sizes, strict=True):
+            if size >= _LARGE:
+                copy.copy_(master)
+        if small := [index for index, size in enumerate(sizes) if size < _LARGE]:
+            torch._foreach_copy_([copies[index] for index in small], [masters[index] for index in small])
         self._is_cast = True
 
     def release(self) -> None:
