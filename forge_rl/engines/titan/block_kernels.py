@@ -141,8 +141,8 @@ def _add_norm(
     add_norm_kernel[(x.numel() // dim,)](
         *(x, delta, weight, total, normed, inverses, dim, eps),
         ADDS=delta is not None,
-        BLOCK=_power_of_two(dim),
-        num_warps=_warps(dim),
+        BLOCK=power_of_two(dim),
+        num_warps=warps(dim),
     )
     return total, normed, inverses
 
@@ -174,8 +174,8 @@ def _norm_gradient(
     norm_gradient_kernel[(len(parts),)](
         *(x, weight, inverses, grad, residual, grad_x, parts, x.numel() // dim, dim, parts.stride(0), len(parts)),
         ADDS=residual is not None,
-        BLOCK=_power_of_two(dim),
-        num_warps=_warps(dim),
+        BLOCK=power_of_two(dim),
+        num_warps=warps(dim),
     )
     return grad_x
 
@@ -248,10 +248,10 @@ def _norm_rope(
         NORMS=weights[0] is not None,
         OTHERS=heads - copied > first,
         COPIES=copied > 0,
-        HEADS=_power_of_two(heads - copied),
-        HALF=_power_of_two(dim // 2),
-        COPIED=_power_of_two(copied * dim),
-        num_warps=_warps(_power_of_two(heads - copied) * dim),
+        HEADS=power_of_two(heads - copied),
+        HALF=power_of_two(dim // 2),
+        COPIED=power_of_two(copied * dim),
+        num_warps=warps(power_of_two(heads - copied) * dim),
     )
     return out
 
@@ -289,10 +289,10 @@ def _norm_rope_gradient(
         NORMS=weights[0] is not None,
         OTHERS=num_others > 0,
         COPIES=copied > 0,
-        HEADS=_power_of_two(first + num_others),
-        HALF=_power_of_two(dim // 2),
-        COPIED=_power_of_two(copied * dim),
-        num_warps=_warps(_power_of_two(first + num_others) * dim),
+        HEADS=power_of_two(first + num_others),
+        HALF=power_of_two(dim // 2),
+        COPIED=power_of_two(copied * dim),
+        num_warps=warps(power_of_two(first + num_others) * dim),
     )
     return grad_x
 
@@ -354,10 +354,11 @@ def programs_of(tokens: int) -> int:
     return max(1, min(_PROGRAMS, tokens))
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is not below a size."""
     return 1 << max(0, size - 1).bit_length()
 
 
-def _warps(elements: int) -> int:
+def warps(elements: int) -> int:
     """Return how many warps share a token's elements, so that each thread's fit its registers."""
-    return max(4, min(16, _power_of_two(elements) // 512))
+    return max(4, min(16, power_of_two(elements) // 512))

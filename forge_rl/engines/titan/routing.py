@@ -70,9 +70,11 @@ class ReplayRouter(TokenChoiceTopKRouter):
         real = local(_like(real, expert_ids, sharded=True))
         ids = local(expert_ids)
         increments = real[..., None].expand_as(ids).flatten().long()
-        load = increments.new_zeros(self.num_experts).scatter_add(0, ids.flatten(), increments)
+        counts = increments.new_zeros(self.num_experts + 3)
+        load = counts[: self.num_experts].scatter_add_(0, ids.flatten(), increments)
         if self.replayed is None:
-            return torch.cat([load, torch.stack([real.sum()]), load.new_zeros(2)])
+            torch.sum(real, dim=(0, 1), out=counts[self.num_experts])
+            return counts
         is_replayed = (local(_like(self.replayed, expert_ids, sharded=True)) >= 0).all(-1) & real
         router_scores = local(scores) if bias is None else local(scores) + local(bias)
         if self.num_expert_groups is not None:
