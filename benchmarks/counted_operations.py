@@ -23,7 +23,7 @@ _FREE = (
     *("detach", "alias", "view", "_unsafe_view", "t", "lift_fresh"),
 )
 """Operations without a kernel."""
-_ONLY_WRITTEN = ("copy_", "fill_", "zero_")
+_ONLY_WRITTEN = ("copy_", "_foreach_copy_", "fill_", "zero_")
 """Operations that change a tensor without reading it."""
 
 

@@ -30,8 +30,7 @@ class MetaEngine:
     """Trains on the meta device while `counted` counts.
 
     What is no operation on meta tensors is counted by formula: attention is one kernel forward (FlashAttention two, as
-    it fills a generator's state) and three backward; FSDP at one rank casts all weights once, and adds each row's
-    gradients up in float32, a kernel for each weight.
+    it fills a generator's state) and three backward.
     """
 
     def __init__(self, folder: Path, settings: TrainSettings, counted: CountedOperations) -> None:
@@ -45,35 +44,15 @@ class MetaEngine:
         for number, layer in model.layers.items():
             window = self.engine.architecture.window if int(number) in window_layers else None
             layer.attention.inner_attention = _CountedAttention(counted, window)
-        self.weights = sum(weight.numel() for weight in self.engine.model.parameters())
-        self._units = len(model.layers) + 1
         self.engine.optimizer = _CountedAdamW(self.engine.model.parameters(), counted)
-        for weight in self.engine.model.parameters():
-            weight.register_post_accumulate_grad_hook(self._add_up)
-        self._added = set[torch.Tensor]()
 
     def rows(self, update: Update) -> RowResults:
-        """Run both passes of an update's rows, with the casts of their weights and the sums of their gradients."""
-        self.counted.cost.add("cast of weights", launches=self._units, size=6 * self.weights)
-        self._added.clear()
+        """Run both passes of an update's rows."""
         return self.engine.forward_backward(update)
 
     def step(self, results: RowResults) -> None:
         """Run the optimizer's step, on gradients and weights in float32."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            self.engine.model.float()
-            for weight in self.engine.model.parameters():
-                weight.grad = torch.empty_like(weight)
         self.engine.optimizer_step(results, lr=1e-6)
-        with torch.utils._python_dispatch._disable_current_modes():
-            self.engine.model.bfloat16()
-
-    def _add_up(self, weight: torch.Tensor) -> None:
-        """Count the sum of a weight's gradient over rows, in float32 as in FSDP, by one kernel for each weight."""
-        is_first = weight not in self._added
-        self._added.add(weight)
-        weight.grad = None
-        self.counted.cost.add("sum of gradients", launches=1, size=(6 if is_first else 10) * weight.numel())
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
@@ -85,7 +64,6 @@ class MetaEngine:
             for name in ("compile_once", "compile_attention"):
                 stack.enter_context(mock.patch.object(train, name))
             stack.enter_context(mock.patch.object(building, "load_weights"))
-            stack.enter_context(mock.patch.object(parallel, "apply_fsdp_to_decoder", _cast))
             stack.enter_context(mock.patch.object(scoring, "on_device", self._on_device))
             stack.enter_context(mock.patch.object(scoring, "attention_mask", return_value=None))
             stack.enter_context(plan._without_autocast())
@@ -121,11 +99,6 @@ class _CountedAdamW(torch.optim.SGD):
         """Count an update of all weights."""
         elements = sum(weight.numel() for group in self.param_groups for weight in group["params"])
         self._counted.cost.add("AdamW", launches=-(-elements // (320 << 16)), size=28 * elements)
-
-
-def _cast(model: torch.nn.Module, *_: Any, param_dtype: torch.dtype, **__: Any) -> None:
-    """Stand in for FSDP, whose forward pass has weights of this dtype."""
-    model.to(param_dtype)
 
 
 class _CountedAttention(torch.nn.Module):

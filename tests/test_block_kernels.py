@@ -11,9 +11,25 @@ from unittest import mock
 
 import torch
 from torch.nn.functional import rms_norm, silu
+from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
 
-from forge_rl.engines.titan import block_kernels, cpu_feed_forward, cpu_norm, fused_block, kernel_checks, rope
-from forge_rl.engines.titan.block_kernels import add_norm, joint_linear, norm_rope, swiglu
+from forge_rl.engines.titan import (
+    block_kernels,
+    cpu_feed_forward,
+    cpu_norm,
+    expert_rows,
+    fused_block,
+    kernel_checks,
+    least_loaded,
+    moe,
+    products,
+    rope,
+)
+from forge_rl.engines.titan import model as model_module
+from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
+from forge_rl.engines.titan.expert_rows import clamped_swiglu, places_of, spread_rows, weighted_sum
+from forge_rl.engines.titan.master_weights import MasterWeights
+from forge_rl.engines.titan.products import joint_linear
 from forge_rl.system.kernels import failures
 from tests.fakes import make_model
 from tests.test_kernel_checks import small_architecture
@@ -70,6 +86,22 @@ def check_kernels() -> None:
     )
     compare(lambda x: norm_rope(x, None, cache, EPS), lambda x: rotated(x, cache), heads)
     compare(swiglu, lambda a, b: silu(a) * b, 3 * torch.randn(5, 1001), torch.randn(5, 1001))
+    places = places_of(torch.tensor([[2, 0], [1, 2], [0, 1], [3, 2], [2, 1]]))
+    compare(
+        lambda x: spread_rows(x, places),
+        lambda x: x[places.flatten().argsort() // 2],
+        torch.randn(5, 48),
+    )
+    compare(
+        lambda rows, scores: weighted_sum(rows, scores, places),
+        lambda rows, scores: (rows[places] * scores[..., None]).sum(dim=1),
+        *(torch.randn(10, 48), torch.randn(5, 2)),
+    )
+    compare(
+        lambda hidden: clamped_swiglu(hidden, 2.0),
+        lambda hidden: gpt_oss_swiglu(hidden, limit=2.0),
+        3 * torch.randn(7, 2 * 700),
+    )
     compare(
         joint_linear,
         lambda x, a, b: (x @ a.t(), x @ b.t()),
@@ -96,22 +128,36 @@ def check_model(kind: str) -> None:
     until = torch.full((16,), 16, dtype=torch.int32)
     mask = (TreeMask(first=0, until=until, queries=16, branched=False, positions=positions[0]),)
 
-    def trained() -> list[torch.Tensor]:
-        model.zero_grad()
+    def trained(masters: MasterWeights | None = None, *, adds: bool = False) -> list[torch.Tensor]:
+        if not adds:
+            model.zero_grad()
         logits = model(ids, positions, mask)
         logits.log_softmax(-1)[0, :, 3].sum().backward()
+        if masters is not None:
+            masters.release()
         return [logits, *gradients(list(model.parameters()))]
 
     plain = trained()
-    with mock.patch.object(block_kernels, "_swiglu", wraps=block_kernels._swiglu) as kernel:
-        for module in (fused_block, cpu_norm, cpu_feed_forward, rope):
-            stack = mock.patch.object(module, "has_kernels", return_value=True)
-            stack.start()
+    for module in (fused_block, cpu_norm, cpu_feed_forward, rope, model_module, least_loaded, moe):
+        mock.patch.object(module, "has_kernels", return_value=True).start()
+    with (
+        mock.patch.object(block_kernels, "swiglu_values", wraps=block_kernels.swiglu_values) as kernel,
+        mock.patch.object(expert_rows, "_sum_rows", wraps=expert_rows._sum_rows) as sums,
+    ):
         fused = trained()
-        mock.patch.stopall()
-    assert kernel.call_count == architecture.layers, "the kernels ran"
-    for value, wanted in zip(fused, plain, strict=True):
+    layers, mixtures = architecture.layers, len(architecture.experts.layers) if architecture.experts else 0
+    assert (kernel.call_count, sums.call_count) == (layers, 2 * mixtures), "the kernels ran"
+    model.masters = masters = MasterWeights(model, torch.float32)
+    with (
+        mock.patch.object(fused_block, "rotated_product", wraps=products.rotated_product) as queries,
+        mock.patch.object(cpu_feed_forward, "gated_product", wraps=products.gated_product) as gates,
+    ):
+        twice = [trained(masters)[0], *trained(masters, adds=True)[1:]]
+    assert (queries.call_count, gates.call_count) == (2 * layers, 2 * (layers - mixtures)), "joint products ran"
+    mock.patch.stopall()
+    for value, joint, wanted in zip(fused, twice, plain, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(joint, wanted if wanted is plain[0] else 2 * wanted, rtol=1e-4, atol=2e-4)
 
 
 def check_kernels_at_start() -> None:
@@ -131,7 +177,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     with mock.patch.object(block_kernels, "_PROGRAMS", 3):
         check_kernels()
-        for kind in ("qwen3", "llama"):
+        for kind in ("qwen3", "llama", "qwen3_moe"):
             check_model(kind)
         with mock.patch.object(kernel_checks, "_TOKENS", 12):
             check_kernels_at_start()

@@ -13,7 +13,7 @@ from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.titan import block_kernels, kernel_checks, row_attention
 from forge_rl.engines.titan.block_kernels import has_kernels
-from forge_rl.engines.titan.head import _keeps_sums
+from forge_rl.engines.titan.gradient_sums import keeps_sums
 from forge_rl.engines.titan.kernel_checks import check_kernels
 from forge_rl.errors import ConfigError
 from forge_rl.system import kernels
@@ -48,13 +48,13 @@ def all_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake(monkeypatch: pytest.MonkeyPatch, forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     """Let SwiGLU's kernels be torch's operations, the forward one by a function."""
 
-    def gradient(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def gradient(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
             a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-            return torch.autograd.grad(silu(a) * b, (a, b), grad)
+            return torch.cat(torch.autograd.grad(silu(a) * b, (a, b), grad), dim=-1)
 
-    monkeypatch.setattr(block_kernels, "_swiglu", forward)
-    monkeypatch.setattr(block_kernels, "_swiglu_gradient", gradient)
+    monkeypatch.setattr(block_kernels, "swiglu_values", forward)
+    monkeypatch.setattr(block_kernels, "swiglu_gradient", gradient)
 
 
 def shifted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -116,12 +116,12 @@ def test_the_user_turns_kernels_off_by_a_variable(
         assert [name for name in KERNELS if not is_on(name)] == ["norms", "rope"]
         assert not has_kernels(values, "rope")
         assert has_kernels(values, "swiglu")
-        assert logprobs._has_kernels(values)
-        assert _keeps_sums(values)
+        assert logprobs.has_score_kernels(values)
+        assert keeps_sums(values)
         monkeypatch.setenv(EAGER, "all")
         assert not any(map(is_on, KERNELS))
-        assert not logprobs._has_kernels(values)
-        assert not _keeps_sums(values)
+        assert not logprobs.has_score_kernels(values)
+        assert not keeps_sums(values)
     check_kernels(small_architecture(), torch.float32, CPU)
     assert not kernels.failures(), "what is off is not checked"
     monkeypatch.setenv(EAGER, "rope,triton")
@@ -131,8 +131,8 @@ def test_the_user_turns_kernels_off_by_a_variable(
 
 def test_logits_whose_rows_are_not_contiguous_are_scored_without_kernels() -> None:
     logits = torch.empty(8, 4, device="meta")
-    assert logprobs._has_kernels(logits)
-    assert not logprobs._has_kernels(logits.t())
+    assert logprobs.has_score_kernels(logits)
+    assert not logprobs.has_score_kernels(logits.t())
 
 
 def by_sequence(q, k, v, ends, key_ends, longest, key_longest, **options):

@@ -24,6 +24,9 @@ FIXED = {
         "engines/titan/triton_blocks.py norm_gradient_kernel",
         "engines/titan/triton_blocks.py norm_rope_gradient_kernel",
         "engines/titan/triton_blocks.py norm_rope_kernel",
+        "engines/titan/triton_blocks.py sum_parts_kernel",
+        "engines/titan/triton_blocks.py swiglu_gradient_kernel",
+        "engines/titan/triton_blocks.py swiglu_kernel",
     )
 }
 """Functions whose parameters are not ours to group, with the reason."""

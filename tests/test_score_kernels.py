@@ -8,6 +8,8 @@ import torch
 
 from forge_rl.algorithms import logprobs
 from forge_rl.algorithms.logprobs import Scoring, logits_gradient, score_logits, token_scores
+from forge_rl.engines.titan import head
+from forge_rl.engines.titan.head import score_in_chunks
 
 VOCABULARY = 5000
 """More than a kernel holds at a time, and no multiple of it."""
@@ -40,6 +42,26 @@ def check(dtype: torch.dtype, targets_each: int, *, entropy_gradient: bool) -> N
         torch.testing.assert_close(out.double(), exact.grad, rtol=tolerance, atol=tolerance)
 
 
+def check_chunks() -> None:
+    """Scores in chunks are those of the whole, with their gradients."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(7, 12, generator=generator), torch.randn(VOCABULARY, 12, generator=generator)
+    targets = torch.randint(VOCABULARY, (7,), generator=generator)
+    inputs, exact_inputs = (
+        [x.to(dtype).requires_grad_() for x in (hidden, weight)] for dtype in (torch.float32, torch.float64)
+    )
+    scores = score_in_chunks(*inputs, targets, 3)
+    expected = token_scores(exact_inputs[0] @ exact_inputs[1].t(), targets)
+    grads = torch.randn(7, generator=generator)
+    scores.logprobs.backward(grads)
+    expected.logprobs.backward(grads.double())
+    values = [scores.logprobs, scores.entropy, *(x.grad for x in inputs)]
+    for value, wanted in zip(values, [*expected[:2], *(x.grad for x in exact_inputs)], strict=True):
+        assert value is not None
+        assert wanted is not None
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 def check_bad_logits() -> None:
     """A position with NaN spoils its own scores, and no other's."""
     logits = torch.zeros(3, VOCABULARY)
@@ -55,8 +77,10 @@ def test_the_kernels_agree_with_float64():
 
 
 if __name__ == "__main__":
-    logprobs._has_kernels = lambda logits: logits.dtype != torch.float64
+    logprobs.has_score_kernels = lambda logits: logits.dtype != torch.float64
     check(torch.float32, 1, entropy_gradient=False)
     check(torch.float32, 3, entropy_gradient=True)
     check(torch.bfloat16, 1, entropy_gradient=True)
     check_bad_logits()
+    head.has_score_kernels = logprobs.has_score_kernels
+    check_chunks()

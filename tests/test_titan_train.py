@@ -326,7 +326,7 @@ def test_the_reference_stays_where_it_started(tmp_path: Path):
 
 def test_scoring_leaves_the_shards_in_place_and_steps_as_they_were(tmp_path: Path):
     make_model(tmp_path)
-    scored, plain = (engine_of(tmp_path, dtype="bfloat16") for _ in range(2))  # sharded by FSDP, over one rank
+    scored, plain = (engine_of(tmp_path, dtype="bfloat16") for _ in range(2))  # its passes run on copies
     laid = packed(random_batch(0, vocab=43))
     step(plain, laid)
     step(scored, laid)
@@ -340,17 +340,16 @@ def test_scoring_leaves_the_shards_in_place_and_steps_as_they_were(tmp_path: Pat
 
 
 def test_weights_are_cast_once_for_all_rows_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
     make_model(tmp_path)
     engine, laid = engine_of(tmp_path, dtype="bfloat16"), packed(random_batch(0, vocab=43, groups=6), seq_len=64)
     assert [len(minibatch.rows) > 1 for minibatch in laid.minibatches] == [True]
     step(engine, laid)
-    unsharded = FSDPParam.to_unsharded
-    casts = []
-    monkeypatch.setattr(FSDPParam, "to_unsharded", lambda param: casts.append(param) or unsharded(param))
+    copy = torch._foreach_copy_
+    copied = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, weights: copied.extend(weights) or copy(to, weights))
     step(engine, laid)
-    assert len(casts) == len(list(engine.model.parameters()))
+    assert set(copied) == set(engine.model.parameters())
+    assert len(copied) == len(set(copied))
 
 
 FROZEN = ("model.embed_tokens.*", "model.layers.0.*", "model.norm.*")
@@ -548,7 +547,7 @@ def test_weights_that_are_not_the_optimizers_are_not_saved(tmp_path: Path):
     make_model(tmp_path)
     engine = engine_of(tmp_path, dtype="bfloat16")
     (row,) = packed(random_batch(0, vocab=43)).rows
-    with torch.no_grad():  # FSDP keeps whole weights in place of the shards
+    with torch.no_grad():  # copies stay in place of the masters
         engine.scorer.score(engine.model, engine.scorer.on_device(row), Scoring())
     with pytest.raises(CheckpointError, match="are not those that the optimizer trains"):
         training_state(engine.model, engine.optimizer, {})

@@ -104,6 +104,11 @@ class Correction:
         return [_criterion(text) for text in self.reject.split("+")] if self.reject else []
 
     @property
+    def acts(self) -> bool:
+        """Whether the factor of a token may differ from 1."""
+        return self.mode != "none" or bool(self.criteria)
+
+    @property
     def scope(self) -> Scope:
         by_sequence = self.level != "token" or any(criterion.level != "token" for criterion in self.criteria)
         return "episode" if by_sequence else ""

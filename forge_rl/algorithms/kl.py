@@ -25,7 +25,11 @@ def kl_estimates(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> dict[s
 
     Both logprobs are float32 of the same, arbitrary shape, as are the estimates.
     """
-    difference = (logprobs - other_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return estimates((logprobs - other_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def estimates(difference: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `kl_estimates` of clamped differences."""
     return {"k1": difference, "k2": difference.square() / 2, "k3": (-difference).expm1() + difference}
 
 

@@ -115,8 +115,10 @@ def score_logits(
     logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring, chunk_tokens: int
 ) -> tuple[TokenScores, Distributions]:
     """Compute `token_scores` without gradients, and what `logits_gradient` needs."""
-    if _has_kernels(logits):
-        return _scored_by_kernel(logits, targets, scoring)
+    if has_score_kernels(logits):
+        return scores_of_sums(
+            score_sums(logits, scoring.temperature, scoring.squares), target_logits(logits, targets), scoring
+        )
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logprobs, entropy = logits.new_empty(targets.shape, dtype=dtype), logits.new_empty(len(targets), dtype=dtype)
     squares = torch.empty_like(entropy) if scoring.squares else None
@@ -151,15 +153,12 @@ def logits_gradient(
         grads: gradients by the logprobs, [N] or [N, K], and by the entropy, [N], which counts only if `scoring` says
             so.
     """
+    if distributions.log_total is not None:
+        statistics, slopes = kernel_statistics(distributions, grads, scoring)
+        score_gradient(logits, out, statistics, _columns(targets).contiguous(), slopes, scoring.temperature)
+        return
     grad_logprobs, grad_entropy = (grad / scoring.temperature for grad in grads)
     slopes = _columns(grad_logprobs)
-    if distributions.log_total is not None:
-        entropy = distributions.entropy
-        g = grad_entropy if scoring.entropy_gradient else torch.zeros_like(entropy)
-        statistics = torch.stack([distributions.log_total, entropy, slopes.sum(dim=1), g])
-        places = _columns(targets).contiguous()
-        score_gradient(logits, out, statistics, places, widened(slopes).contiguous(), scoring.temperature)
-        return
     buffer = _room(logits, chunk_tokens)
     for start in range(0, len(targets), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
@@ -173,32 +172,50 @@ def logits_gradient(
         out[rows] = grad.scatter_add_(1, targets[rows].view(slope.shape), slope)
 
 
+def kernel_statistics(
+    distributions: Distributions, grads: tuple[torch.Tensor, torch.Tensor], scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `statistics`, [4, N], and `slopes`, [N, K], of `score_gradient`."""
+    grad_logprobs, grad_entropy = (_scaled(grad, scoring.temperature) for grad in grads)
+    slopes, (entropy, log_total) = _columns(grad_logprobs), distributions
+    assert log_total is not None, "kernels compute it"
+    all_slopes = slopes[:, 0] if slopes.shape[1] == 1 else slopes.sum(dim=1)
+    entropy_slopes = grad_entropy if scoring.entropy_gradient else torch.zeros_like(entropy)
+    return torch.stack([log_total, entropy, all_slopes, entropy_slopes]), slopes.contiguous()
+
+
 def default_chunk_tokens(logits: torch.Tensor) -> int:
     """Return how many positions are scored at a time without a kernel: on CPU 16, to stay in its cache."""
     return 16 if logits.device.type == "cpu" else 64
 
 
-def _has_kernels(logits: torch.Tensor) -> bool:
+def has_score_kernels(logits: torch.Tensor) -> bool:
     """Return whether kernels score these logits: on CUDA, and on the meta device, which stands for it in plans; rows
     are contiguous."""
     on_gpu = logits.device.type != "cpu" and logits.dtype != torch.float64
     return on_gpu and (logits.stride(1) == 1 or logits.shape[1] == 1) and is_on("scores")
 
 
-def _scored_by_kernel(
-    logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring
+def scores_of_sums(
+    sums: torch.Tensor, target_logits: torch.Tensor, scoring: Scoring
 ) -> tuple[TokenScores, Distributions]:
-    largest, total, weighted, squared = score_sums(logits, scoring.temperature, scoring.squares)
+    """Compute `score_logits` from `score_sums`, [4, N], and the targets' logits, [N] or [N, K]."""
+    largest, total, weighted, squared = sums
     log_sum = total.log()
     entropy, log_total = log_sum - weighted / total, largest + log_sum
-    target_logits = widened(logits.gather(1, _columns(targets))) / scoring.temperature
     squares = squared / total.square() if scoring.squares else None
-    logprobs = (target_logits - log_total[:, None]).reshape(targets.shape)
+    scaled = _scaled(target_logits, scoring.temperature)
+    logprobs = scaled - (log_total if scaled.ndim == 1 else log_total[:, None])
     return TokenScores(logprobs, entropy, squares), Distributions(entropy, log_total)
 
 
+def target_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the targets' logits, [N] or [N, K]."""
+    return logits.gather(1, _columns(targets)).view(targets.shape)
+
+
 def _columns(values: torch.Tensor) -> torch.Tensor:
-    """Return [N] or [N, K] as [N, K]."""
+    """View [N] or [N, K] as [N, K]."""
     return values[:, None] if values.ndim == 1 else values
 
 

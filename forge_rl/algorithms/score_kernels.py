@@ -50,7 +50,7 @@ def score_gradient(
     Args:
         logits: [N, V], float32 or narrower, with contiguous rows.
         grad: [N, V], as are the logits, or the logits themselves if they are float32.
-        statistics: [4, N] float32, contiguous: l, H, s and g of each row.
+        statistics: [4, N] float32, each contiguous: l, H, s and g of each row.
         places: [N, K] int64, contiguous: columns of the K targets; those outside of the logits add nothing.
         slopes: [N, K] float32, contiguous.
     """
@@ -60,7 +60,7 @@ def score_gradient(
     block = _block(vocab)
     gradient_kernel[(rows, -(-vocab // block))](
         *(logits, grad, statistics, places, slopes, logits.stride(0), grad.stride(0)),
-        *(rows, vocab, places.shape[1], temperature),
+        *(statistics.stride(0), vocab, places.shape[1], temperature),
         BLOCK=block,
     )
 

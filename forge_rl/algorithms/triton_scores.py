@@ -54,7 +54,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     slopes,
     stride,
     grad_stride,
-    rows,
+    statistics_stride,
     vocab,
     targets,
     temperature,
@@ -66,9 +66,9 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     is_inside = columns < vocab
     loaded = tl.load(logits + row * stride + columns, mask=is_inside, other=0.0)
     logp = loaded.to(tl.float32) / temperature - tl.load(statistics + row)
-    entropy = tl.load(statistics + rows + row)
-    slope = tl.load(statistics + 2 * rows + row)
-    entropy_slope = tl.load(statistics + 3 * rows + row)
+    entropy = tl.load(statistics + statistics_stride + row)
+    slope = tl.load(statistics + 2 * statistics_stride + row)
+    entropy_slope = tl.load(statistics + 3 * statistics_stride + row)
     value = -tl.exp(logp) * (slope + entropy_slope * (tl.maximum(logp, -1e4) + entropy))
     for target in range(targets):
         place = tl.load(places + row * targets + target)

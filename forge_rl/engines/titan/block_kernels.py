@@ -7,11 +7,13 @@ where torch's own are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from forge_rl.engines.devices import device_type
+from forge_rl.engines.titan.gradient_sums import room_for_parts, sum_place, summed_parts
 from forge_rl.system.kernels import is_on
 
 _PROGRAMS = 528
@@ -57,19 +59,13 @@ def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def joint_linear(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return x W^T for each weight; the backward pass adds up x's gradient in its products."""
-    outputs: tuple[torch.Tensor, ...] = _JointLinear.apply(x, *weights)
-    return outputs
-
-
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, normed, inverses = _add_norm(x, delta, weight, eps)
-        ctx.adds = delta is not None
+        ctx.adds, ctx.place = delta is not None, sum_place(weight)
         ctx.save_for_backward(total if ctx.adds else x, weight, inverses)
         ctx.set_materialize_grads(False)
         return (total if ctx.adds else x.view_as(x)), normed
@@ -83,8 +79,9 @@ class _AddNorm(torch.autograd.Function):
             return grad_total, grad_total if ctx.adds else None, None, None
         total, weight, inverses = ctx.saved_tensors
         residual = None if grad_total is None else grad_total.contiguous()
-        grad_x, parts = _norm_gradient(total, weight, inverses, grad.contiguous(), residual)
-        grad_weight = _sum_parts(parts, weight) if ctx.needs_input_grad[2] else None
+        parts = room_for_parts((ctx.place,), (weight,), programs_of(inverses.numel()))
+        grad_x = _norm_gradient(total, weight, inverses, grad.contiguous(), residual, parts)
+        (grad_weight,) = summed_parts(parts, (ctx.place,), (weight,)) if ctx.needs_input_grad[2] else (None,)
         return grad_x, grad_x if ctx.adds else None, grad_weight, None
 
 
@@ -94,16 +91,26 @@ class _NormRoPE(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, cache: torch.Tensor, eps: float
     ) -> torch.Tensor:
         ctx.save_for_backward(None if weight is None else x, weight, cache)
-        ctx.eps = eps
-        out: torch.Tensor = _norm_rope(x.contiguous(), weight, cache.contiguous(), eps)
+        ctx.eps, ctx.place = eps, sum_place(weight)
+        out: torch.Tensor = rotated_heads(x.contiguous(), (weight, None), cache, x.shape[-2], eps)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x, weight, cache = ctx.saved_tensors
-        grad_x, parts = _norm_rope_gradient(x, weight, cache.contiguous(), grad.contiguous(), ctx.eps)
-        grad_weight = _sum_parts(parts, weight) if ctx.needs_input_grad[1] else None
+        parts = None if weight is None else room_for_parts((ctx.place,), (weight,), programs_of(grad.shape[1]))
+        grad_x = heads_gradient(
+            None if x is None else x.contiguous(),
+            (weight, None),
+            cache,
+            (grad.contiguous(), None, None),
+            parts,
+            ctx.eps,
+        )
+        grad_weight = None
+        if parts is not None and ctx.needs_input_grad[1]:
+            (grad_weight,) = summed_parts(parts, (ctx.place,), (weight,))
         return grad_x, grad_weight, None, None
 
 
@@ -111,37 +118,14 @@ class _KernelSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, b)
-        out: torch.Tensor = _swiglu(a.contiguous(), b.contiguous())
+        out: torch.Tensor = swiglu_values(a.contiguous(), b.contiguous())
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b = ctx.saved_tensors
-        grad_a, grad_b = _swiglu_gradient(a.contiguous(), b.contiguous(), grad.contiguous())
-        return grad_a, grad_b
-
-
-class _JointLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        return tuple(x @ weight.t() for weight in weights)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        rows = x.flatten(0, -2)
-        flat = [grad.flatten(0, -2) for grad in grads]
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = flat[0] @ weights[0]
-            for grad, weight in zip(flat[1:], weights[1:], strict=True):
-                grad_x.addmm_(grad, weight)
-            grad_x = grad_x.view_as(x)
-        needs = ctx.needs_input_grad[1:]
-        return grad_x, *(grad.t() @ rows if is_trained else None for grad, is_trained in zip(flat, needs, strict=True))
+        return tuple(swiglu_gradient(a.contiguous(), b.contiguous(), grad.contiguous()).chunk(2, dim=-1))
 
 
 @torch.library.custom_op("forge_rl::add_norm", mutates_args=())
@@ -157,8 +141,8 @@ def _add_norm(
     add_norm_kernel[(x.numel() // dim,)](
         *(x, delta, weight, total, normed, inverses, dim, eps),
         ADDS=delta is not None,
-        BLOCK=_power_of_two(dim),
-        num_warps=_warps(dim),
+        BLOCK=power_of_two(dim),
+        num_warps=warps(dim),
     )
     return total, normed, inverses
 
@@ -172,132 +156,209 @@ def _add_norm_outputs(
     return total, torch.empty_like(x, memory_format=torch.contiguous_format), inverses
 
 
-@torch.library.custom_op("forge_rl::norm_gradient", mutates_args=())
+@torch.library.custom_op("forge_rl::norm_gradient", mutates_args=("parts",))
 def _norm_gradient(
-    x: torch.Tensor, weight: torch.Tensor, inverses: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient by x, plus `residual`, and parts that add up to the weight's."""
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inverses: torch.Tensor,
+    grad: torch.Tensor,
+    residual: torch.Tensor | None,
+    parts: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradient by x, plus `residual`; writes parts that add up to the weight's, [programs, dim] float32."""
     from forge_rl.engines.titan.triton_blocks import norm_gradient_kernel
 
     x = x.contiguous()
-    grad_x, parts = _norm_gradient_outputs(x, weight, inverses, grad, residual)
+    grad_x = torch.empty_like(x)
     dim = x.shape[-1]
     norm_gradient_kernel[(len(parts),)](
-        *(x, weight, inverses, grad, residual, grad_x, parts, x.numel() // dim, dim, len(parts)),
+        *(x, weight, inverses, grad, residual, grad_x, parts, x.numel() // dim, dim, parts.stride(0), len(parts)),
         ADDS=residual is not None,
-        BLOCK=_power_of_two(dim),
-        num_warps=_warps(dim),
+        BLOCK=power_of_two(dim),
+        num_warps=warps(dim),
     )
-    return grad_x, parts
+    return grad_x
 
 
 @_norm_gradient.register_fake
-def _norm_gradient_outputs(
-    x: torch.Tensor, weight: torch.Tensor, inverses: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = x.new_empty(_programs(inverses.numel()), x.shape[-1], dtype=torch.float32)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), parts
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inverses: torch.Tensor,
+    grad: torch.Tensor,
+    residual: torch.Tensor | None,
+    parts: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("forge_rl::sum_parts", mutates_args=())
-def _sum_parts(parts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the sum of [n, dim] float32 in the weight's dtype."""
-    from forge_rl.engines.titan.triton_blocks import sum_parts_kernel
-
-    total = torch.empty_like(weight)
-    sum_parts_kernel[(-(-len(total) // 32),)](parts, total, *parts.shape, PARTS=64, BLOCK=32)
-    return total
+NormWeights = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of the norms of a token's first heads, and of its others; None without a norm, or without other heads."""
 
 
-@_sum_parts.register_fake
-def _(parts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(weight)
+def rotated_heads(
+    x: torch.Tensor, weights: NormWeights, cache: torch.Tensor, first: int, eps: float, copied: int = 0
+) -> torch.Tensor:
+    """Return heads normalised and rotated, [1, L, heads, head_dim].
+
+    Args:
+        x: [1, L, heads, head_dim]; a token's heads are contiguous.
+        first: number of heads to which the first weight belongs.
+        copied: number of the last heads, which are only copied.
+    """
+    out: torch.Tensor = _norm_rope(x, weights, cache.contiguous(), first, eps, copied)
+    return out
+
+
+def heads_gradient(
+    x: torch.Tensor | None,
+    weights: NormWeights,
+    cache: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    parts: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Return the gradient by the heads that `rotated_heads` got, and write parts of that by the weights.
+
+    Args:
+        x: as `rotated_heads` got it; None without weights.
+        grads: by the first heads, the others, and heads behind them that were not rotated, whose gradient is copied;
+            contiguous, [1, L, n, head_dim] each.
+        parts: [programs, head_dim, or twice that with other heads] float32; None without weights.
+    """
+    grad_x: torch.Tensor = _norm_rope_gradient(x, weights, cache.contiguous(), grads, parts, eps)
+    return grad_x
 
 
 @torch.library.custom_op("forge_rl::norm_rope", mutates_args=())
-def _norm_rope(x: torch.Tensor, weight: torch.Tensor | None, cache: torch.Tensor, eps: float) -> torch.Tensor:
+def _norm_rope(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor | None],
+    cache: torch.Tensor,
+    first: int,
+    eps: float,
+    copied: int,
+) -> torch.Tensor:
     from forge_rl.engines.titan.triton_blocks import norm_rope_kernel
 
-    out = torch.empty_like(x)
-    heads, dim = x.shape[-2:]
-    norm_rope_kernel[(x.numel() // (heads * dim),)](
-        *(x, weight, cache, out, heads, dim, eps),
-        NORMS=weight is not None,
-        HEADS=_power_of_two(heads),
-        HALF=_power_of_two(dim // 2),
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tokens, heads, dim = x.shape[1:]
+    norm_rope_kernel[(tokens,)](
+        *(x, *weights, cache, out, heads - copied, first, copied * dim, dim, x.stride(1), eps),
+        NORMS=weights[0] is not None,
+        OTHERS=heads - copied > first,
+        COPIES=copied > 0,
+        HEADS=power_of_two(heads - copied),
+        HALF=power_of_two(dim // 2),
+        COPIED=power_of_two(copied * dim),
+        num_warps=warps(power_of_two(heads - copied) * dim),
     )
     return out
 
 
 @_norm_rope.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor | None, cache: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x)
+def _(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor | None],
+    cache: torch.Tensor,
+    first: int,
+    eps: float,
+    copied: int,
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("forge_rl::norm_rope_gradient", mutates_args=())
+@torch.library.custom_op("forge_rl::norm_rope_gradient", mutates_args=("parts",))
 def _norm_rope_gradient(
-    x: torch.Tensor | None, weight: torch.Tensor | None, cache: torch.Tensor, grad: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient by x, and parts that add up to the weight's."""
+    x: torch.Tensor | None,
+    weights: Sequence[torch.Tensor | None],
+    cache: torch.Tensor,
+    grads: Sequence[torch.Tensor | None],
+    parts: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
     from forge_rl.engines.titan.triton_blocks import norm_rope_gradient_kernel
 
-    x = None if x is None else x.contiguous()
-    grad_x, parts = _norm_rope_gradient_outputs(x, weight, cache, grad, eps)
-    heads, dim = grad.shape[-2:]
-    norm_rope_gradient_kernel[(len(parts),)](
-        *(x, weight, cache, grad, grad_x, parts, grad.numel() // (heads * dim), heads, dim, len(parts), eps),
-        NORMS=weight is not None,
-        HEADS=_power_of_two(heads),
-        HALF=_power_of_two(dim // 2),
+    grad_x = _all_heads(grads)
+    tokens, dim = grad_x.shape[1], grad_x.shape[-1]
+    first, num_others, copied = (0 if grad is None else grad.shape[-2] for grad in grads)
+    programs, stride = (programs_of(tokens), 0) if parts is None else (len(parts), parts.stride(0))
+    norm_rope_gradient_kernel[(programs,)](
+        *(x, *weights, cache, *grads, grad_x, parts, tokens),
+        *(first, num_others, copied * dim, dim, 0 if x is None else x.stride(1), stride, programs, eps),
+        NORMS=weights[0] is not None,
+        OTHERS=num_others > 0,
+        COPIES=copied > 0,
+        HEADS=power_of_two(first + num_others),
+        HALF=power_of_two(dim // 2),
+        COPIED=power_of_two(copied * dim),
+        num_warps=warps(power_of_two(first + num_others) * dim),
     )
-    return grad_x, parts
+    return grad_x
 
 
 @_norm_rope_gradient.register_fake
-def _norm_rope_gradient_outputs(
-    x: torch.Tensor | None, weight: torch.Tensor | None, cache: torch.Tensor, grad: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, dim = grad.shape[-2:]
-    tokens = grad.numel() // (heads * dim)
-    return torch.empty_like(grad), grad.new_empty(_programs(tokens), dim, dtype=torch.float32)
+def _(
+    x: torch.Tensor | None,
+    weights: Sequence[torch.Tensor | None],
+    cache: torch.Tensor,
+    grads: Sequence[torch.Tensor | None],
+    parts: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    return _all_heads(grads)
+
+
+def _all_heads(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    heads = sum(0 if grad is None else grad.shape[-2] for grad in grads)
+    assert grads[0] is not None, "there are heads"
+    return grads[0].new_empty(*grads[0].shape[:-2], heads, grads[0].shape[-1])
 
 
 @torch.library.custom_op("forge_rl::swiglu", mutates_args=())
-def _swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def swiglu_values(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return silu(a) b, contiguous; a and b are [..., width], as are the halves of a tensor."""
     from forge_rl.engines.titan.triton_blocks import swiglu_kernel
 
-    out = torch.empty_like(a)
-    swiglu_kernel[(-(-a.numel() // _ELEMENTS),)](a, b, out, a.numel(), BLOCK=_ELEMENTS)
+    out = torch.empty_like(a, memory_format=torch.contiguous_format)
+    strides = a.flatten(0, -2).stride(0), b.flatten(0, -2).stride(0)
+    swiglu_kernel[(-(-a.numel() // _ELEMENTS),)](a, b, out, a.numel(), a.shape[-1], *strides, BLOCK=_ELEMENTS)
     return out
 
 
-@_swiglu.register_fake
+@swiglu_values.register_fake
 def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(a)
+    return torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("forge_rl::swiglu_gradient", mutates_args=())
-def _swiglu_gradient(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_gradient(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of silu(a) b by a and b, [..., 2 width]; a and b are as in `swiglu_values`."""
     from forge_rl.engines.titan.triton_blocks import swiglu_gradient_kernel
 
-    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
-    swiglu_gradient_kernel[(-(-a.numel() // _ELEMENTS),)](a, b, grad, grad_a, grad_b, a.numel(), BLOCK=_ELEMENTS)
-    return grad_a, grad_b
+    joint = grad.new_empty(*grad.shape[:-1], 2 * grad.shape[-1])
+    strides = a.flatten(0, -2).stride(0), b.flatten(0, -2).stride(0)
+    swiglu_gradient_kernel[(-(-a.numel() // _ELEMENTS),)](
+        *(a, b, grad, joint, a.numel(), a.shape[-1], *strides), BLOCK=_ELEMENTS
+    )
+    return joint
 
 
-@_swiglu_gradient.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(a), torch.empty_like(b)
+@swiglu_gradient.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return grad.new_empty(*grad.shape[:-1], 2 * grad.shape[-1])
 
 
-def _programs(tokens: int) -> int:
+def programs_of(tokens: int) -> int:
+    """Return how many programs share tokens of a gradient."""
     return max(1, min(_PROGRAMS, tokens))
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is not below a size."""
     return 1 << max(0, size - 1).bit_length()
 
 
-def _warps(elements: int) -> int:
+def warps(elements: int) -> int:
     """Return how many warps share a token's elements, so that each thread's fit its registers."""
-    return max(4, min(16, _power_of_two(elements) // 512))
+    return max(4, min(16, power_of_two(elements) // 512))

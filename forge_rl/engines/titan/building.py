@@ -17,6 +17,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.loading import load_weights
 from forge_rl.engines.titan.lora import init_adapters, published_specs
+from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism
 from forge_rl.engines.titan.shards import freeze
@@ -47,14 +48,15 @@ def load_model(
     """Build a model and load its weights; a frozen one has them in the dtype of the forward pass."""
     dtype = resolve_dtype(settings.dtype)
     state_dtype = torch.promote_types(dtype, torch.float32)
-    is_sharded = dist.get_world_size() > 1 or dtype != state_dtype or settings.enable_cpu_offload
+    is_alone = dist.get_world_size() == 1 and not settings.enable_cpu_offload
+    is_sharded, is_cast = not is_alone, is_alone and dtype != state_dtype
     state_device = torch.device("cpu") if settings.enable_cpu_offload else device
     model: PolicyModel | GeneralModel
     if architecture.family.general:
         with set_default_dtype(state_dtype):
             model = build_general(architecture, values=values)
     else:
-        with torch.device("meta" if is_sharded else device), set_default_dtype(state_dtype):
+        with torch.device("meta" if is_sharded or is_cast else device), set_default_dtype(state_dtype):
             model = build_model(architecture, settings, values=values)
     if frozen or model.adapters is not None:
         for parameter in model.parameters():
@@ -69,7 +71,7 @@ def load_model(
         parallelism.apply(model, dtype=dtype)
     else:
         recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
-    if is_sharded or isinstance(model, GeneralModel):
+    if is_sharded or is_cast or isinstance(model, GeneralModel):
         model.to_empty(device=state_device)
     with torch.no_grad():
         model.init_states()
@@ -80,6 +82,8 @@ def load_model(
             setattr(module, name, buffer.to(device))
     if frozen:
         model.requires_grad_(False)
+    elif is_cast:
+        model.masters = MasterWeights(model, dtype)
     return LoadedModel(model, published, parameters)
 
 

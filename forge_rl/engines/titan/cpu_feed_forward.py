@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.feed_forward import FeedForward
 
-from forge_rl.engines.titan.block_kernels import has_kernels, joint_linear, swiglu
-from forge_rl.engines.titan.fused_block import is_bare
+from forge_rl.engines.titan.block_kernels import has_kernels, swiglu
+from forge_rl.engines.titan.master_weights import joint_weight
+from forge_rl.engines.titan.products import gated_product, is_bare, joint_linear, linear
 
 _CHUNK = 1 << 17
 """Elements that are computed at a time, to stay in a CPU's cache."""
@@ -26,14 +27,22 @@ class LeanFeedForward(FeedForward):
     class Config(FeedForward.Config):
         pass
 
+    @property
+    def joint_layers(self) -> list[tuple[nn.Module, ...]]:
+        """See `MasterWeights`."""
+        return [(self.w1, self.w3)] if is_bare(self.w1) and is_bare(self.w3) else []
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., dim] to [..., dim]."""
         if has_kernels(x, "swiglu"):
             layers = self.w1, self.w3
-            bare = all(map(is_bare, layers))
-            a, b = joint_linear(x, *(layer.weight for layer in layers)) if bare else (layer(x) for layer in layers)
-            fused: torch.Tensor = self.w2(swiglu(a, b))
-            return fused
+            if all(map(is_bare, layers)):
+                weights = [layer.weight for layer in layers]
+                joint = joint_weight(*weights)
+                hidden = swiglu(*joint_linear(x, *weights)) if joint is None else gated_product(x, joint)
+            else:
+                hidden = swiglu(*(layer(x) for layer in layers))
+            return linear(self.w2, hidden)
         if x.is_cuda or x.dtype.itemsize < 4 or isinstance(x, DTensor):
             plain: torch.Tensor = super().forward(x)
             return plain

@@ -32,6 +32,7 @@ from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.general_state import ROW, RowContext, restart_places, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies
+from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.packing.rows import Row
 from forge_rl.weights.names import VALUE_HEAD, SameNames
 
@@ -56,6 +57,8 @@ class GeneralModel(nn.Module):
     offloads: HostCopies | None = None
     adapters: None = None
     """It has no adapters: `check_model` refuses them."""
+    masters: MasterWeights | None = None
+    """See `PolicyModel`."""
     spans_tie = copies_embedding = False
 
     def __init__(self, causal: Any, architecture: Architecture, *, values: bool) -> None:

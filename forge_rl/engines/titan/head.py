@@ -16,16 +16,21 @@ from forge_rl.algorithms.logprobs import (
     Scoring,
     TokenScores,
     default_chunk_tokens,
+    has_score_kernels,
+    kernel_statistics,
     logits_gradient,
     score_logits,
+    scores_of_sums,
+    target_logits,
     token_scores,
     widened,
 )
+from forge_rl.algorithms.score_kernels import score_gradient, score_sums
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import gpu_bytes
+from forge_rl.engines.titan.gradient_sums import added, keeps_sums, sum_place
 from forge_rl.engines.titan.shards import local
 from forge_rl.engines.titan.vocabulary import split_token_scores
-from forge_rl.system.kernels import is_on
 
 HEAD_CHUNK_BYTES = 256 << 20
 """Maximum bytes of logits held at a time on CPU, and on small GPUs; float32 gradients overwrite them."""
@@ -70,8 +75,8 @@ class FloatHead(Linear):
             return token_scores(logits, targets, scoring, overwrite_logits=True)
 
         tokens = _chunk_tokens(len(targets), self.weight.shape[0])
-        keeps_sums = _keeps_sums(weight)  # torch gives such a product no gradient
-        if len(targets) <= tokens and not keeps_sums:
+        is_wide = keeps_sums(weight)  # torch gives such a product no gradient
+        if len(targets) <= tokens and not is_wide:
             return score(_product(hidden, _factor(weight)), targets)
         is_plain = self.transform is None and not isinstance(self.weight, DTensor)
         scorer: ChunkScorer = _PlainScorer(scoring) if is_plain else _TracedScorer(score, scoring)
@@ -107,25 +112,53 @@ class _PlainScorer:
     def __init__(self, scoring: Scoring) -> None:
         self.scoring = scoring
 
-    def score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
-        """Score a chunk; also returns what `gradient` needs of it, each [n]."""
-        return score_logits(logits, targets, self.scoring, default_chunk_tokens(logits))
+    def score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return what `scores` needs of a chunk; each [n, ...]."""
+        if has_score_kernels(logits):
+            sums = score_sums(logits, self.scoring.temperature, self.scoring.squares)
+            return sums.t(), target_logits(logits, targets)
+        (logprobs, entropy, squares, _), _ = score_logits(logits, targets, self.scoring, default_chunk_tokens(logits))
+        return logprobs, entropy, squares
+
+    def scores(self, parts: Sequence[torch.Tensor | None]) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
+        """Return the scores of all chunks, of which the results of `score` were joined, and what `gradient` needs."""
+        if len(parts) == 2:
+            sums, logits = parts
+            assert sums is not None
+            assert logits is not None
+            return scores_of_sums(sums.t(), logits, self.scoring)
+        logprobs, entropy, squares = parts
+        assert logprobs is not None
+        assert entropy is not None
+        return TokenScores(logprobs, entropy, squares), (entropy, None)
+
+    def prepared(
+        self, statistics: Sequence[torch.Tensor | None], grads: tuple[torch.Tensor, torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return what `gradient` needs of all tokens, given the gradients by logprobs and entropy; each [N, ...]."""
+        if statistics[1] is None:
+            return *grads, *statistics
+        kernel_parts, slopes = kernel_statistics(Distributions(*statistics), grads, self.scoring)  # type: ignore[arg-type]
+        return kernel_parts.t(), slopes
 
     def gradient(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        statistics: Sequence[torch.Tensor | None],
-        grads: tuple[torch.Tensor, torch.Tensor],
-        dtype: torch.dtype,
+        self, logits: torch.Tensor, targets: torch.Tensor, parts: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the gradient by a chunk's logits in a dtype, given those by its logprobs and entropy."""
+        """Return the gradient by a chunk's logits in a dtype, given the chunk of `prepared`."""
         grad = logits if dtype == logits.dtype else logits.new_empty(logits.shape, dtype=dtype)
+        if len(parts) == 2:
+            kernel_parts, slopes = parts
+            assert kernel_parts is not None
+            assert slopes is not None
+            places = targets.reshape(slopes.shape)
+            score_gradient(logits, grad, kernel_parts.t(), places, slopes, self.scoring.temperature)
+            return grad
+        grad_logprobs, grad_entropy, *statistics = parts
         logits_gradient(
             logits,
             targets,
             Distributions(*statistics),  # type: ignore[arg-type]
-            grads,
+            (grad_logprobs, grad_entropy),  # type: ignore[arg-type]
             self.scoring,
             chunk_tokens=default_chunk_tokens(logits),
             out=grad,
@@ -139,23 +172,28 @@ class _TracedScorer:
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], TokenScores], scoring: Scoring) -> None:
         self._function, self.scoring = function, scoring
 
-    def score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
-        """Score a chunk, of which nothing is needed again."""
-        return self._function(logits, targets), (None, None)
+    def score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Score a chunk."""
+        return self._function(logits, targets)[:3]
+
+    def scores(self, parts: Sequence[torch.Tensor | None]) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
+        """Return the scores of all chunks, of which nothing is needed again."""
+        return TokenScores(*parts), ()  # type: ignore[arg-type]
+
+    def prepared(
+        self, statistics: Sequence[torch.Tensor | None], grads: tuple[torch.Tensor, torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients by logprobs and entropy."""
+        return grads
 
     def gradient(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        statistics: Sequence[torch.Tensor | None],
-        grads: tuple[torch.Tensor, torch.Tensor],
-        dtype: torch.dtype,
+        self, logits: torch.Tensor, targets: torch.Tensor, parts: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the gradient by a chunk's logits in a dtype, given those by its logprobs and entropy."""
         with torch.enable_grad():
             logprobs, entropy, *_ = self._function(logits.requires_grad_(), targets)
         outputs = [logprobs, entropy] if self.scoring.entropy_gradient else [logprobs]
-        (grad,) = torch.autograd.grad(outputs, logits, grads[: len(outputs)])
+        (grad,) = torch.autograd.grad(outputs, logits, parts[: len(outputs)])
         return grad.to(dtype)
 
 
@@ -180,13 +218,12 @@ class _ChunkedScores(torch.autograd.Function):
         """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
         chunks, buffer = zip(hidden.split(tokens), targets.split(tokens), strict=True), _room(hidden, factor, tokens)
-        scores, statistics = zip(
-            *(scorer.score(_product(rows, factor, buffer), chunk_targets) for rows, chunk_targets in chunks),
-            strict=True,
+        parts = [scorer.score(_product(rows, factor, buffer), chunk_targets) for rows, chunk_targets in chunks]
+        (logprobs, entropy, squares, _), statistics = scorer.scores(
+            [_joined(part) for part in zip(*parts, strict=True)]
         )
-        logprobs, entropy, squares, _ = (_joined(parts) for parts in zip(*scores, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, *(_joined(parts) for parts in zip(*statistics, strict=True)))
-        ctx.scorer, ctx.tokens = scorer, tokens
+        ctx.save_for_backward(hidden, weight, targets, *statistics)
+        ctx.scorer, ctx.tokens, ctx.place = scorer, tokens, sum_place(weight)
         fixed = (squares,) if scorer.scoring.entropy_gradient else (entropy, squares)
         ctx.mark_non_differentiable(*(tensor for tensor in fixed if tensor is not None))
         return logprobs, entropy, squares
@@ -200,30 +237,22 @@ class _ChunkedScores(torch.autograd.Function):
         factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
         grad_weight, buffer = None, _room(hidden, factor, ctx.tokens)
         sum_dtype = widened(hidden[:0]).dtype
+        prepared = ctx.scorer.prepared(statistics, (grad_logprobs, grad_entropy))
         for start in range(0, len(targets), ctx.tokens):
             chunk = slice(start, start + ctx.tokens)
             rows = hidden[chunk]
-            grad = ctx.scorer.gradient(
-                _product(rows, factor, buffer),
-                targets[chunk],
-                [None if values is None else values[chunk] for values in statistics],
-                (grad_logprobs[chunk], grad_entropy[chunk]),
-                factor.dtype,
-            )
-            grad_hidden[chunk] = grad.mm(factor)
-            if ctx.needs_input_grad[1]:
-                grad_weight = _added(grad_weight, grad.t(), rows.to(grad.dtype), sum_dtype)
+            parts = [None if values is None else values[chunk] for values in prepared]
+            grad = ctx.scorer.gradient(_product(rows, factor, buffer), targets[chunk], parts, factor.dtype)
+            if factor.dtype == hidden.dtype:
+                torch.mm(grad, factor, out=grad_hidden[chunk])
+            else:
+                grad_hidden[chunk] = grad.mm(factor)
+            if ctx.needs_input_grad[1] and ctx.place is not None:
+                ctx.place.add_product(grad.t(), rows.to(grad.dtype))
+            elif ctx.needs_input_grad[1]:
+                grad_weight = added(grad_weight, grad.t(), rows.to(grad.dtype), sum_dtype)
             del grad
         return grad_hidden, grad_weight, None, None, None
-
-
-def _added(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add a product to a total in a dtype, in place; None counts as 0."""
-    if total is None:
-        return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
-    if a.dtype == dtype:
-        return total.addmm_(a, b)
-    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -245,20 +274,14 @@ _TILE = 128
 """Rows of a product that a GPU computes together."""
 
 
-def _keeps_sums(weight: torch.Tensor) -> bool:
-    """Return whether products with this weight round none of their float32 sums: on CUDA, and in plans for it."""
-    on_gpu = weight.is_cuda or (weight.is_meta and device_type() == "cuda")
-    return weight.dtype.itemsize < 4 and on_gpu and is_on("head")
-
-
 def _factor(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight in the dtype that `_product` needs: unchanged where products have float32 sums."""
-    return weight if _keeps_sums(weight) else widened(weight)
+    return weight if keeps_sums(weight) else widened(weight)
 
 
 def _room(hidden: torch.Tensor, factor: torch.Tensor, tokens: int) -> torch.Tensor | None:
     """Allocate the logits of a chunk, which all chunks share; on CUDA, torch's allocator does that as well."""
-    return None if _keeps_sums(factor) else factor.new_empty(min(tokens, len(hidden)), len(factor))
+    return None if keeps_sums(factor) else factor.new_empty(min(tokens, len(hidden)), len(factor))
 
 
 def _product(hidden: torch.Tensor, factor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:

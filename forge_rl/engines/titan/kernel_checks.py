@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import rms_norm, silu
+from torchtitan.models.gpt_oss.moe import swiglu as clamped_formula
 
 from forge_rl.algorithms.logprobs import Scoring, token_scores
-from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.families.family import Architecture, Experts
 from forge_rl.engines.platform import release_memory
 from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
+from forge_rl.engines.titan.expert_rows import clamped_swiglu, places_of, spread_rows, weighted_sum
 from forge_rl.engines.titan.head import score_in_chunks
+from forge_rl.engines.titan.products import Heads, gated_product, rotated_product
 from forge_rl.engines.titan.row_attention import RowAttention, Sequences, takes_sequences
 from forge_rl.errors import ConfigError
 from forge_rl.system.kernels import EAGER, is_on, turn_off
@@ -142,6 +145,7 @@ def _layer_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
                 inputs=(values,),
                 tolerance=tolerance,
             )
+    yield from _product_checks(architecture, draw, tolerance)
     yield KernelCheck(
         kernel="swiglu",
         function=lambda a, b: (swiglu(a, b),),
@@ -149,6 +153,8 @@ def _layer_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
         inputs=(3 * draw(_ROWS, architecture.hidden_dim), draw(_ROWS, architecture.hidden_dim)),
         tolerance=tolerance,
     )
+    if architecture.experts is not None:
+        yield from _expert_checks(architecture.experts, architecture.dim, draw, tolerance)
     if takes_sequences(dtype, head_dim) and architecture.latent is None and architecture.window is None:
         ends = torch.tensor([0, _ATTENDED // 3, _ATTENDED], dtype=torch.int32, device=device)
         sequences = Sequences(ends, _ATTENDED - _ATTENDED // 3)
@@ -161,6 +167,74 @@ def _layer_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
             inputs=(draw(1, _ATTENDED, architecture.heads, head_dim), draw(*kv_shape), draw(*kv_shape)),
             tolerance=tolerance,
         )
+
+
+def _expert_checks(
+    experts: Experts, dim: int, draw: Callable[..., torch.Tensor], tolerance: float
+) -> Iterator[KernelCheck]:
+    """Check the way of tokens to their experts and back, and the activation of gpt-oss."""
+    expert_ids = draw(_ROWS, experts.count, kind=torch.float32).topk(experts.top_k).indices
+    scores = draw(_ROWS, experts.top_k, kind=torch.float32)
+    places = places_of(expert_ids)
+    rows = draw(_ROWS * experts.top_k, dim)
+    yield KernelCheck(
+        kernel="experts",
+        function=lambda x: (spread_rows(x, places),),
+        formula=lambda x: (x[places.flatten().argsort() // experts.top_k],),
+        inputs=(draw(_ROWS, dim),),
+        tolerance=tolerance,
+    )
+    yield KernelCheck(
+        kernel="experts",
+        function=lambda rows, scores: (weighted_sum(rows, scores, places),),
+        formula=lambda rows, scores: ((rows[places] * scores[..., None]).sum(dim=1),),
+        inputs=(rows, scores),
+        tolerance=tolerance,
+    )
+    if experts.limit:
+        yield KernelCheck(
+            kernel="experts",
+            function=lambda hidden: (clamped_swiglu(hidden, experts.limit),),
+            formula=lambda hidden: (clamped_formula(hidden, limit=experts.limit),),
+            inputs=(3 * draw(_ROWS, 2 * experts.hidden_dim),),
+            tolerance=tolerance,
+        )
+
+
+def _product_checks(
+    architecture: Architecture, draw: Callable[..., torch.Tensor], tolerance: float
+) -> Iterator[KernelCheck]:
+    """Check products of several weights at once, with what follows them in the same operation."""
+    dim, head_dim, eps = architecture.dim, architecture.head_dim, architecture.norm_eps
+    scale = dim**-0.5
+    if head_dim % 2 == 0:
+        heads, kv_heads = architecture.heads, architecture.kv_heads
+        counts = heads, kv_heads, kv_heads
+        angles = draw(1, _TOKENS, 1, head_dim // 2, kind=torch.float32)
+        cache = torch.cat([angles.cos(), angles.cos(), angles.sin(), angles.sin()], dim=-1)
+        inputs = draw(1, _TOKENS, dim), draw(sum(counts) * head_dim, dim) * scale
+
+        def rotated(x: torch.Tensor, weight: torch.Tensor, *norms: torch.Tensor) -> Results:
+            weights = (norms[0], norms[1]) if norms else (None, None)
+            return rotated_product(x, weight, weights, cache, Heads(heads, head_dim, eps))
+
+        def formula(x: torch.Tensor, weight: torch.Tensor, *norms: torch.Tensor) -> Results:
+            q, k, v = (x @ weight.t()).unflatten(-1, (-1, head_dim)).split(counts, dim=2)
+            if norms:
+                q, k = (rms_norm(part, (head_dim,), norm, eps) for part, norm in zip((q, k), norms, strict=True))
+            return _rotated(q, cache), _rotated(k, cache), v
+
+        for norms in ((draw(head_dim), draw(head_dim)), ()):
+            yield KernelCheck(
+                kernel="rope", function=rotated, formula=formula, inputs=(*inputs, *norms), tolerance=tolerance
+            )
+    yield KernelCheck(
+        kernel="swiglu",
+        function=lambda x, weight: (gated_product(x, weight),),
+        formula=lambda x, weight: (silu(x @ weight.chunk(2)[0].t()) * (x @ weight.chunk(2)[1].t()),),
+        inputs=(draw(_ROWS, dim), draw(2 * architecture.hidden_dim, dim) * (2 * scale)),
+        tolerance=tolerance,
+    )
 
 
 def _draws(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:

@@ -14,6 +14,8 @@ from torch.distributed import ProcessGroup
 from torchtitan.models.common.moe import RoutedExperts
 
 from forge_rl.engines.expert_plan import ExpertPlan, plan_experts, routes
+from forge_rl.engines.titan.block_kernels import has_kernels
+from forge_rl.engines.titan.expert_rows import places_of, spread_rows, weighted_sum
 from forge_rl.engines.titan.shards import local
 
 
@@ -48,6 +50,10 @@ class LeastLoadedExperts(RoutedExperts):
     ) -> torch.Tensor:
         """Send each token through its experts: [B, L, dim], from this rank's tokens, scores, experts and counts."""
         dispatcher = self.token_dispatcher
+        if dispatcher.ep_mesh is None and has_kernels(x_BLD, "experts"):
+            places = places_of(topk_expert_ids_BLK.flatten(0, 1))
+            computed_rows = self.inner_experts(spread_rows(x_BLD.flatten(0, 1), places), num_local_tokens_per_expert_E)
+            return weighted_sum(computed_rows, topk_scores_BLK.flatten(0, 1), places).view_as(x_BLD)
         if dispatcher.ep_mesh is None or not self.lends:
             out: torch.Tensor = super().forward(
                 x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E

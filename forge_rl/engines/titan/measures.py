@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimates
-from forge_rl.algorithms.logprobs import logprob_gap
+from forge_rl.algorithms.kl import MAX_LOG_RATIO, estimates
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.errors import ForgeError
@@ -43,10 +45,21 @@ class Measures:
         Means and maxima over nothing are left out; such a maximum is -inf.
         """
         numbers = [*self._numbers, *extra_numbers]
-        tensors = [number.detach().double().reshape(-1) for number in numbers if isinstance(number, torch.Tensor)]
-        host_values = iter(torch.cat(tensors).tolist() if tensors else ())
+        # Joined by dtype, so that the device converts a few tensors and not each number.
+        flat: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for number in numbers:
+            if isinstance(number, torch.Tensor):
+                flat[number.dtype].append(number.detach().reshape(-1))
+        joined_values = [torch.cat(tensors).double() for tensors in flat.values()]
+        values_of_dtypes = iter(torch.cat(joined_values).tolist() if joined_values else ())
+        host_values = {
+            dtype: iter([next(values_of_dtypes) for tensor in tensors for _ in range(len(tensor))])
+            for dtype, tensors in flat.items()
+        }
         number_lists = [
-            [next(host_values) for _ in range(number.numel())] if isinstance(number, torch.Tensor) else [float(number)]
+            [next(host_values[number.dtype]) for _ in range(number.numel())]
+            if isinstance(number, torch.Tensor)
+            else [float(number)]
             for number in numbers
         ]
         remaining = iter(number_lists)
@@ -99,7 +112,7 @@ def measured_loss(loss: Loss, inputs: LossInputs, measures: Measures, failed: li
 
 @torch.no_grad()
 def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version: float | None) -> None:
-    """Measure a row's trained tokens: entropy, the gap to the engine, and importance ratios, overall and by source.
+    """Measure trained tokens of rows: entropy, the gap to the engine, and importance ratios, overall and by source.
 
     Tokens with a non-finite logprob are left out, except in the gap. Tokens that no version sampled have an entropy
     only.
@@ -108,58 +121,87 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
         tokens: number of trained tokens.
         version: the policy's version, see `LossInputs`.
     """
-    mask, logprobs, entropy = inputs.mask, inputs.logprobs, inputs.entropy
     measures.add("tokens/trained", Sum, tokens)
     if inputs.values is not None:
         _measure_values(inputs.values, inputs, tokens, measures)
         return
     # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
-    sampled = mask & (inputs.versions >= 0)
+    mask, difference = inputs.mask, inputs.logprobs - inputs.behaviour
+    sampled, gap = mask & (inputs.versions >= 0), difference.abs()
     fresh = torch.zeros_like(mask) if version is None else sampled & (inputs.versions == version)
-    for name, token_mask in (("logprob_gap", fresh), ("logprob_drift", sampled & ~fresh)):
-        gap = logprob_gap(logprobs, inputs.behaviour, token_mask)
-        measures.add(name, Mean, gap["abs_sum"], gap["count"])
-        measures.add(f"{name}/max", Max, torch.where(gap["count"] > 0, gap["max"], -math.inf))
-    mask = mask & logprobs.isfinite() & inputs.behaviour.isfinite()
-    sampled = sampled & mask
-    names = sorted(set(inputs.sources))
-    source_index = {name: i for i, name in enumerate(names)}
-    group_sources = torch.tensor([*(source_index[name] for name in inputs.sources), 0], device=mask.device)
-    token_sources = (
-        group_sources[inputs.groups.long().clamp(min=-1)] if names else torch.zeros_like(mask, dtype=torch.int64)
-    )
-    log_ratio = (logprobs - inputs.behaviour).where(sampled, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio, distance = log_ratio.exp(), log_ratio.abs()
-    size, indicator = max(1, len(names)), sampled.to(logprobs.dtype)
+    masks = torch.stack([fresh, sampled ^ fresh])
+    gaps = gap.where(masks, -math.inf)
+    totals, counts, largest = gaps.clamp(min=0).sum(dim=1), masks.sum(dim=1), gaps.amax(dim=1)
+    for index, name in enumerate(("logprob_gap", "logprob_drift")):
+        measures.add(name, Mean, totals[index], counts[index])
+        measures.add(f"{name}/max", Max, largest[index])
+    is_finite = gap < math.inf
+    _measure_sampled(inputs, mask & is_finite, sampled & is_finite, difference, measures)
 
-    def sums(values: torch.Tensor, token_mask: torch.Tensor = sampled) -> torch.Tensor:
-        """Sum the values of some of the tokens by source, [sources]."""
-        return values.new_zeros(size).index_add_(0, token_sources, values.where(token_mask, 0.0))
 
-    counts = sums(indicator)
-    means = dict[str, tuple[torch.Tensor, torch.Tensor]]()
-    if entropy is not None:
-        means["entropy"] = sums(entropy, mask), sums(torch.ones_like(indicator), mask)
+def joined_rows(rows: Sequence[LossInputs]) -> LossInputs:
+    """Join rows of an update as far as `measure_tokens` reads them."""
+    first = rows[0]
+    if len(rows) == 1:
+        return first
+    names = ("logprobs", "behaviour", "mask", "versions", "episodes", "entropy", "reference", "values")
+    names = tuple(name for name in names if getattr(first, name) is not None)
+    joined: dict[str, Any] = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    columns = {name: torch.cat([row.columns[name] for row in rows]) for name in ("returns",) if name in first.columns}
+    return replace(first, **joined, columns=columns)
+
+
+def _measure_sampled(
+    inputs: LossInputs, mask: torch.Tensor, sampled: torch.Tensor, difference: torch.Tensor, measures: Measures
+) -> None:
+    """Measure entropy, divergences and ratios over tokens with finite logprobs, overall and by source.
+
+    Args:
+        mask: the trained tokens.
+        sampled: those of them that a version sampled.
+        difference: logprobs less the engine's.
+    """
+    zero, indicator = difference.new_zeros(()), sampled.to(difference.dtype)
+    log_ratio = difference.where(sampled, zero).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio, distance = log_ratio.exp() * indicator, log_ratio.abs()
+    # Of each token, and 0 where it does not count.
+    values = {"count": indicator, "ratio": ratio, "squares": ratio.square()}
+    if inputs.entropy is not None:
+        values |= {"entropy": inputs.entropy.where(mask, zero), "entropies": mask.to(difference.dtype)}
     # Tokens are the engine's samples: with lag or a mismatch, the divergence from the reference is only approximate.
-    divergences = {"kl_behaviour": kl_estimates(inputs.behaviour, logprobs)}
+    divergences = {"kl_behaviour": estimates(-log_ratio)}
     if inputs.reference is not None:
-        divergences["kl_reference"] = kl_estimates(logprobs, inputs.reference)
-    for name, estimates in divergences.items():
-        means |= {f"{name}/{kind}": (sums(values), counts) for kind, values in estimates.items()}
-    ratio_sums, square_sums = sums(ratio), sums(ratio.square())
-    largest = logprobs.new_full((size,), -math.inf).scatter_reduce(
-        0, token_sources, distance.where(sampled, -math.inf), "amax"
-    )
-    tails = logprobs.new_zeros(size * Tail.BINS).index_add_(0, token_sources * Tail.BINS + _bin(distance), indicator)
-    tails = tails.view(size, Tail.BINS)
-    parts = [("", slice(None))] + ([(f"/{name}", i) for name, i in source_index.items()] if size > 1 else [])
-    for suffix, source in parts:
-        count = counts[source].sum()
-        for name, (totals, token_counts) in means.items():
-            measures.add(f"{name}{suffix}", Mean, totals[source].sum(), token_counts[source].sum())
-        measures.add(f"ratio/ess{suffix}", EffectiveShare, ratio_sums[source].sum(), square_sums[source].sum(), count)
-        measures.add(f"ratio/max{suffix}", Max, largest[source].max().exp().where(count > 0, -math.inf))
-        measures.add(f"ratio/p99{suffix}", Tail, tails[source].reshape(-1, Tail.BINS).sum(dim=0))
+        reference_ratio = (inputs.logprobs - inputs.reference).where(sampled, zero)
+        divergences["kl_reference"] = estimates(reference_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    kinds = [f"{name}/{kind}" for name, kinds in divergences.items() for kind in kinds]
+    values |= zip(kinds, (value for kinds in divergences.values() for value in kinds.values()), strict=True)
+    names = sorted(set(inputs.sources))
+    if len(names) > 1:
+        source_index = {name: index for index, name in enumerate(names)}
+        group_sources = torch.tensor([*(source_index[name] for name in inputs.sources), 0], device=mask.device)
+        token_sources = group_sources[inputs.groups.long().clamp(min=-1)]
+        sums = difference.new_zeros(len(values), len(names)).index_add_(
+            1, token_sources, torch.stack([*values.values()])
+        )
+        largest = difference.new_zeros(len(names)).scatter_reduce(0, token_sources, distance, "amax")
+        bins = token_sources * Tail.BINS + _bin(distance)
+    else:
+        sums, largest, bins = torch.stack([*values.values()]).sum(dim=1, keepdim=True), distance.amax(), _bin(distance)
+    tails = difference.new_zeros(max(1, len(names)) * Tail.BINS).index_add_(0, bins, indicator).view(-1, Tail.BINS)
+    by_name = dict(zip(values, sums, strict=True))
+    count = by_name["count"]
+    largest = largest.exp().where(count > 0, -math.inf)
+    # All sources merge to the overall values.
+    for index, suffixes in enumerate([("", f"/{name}") for name in names] if len(names) > 1 else [("",)]):
+        for suffix in suffixes:
+            if inputs.entropy is not None:
+                measures.add(f"entropy{suffix}", Mean, by_name["entropy"][index], by_name["entropies"][index])
+            for kind in kinds:
+                measures.add(f"{kind}{suffix}", Mean, by_name[kind][index], count[index])
+            shares = by_name["ratio"][index], by_name["squares"][index], count[index]
+            measures.add(f"ratio/ess{suffix}", EffectiveShare, *shares)
+            measures.add(f"ratio/max{suffix}", Max, largest[index])
+            measures.add(f"ratio/p99{suffix}", Tail, tails[index])
 
 
 def _measure_values(values: torch.Tensor, inputs: LossInputs, tokens: int, measures: Measures) -> None:

@@ -20,14 +20,17 @@ from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.block_kernels import add_norm, has_kernels
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
-from forge_rl.engines.titan.fused_block import FusedAttention, FusedBlock
+from forge_rl.engines.titan.fused_block import FusedAttention, FusedBlock, is_plain
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies, offload_inputs
 from forge_rl.engines.titan.lora import AdapterSwitch, add_adapters
+from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.moe import moe_config
+from forge_rl.engines.titan.products import embed
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
 from forge_rl.engines.titan.row_attention import RowAttention
@@ -60,6 +63,8 @@ class PolicyModel(Decoder):
     """Copies of layers' inputs in host memory, if they are kept there."""
     adapters: AdapterSwitch | None = None
     """Shared state of its adapters; None if all weights are trained."""
+    masters: MasterWeights | None = None
+    """Its weights in float32, if passes run on copies of them."""
     spans_tie = False
     """Whether the first and the last pipeline stage each hold the weight that embedding and head share."""
 
@@ -89,12 +94,19 @@ class PolicyModel(Decoder):
                 these only. None for logits or values.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        hidden = tokens if self.tok_embeddings is None else embed(self.tok_embeddings, tokens)
+        delta: torch.Tensor | None = None  # what the last layer has left to add
         for layer in self.layers.values():
-            hidden = layer(hidden, attention_masks, positions)
+            if self.masters is not None and isinstance(layer, FusedBlock) and layer.defers(hidden):
+                hidden, delta = layer.deferred(hidden, delta, attention_masks, positions)
+            else:
+                hidden, delta = layer(_sum(hidden, delta), attention_masks, positions), None
         if self.norm is None:
-            return hidden
-        hidden = self.norm(hidden)
+            return _sum(hidden, delta)
+        if delta is not None and has_kernels(hidden, "norms") and is_plain(self.norm):
+            hidden = add_norm(hidden, delta, self.norm.weight, self.norm.eps)[1]
+        else:
+            hidden = self.norm(_sum(hidden, delta))
         if isinstance(hidden, DTensor):
             # Each rank's gradient covers only its part of the output projection; the backward pass sums them. A
             # value head is whole on each rank.
@@ -102,7 +114,11 @@ class PolicyModel(Decoder):
             hidden = hidden.to_local(grad_placements=[Replicate() if is_value_head else Partial()])
         if scored_indices is None:
             return cast(torch.Tensor, self.lm_head(hidden))
-        return cast(TokenScores, self.lm_head(hidden[0, scored_indices], targets, scoring))
+        return cast(TokenScores, self.lm_head(hidden.squeeze(0)[scored_indices], targets, scoring))
+
+
+def _sum(hidden: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    return hidden if delta is None else hidden + delta
 
 
 def build_model(architecture: Architecture, settings: TrainSettings, *, values: bool = False) -> PolicyModel:

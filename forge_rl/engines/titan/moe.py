@@ -19,6 +19,7 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from forge_rl.engines.families.family import Experts
 from forge_rl.engines.titan.block_kernels import has_kernels
 from forge_rl.engines.titan.block_kernels import swiglu as plain_swiglu
+from forge_rl.engines.titan.expert_rows import clamped_swiglu
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.linear import FloatGate
 from forge_rl.engines.titan.routing import ReplayRouter
@@ -135,7 +136,11 @@ class ClampedExperts(GptOssGroupedExperts):
         rows = torch.arange(len(x), device=x.device, dtype=torch.int32)
         row_experts = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
         hidden = _grouped_product(self, x, up, ends) + up_bias[row_experts]
-        out = _grouped_product(self, swiglu(hidden, limit=self.swiglu_limit), down, ends)
+        if has_kernels(hidden, "experts"):
+            activated = clamped_swiglu(hidden, self.swiglu_limit)
+        else:
+            activated = swiglu(hidden, limit=self.swiglu_limit)
+        out = _grouped_product(self, activated, down, ends)
         weight = self.mlp1_weight_EGD
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
         # Tensor-parallel ranks sum their results, which must add the bias once.

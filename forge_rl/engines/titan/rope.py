@@ -118,8 +118,7 @@ class HalfRoPE(CosSinRoPE):
     def _reshape_cache(self, query: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Return the cosines and sines of each position, [1, L, 1, 2 head_dim]."""
         if positions is not None and has_kernels(query, "rope") and not isinstance(positions, DTensor):
-            angles: torch.Tensor = self.cache[positions]  # whose kernel refuses positions past the cache
-            return angles[:, :, None]
+            return _angles(self, positions)
         cache: torch.Tensor = super()._reshape_cache(query, positions)
         return cache
 
@@ -131,6 +130,19 @@ class HalfRoPE(CosSinRoPE):
         smooth = smooth.clamp(0, 1)
         scaled: torch.Tensor = (1 - smooth) * frequencies / factor + smooth * frequencies
         return scaled
+
+
+def _angles(rope: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Return the cosines and sines of positions, which layers with the same RoPE share: they are kept with the
+    positions."""
+    known = positions.__dict__.setdefault("angles", [])
+    for config, angles in known:
+        if config == rope.config:
+            shared: torch.Tensor = angles
+            return shared
+    angles = rope.cache[positions][:, :, None]  # whose kernel refuses positions past the cache
+    known.append((rope.config, angles))
+    return angles
 
 
 def rotate(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

@@ -98,9 +98,11 @@ def choice_counts(
         experts: number of experts.
     """
     increments = real[..., None].expand_as(expert_ids).flatten().long()
-    load = increments.new_zeros(experts).scatter_add(0, expert_ids.flatten(), increments)
+    counts = increments.new_zeros(experts + 3)
+    load = counts[:experts].scatter_add_(0, expert_ids.flatten(), increments)
     if is_replayed is None:
-        return torch.cat([load, torch.stack([real.sum()]), load.new_zeros(2)])
+        torch.sum(real, dim=tuple(range(real.ndim)), out=counts[experts])
+        return counts
     is_replayed = is_replayed & real
     differs = (router_ids.sort(-1).values != expert_ids.sort(-1).values).any(-1) & is_replayed
     return torch.cat([load, torch.stack([real.sum(), is_replayed.sum(), differs.sum()])])

@@ -34,6 +34,10 @@ class DeviceRow:
     sequences: Sequences | None = None
     """The row's sequences, on the device; None if some share a prefix, or ranks split the row."""
 
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a row's values, [L, ...]."""
+        return values if self.split is None else values[self.local_indices]
+
 
 def on_device(
     row: Row,

@@ -15,9 +15,10 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.fused_block import FusedAttention
 from forge_rl.engines.titan.general_model import GeneralModel
 from forge_rl.engines.titan.masks import attention_mask
+from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.model import PolicyModel
 from forge_rl.engines.titan.parallel import Parallelism
-from forge_rl.engines.titan.routing import set_routing
+from forge_rl.engines.titan.routing import routers, set_routing
 from forge_rl.engines.titan.row_attention import takes_sequences
 from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.packing.rows import Row
@@ -67,11 +68,9 @@ class RowScorer:
         A pipeline stage without the head has no scores: it passes the row on to the next one.
         """
         row, local_indices, scored_indices = device_row.row, device_row.local_indices, device_row.scored_indices
-        token_ids, positions, targets = (
-            values[local_indices] for values in (row.token_ids, row.positions, row.targets)
-        )
+        token_ids, positions, targets = (device_row.part(x) for x in (row.token_ids, row.positions, row.targets))
         if "top_ids" in row.columns and self._is_policy(model):
-            targets = torch.cat([targets[:, None], row.columns["top_ids"][local_indices].long()], dim=1)
+            targets = torch.cat([targets[:, None], device_row.part(row.columns["top_ids"]).long()], dim=1)
         # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
         nonempty_indices = scored_indices if len(scored_indices) else scored_indices.new_zeros(1)
         masks: Any = row
@@ -105,9 +104,10 @@ class RowScorer:
 
     def prepare(self, model: PolicyModel | GeneralModel, device_row: DeviceRow) -> None:
         """Set what a row's forward or backward pass reads from the model's modules."""
-        row, local_indices = device_row.row, device_row.local_indices
-        replayed = row.routed if self._replays and self._is_policy(model) else None
-        set_routing(model, row.trees[local_indices] >= 0, None if replayed is None else replayed[local_indices])
+        row = device_row.row
+        if routers(model):
+            replayed = row.routed if self._replays and self._is_policy(model) else None
+            set_routing(model, device_row.part(row.trees) >= 0, None if replayed is None else device_row.part(replayed))
         self._parallelism.begin(device_row)
 
     def _is_policy(self, model: PolicyModel | GeneralModel) -> bool:
@@ -133,10 +133,15 @@ class RowScorer:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights that FSDP keeps after a forward pass without a backward one.
+    """Free the weights that passes ran on: those that FSDP gathered and keeps after a forward pass without a backward
+    one, or the copies of one rank's masters.
 
-    Until then they replace the shards in the model, in the dtype of the forward pass and unknown to the optimizer.
+    Until then they replace the shards or masters in the model, in the dtype of the forward pass and unknown to the
+    optimizer.
     """
+    masters: MasterWeights | None = getattr(model, "masters", None)
+    if masters is not None:
+        masters.release()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -35,7 +35,7 @@ from forge_rl.engines.titan.lora import (
     without_adapters,
 )
 from forge_rl.engines.titan.masks import compile_attention, compile_once
-from forge_rl.engines.titan.measures import Measures, measure_tokens, measured_loss
+from forge_rl.engines.titan.measures import Measures, joined_rows, measure_tokens, measured_loss
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
 from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing_metrics, steer
 from forge_rl.engines.titan.rows import DeviceRow
@@ -49,6 +49,9 @@ from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
+
+_MEASURED_ROWS = 16
+"""Rows that are measured together; until then their logprobs stay on the device."""
 
 
 class TitanEngine:
@@ -148,6 +151,8 @@ class TitanEngine:
         else:
             self._train_stage(update, results)
         self._pipeline.finish()
+        reshard(self.model)
+        self._measure_rows(update, results)
         if self._stage.count > 1 and self._stage.is_last:
             waits = self._stage.count - 1
             results.measures.add("pipeline/idle_share", Mean, float(waits), float(len(rows) + waits))
@@ -323,10 +328,19 @@ class TitanEngine:
         if update.keeps_scores:
             assert recorded.entropy is not None, "each row is scored with it"
             results.scores.append(torch.stack([recorded.logprobs, recorded.entropy], dim=1).detach())
-        measure_tokens(inputs, device_row.tokens, results.measures, update.version)
+        results.unmeasured.append((inputs.at(slice(None)), device_row.tokens))
+        if len(results.unmeasured) == _MEASURED_ROWS:
+            self._measure_rows(update, results)
         if (split := device_row.split) is not None:
             results.measures.add("attention/rank_max_over_mean", Mean, split.heaviest, split.mean)
             results.measures.add("attention/rank_max_over_mean/plain", Mean, split.plain, split.mean)
+
+    def _measure_rows(self, update: Update, results: RowResults) -> None:
+        """Measure rows at once, which takes a GPU as many operations as one."""
+        if results.unmeasured:
+            rows, tokens = zip(*results.unmeasured, strict=True)
+            measure_tokens(joined_rows(rows), sum(tokens), results.measures, update.version)
+            results.unmeasured.clear()
 
     def _count_experts(self, results: RowResults) -> None:
         """Keep which experts a row's tokens chose, and which rank computed them."""
@@ -356,6 +370,7 @@ class TitanEngine:
             for model in (self.model, self._reference):
                 if model is None:
                     continue
+                reshard(model)
                 if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
                     model.reset_iter_state()
                 forget_whole_gradients(model)

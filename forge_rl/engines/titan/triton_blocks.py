@@ -49,6 +49,7 @@ def norm_gradient_kernel(  # type: ignore[no-untyped-def]
     parts,
     tokens,
     dim,
+    parts_stride,
     programs,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -71,133 +72,201 @@ def norm_gradient_kernel(  # type: ignore[no-untyped-def]
         if ADDS:
             result += tl.load(residual + place, mask=is_inside, other=0.0).to(tl.float32)
         tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=is_inside)
-    tl.store(parts + program * dim + columns, part, mask=is_inside)
+    tl.store(parts + program * parts_stride + columns, part, mask=is_inside)
 
 
 @triton.jit
 def norm_rope_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
+    other_weight,
     cache,
     out,
     heads,
+    first,
+    copied,
     dim,
+    stride,
     eps,
     NORMS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    COPIES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
-    """Normalise a token's heads and rotate them, see `norm_rope`."""
+    """Normalise a token's heads and rotate them, see `rotated_heads`."""
     token = tl.program_id(0).to(tl.int64)
     half = dim // 2
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
     is_inside = (head < heads) & (column < half)
-    low_place = (token * heads + head) * dim + column
+    place = head * dim + column
     kind = out.dtype.element_ty
-    low = tl.load(x + low_place, mask=is_inside, other=0.0).to(tl.float32)
-    high = tl.load(x + low_place + half, mask=is_inside, other=0.0).to(tl.float32)
+    low = tl.load(x + token * stride + place, mask=is_inside, other=0.0).to(tl.float32)
+    high = tl.load(x + token * stride + place + half, mask=is_inside, other=0.0).to(tl.float32)
     if NORMS:
         inverse = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / dim + eps)
         low_scale = tl.load(weight + column, mask=column < half, other=0.0).to(tl.float32)
         high_scale = tl.load(weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+        if OTHERS:
+            other_low = tl.load(other_weight + column, mask=column < half, other=0.0).to(tl.float32)
+            other_high = tl.load(other_weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+            low_scale = tl.where(head < first, low_scale, other_low)
+            high_scale = tl.where(head < first, high_scale, other_high)
         low = (low * inverse[:, None] * low_scale).to(kind).to(tl.float32)
         high = (high * inverse[:, None] * high_scale).to(kind).to(tl.float32)
     cos = tl.load(cache + token * 2 * dim + column, mask=column < half, other=0.0)
     sin = tl.load(cache + token * 2 * dim + dim + column, mask=column < half, other=0.0)
-    tl.store(out + low_place, (low * cos - high * sin).to(kind), mask=is_inside)
-    tl.store(out + low_place + half, (high * cos + low * sin).to(kind), mask=is_inside)
+    token_out = out + token * (heads * dim + copied)
+    tl.store(token_out + place, (low * cos - high * sin).to(kind), mask=is_inside)
+    tl.store(token_out + place + half, (high * cos + low * sin).to(kind), mask=is_inside)
+    if COPIES:
+        element = heads * dim + tl.arange(0, COPIED)
+        is_copied = element < heads * dim + copied
+        tl.store(token_out + element, tl.load(x + token * stride + element, mask=is_copied, other=0.0), mask=is_copied)
 
 
 @triton.jit
 def norm_rope_gradient_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
+    other_weight,
     cache,
     grad,
+    other_grad,
+    copied_grad,
     grad_x,
     parts,
     tokens,
-    heads,
+    first,
+    num_others,
+    copied,
     dim,
+    stride,
+    parts_stride,
     programs,
     eps,
     NORMS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    COPIES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
-    """Write the gradients of every `programs`-th token, and this program's part of the weight's."""
+    """Write the gradients of every `programs`-th token, and this program's part of the weights', see
+    `heads_gradient`."""
     program = tl.program_id(0)
     half = dim // 2
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
-    is_inside = (head < heads) & (column < half)
+    is_first = (head < first) & (column < half)
+    is_other = (head >= first) & (head < first + num_others) & (column < half)
+    is_inside = is_first | is_other
+    place = head * dim + column
     kind = grad_x.dtype.element_ty
     low_part = tl.zeros((1, HALF), tl.float32)
     high_part = tl.zeros((1, HALF), tl.float32)
-    for token in range(program, tokens, programs):
-        low_place = (tl.cast(token, tl.int64) * heads + head) * dim + column
+    other_low_part = tl.zeros((1, HALF), tl.float32)
+    other_high_part = tl.zeros((1, HALF), tl.float32)
+    for index in range(program, tokens, programs):
+        token = tl.cast(index, tl.int64)
         cos = tl.load(cache + token * 2 * dim + column, mask=column < half, other=0.0)
         sin = tl.load(cache + token * 2 * dim + dim + column, mask=column < half, other=0.0)
-        low_turned = tl.load(grad + low_place, mask=is_inside, other=0.0).to(tl.float32)
-        high_turned = tl.load(grad + low_place + half, mask=is_inside, other=0.0).to(tl.float32)
+        grad_place = token * first * dim + place
+        low_turned = tl.load(grad + grad_place, mask=is_first, other=0.0).to(tl.float32)
+        high_turned = tl.load(grad + grad_place + half, mask=is_first, other=0.0).to(tl.float32)
+        if OTHERS:
+            other_place = token * num_others * dim + place - first * dim
+            low_turned += tl.load(other_grad + other_place, mask=is_other, other=0.0).to(tl.float32)
+            high_turned += tl.load(other_grad + other_place + half, mask=is_other, other=0.0).to(tl.float32)
         low_slope = low_turned * cos + high_turned * sin
         high_slope = high_turned * cos - low_turned * sin
         if NORMS:
-            low = tl.load(x + low_place, mask=is_inside, other=0.0).to(tl.float32)
-            high = tl.load(x + low_place + half, mask=is_inside, other=0.0).to(tl.float32)
+            low = tl.load(x + token * stride + place, mask=is_inside, other=0.0).to(tl.float32)
+            high = tl.load(x + token * stride + place + half, mask=is_inside, other=0.0).to(tl.float32)
             inverse = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / dim + eps)
             inverse = inverse[:, None]
-            low_part += tl.sum(low_slope * low * inverse, axis=0)[None, :]
-            high_part += tl.sum(high_slope * high * inverse, axis=0)[None, :]
-            low_slope *= tl.load(weight + column, mask=column < half, other=0.0).to(tl.float32)
-            high_slope *= tl.load(weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+            low_share = low_slope * low * inverse
+            high_share = high_slope * high * inverse
+            low_part += tl.sum(tl.where(is_first, low_share, 0.0), axis=0)[None, :]
+            high_part += tl.sum(tl.where(is_first, high_share, 0.0), axis=0)[None, :]
+            low_scale = tl.load(weight + column, mask=column < half, other=0.0).to(tl.float32)
+            high_scale = tl.load(weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+            if OTHERS:
+                other_low_part += tl.sum(tl.where(is_other, low_share, 0.0), axis=0)[None, :]
+                other_high_part += tl.sum(tl.where(is_other, high_share, 0.0), axis=0)[None, :]
+                other_low = tl.load(other_weight + column, mask=column < half, other=0.0).to(tl.float32)
+                other_high = tl.load(other_weight + half + column, mask=column < half, other=0.0).to(tl.float32)
+                low_scale = tl.where(head < first, low_scale, other_low)
+                high_scale = tl.where(head < first, high_scale, other_high)
+            low_slope *= low_scale
+            high_slope *= high_scale
             dot = (tl.sum(low_slope * low, axis=1) + tl.sum(high_slope * high, axis=1))[:, None] / dim
             low_slope = inverse * (low_slope - low * (inverse * inverse * dot))
             high_slope = inverse * (high_slope - high * (inverse * inverse * dot))
-        tl.store(grad_x + low_place, low_slope.to(kind), mask=is_inside)
-        tl.store(grad_x + low_place + half, high_slope.to(kind), mask=is_inside)
+        heads_dim = (first + num_others) * dim
+        out = grad_x + token * (heads_dim + copied)
+        tl.store(out + place, low_slope.to(kind), mask=is_inside)
+        tl.store(out + place + half, high_slope.to(kind), mask=is_inside)
+        if COPIES:
+            element = tl.arange(0, COPIED)
+            values = tl.load(copied_grad + token * copied + element, mask=element < copied, other=0.0)
+            tl.store(out + heads_dim + element, values, mask=element < copied)
     if NORMS:
-        tl.store(parts + program * dim + column, low_part, mask=column < half)
-        tl.store(parts + program * dim + half + column, high_part, mask=column < half)
+        room = parts + program * parts_stride
+        tl.store(room + column, low_part, mask=column < half)
+        tl.store(room + half + column, high_part, mask=column < half)
+        if OTHERS:
+            tl.store(room + dim + column, other_low_part, mask=column < half)
+            tl.store(room + dim + half + column, other_high_part, mask=column < half)
 
 
 @triton.jit
-def swiglu_kernel(a, b, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write silu(a) b, see `swiglu`."""
+def swiglu_kernel(  # type: ignore[no-untyped-def]
+    a, b, out, elements, width, a_stride, b_stride, BLOCK: tl.constexpr
+):
+    """Write silu(a) b, see `swiglu_values`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
+    row, column = place // width, place % width
     kind = out.dtype.element_ty
-    gate = tl.load(a + place, mask=is_inside, other=0.0).to(tl.float32)
-    up = tl.load(b + place, mask=is_inside, other=0.0).to(tl.float32)
+    gate = tl.load(a + row * a_stride + column, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(b + row * b_stride + column, mask=is_inside, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
     tl.store(out + place, (silu * up).to(kind), mask=is_inside)
 
 
 @triton.jit
 def swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
-    a, b, grad, grad_a, grad_b, elements, BLOCK: tl.constexpr
+    a, b, grad, joint, elements, width, a_stride, b_stride, BLOCK: tl.constexpr
 ):
-    """Write both gradients of silu(a) b."""
+    """Write both gradients of silu(a) b, one behind the other in each row."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
-    kind = grad_a.dtype.element_ty
-    gate = tl.load(a + place, mask=is_inside, other=0.0).to(tl.float32)
-    up = tl.load(b + place, mask=is_inside, other=0.0).to(tl.float32)
+    row, column = place // width, place % width
+    kind = joint.dtype.element_ty
+    gate = tl.load(a + row * a_stride + column, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(b + row * b_stride + column, mask=is_inside, other=0.0).to(tl.float32)
     slope = tl.load(grad + place, mask=is_inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    tl.store(grad_a + place, (slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(kind), mask=is_inside)
-    tl.store(grad_b + place, (slope * gate * sigmoid).to(kind), mask=is_inside)
+    out = joint + row * 2 * width + column
+    tl.store(out, (slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(kind), mask=is_inside)
+    tl.store(out + width, (slope * gate * sigmoid).to(kind), mask=is_inside)
 
 
 @triton.jit
-def sum_parts_kernel(parts, out, count, dim, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up a block of columns of all parts."""
+def sum_parts_kernel(  # type: ignore[no-untyped-def]
+    parts, out, count, dim, stride, ADDS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the sum of a block of columns of all parts, or add it."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < dim
     total = tl.zeros((BLOCK,), tl.float32)
+    if ADDS:
+        total += tl.load(out + columns, mask=is_inside, other=0.0).to(tl.float32)
     for first in range(0, count, PARTS):
         part = first + tl.arange(0, PARTS)[:, None]
-        values = tl.load(parts + part * dim + columns[None, :], mask=(part < count) & is_inside[None, :], other=0.0)
+        values = tl.load(parts + part * stride + columns[None, :], mask=(part < count) & is_inside[None, :], other=0.0)
         total += tl.sum(values, axis=0)
     tl.store(out + columns, total.to(out.dtype.element_ty), mask=is_inside)

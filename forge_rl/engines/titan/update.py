@@ -115,6 +115,8 @@ class RowResults:
     """[L, 2] for each row, its logprobs and entropies, if the update keeps them."""
     expert_counts: list[torch.Tensor] = field(default_factory=list)
     """For each row, see `routing_counts`; of models with experts."""
+    unmeasured: list[tuple[LossInputs, int]] = field(default_factory=list)
+    """Rows that are still to be measured, and their trained tokens."""
     rank_loads: list[torch.Tensor] = field(default_factory=list)
     """For each row, see `least_loaded.rank_loads`; of expert-parallel ranks that lend experts."""
 

@@ -1,0 +1,154 @@
+"""Weights of a model that one rank holds whole: float32 masters, and copies in the dtype of the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace
+
+_LARGE = 320 << 16
+"""Elements that torch copies in one operation of many tensors; a tensor of more is one operation by itself."""
+
+
+class MasterWeights:
+    """Has a model's passes run on copies of its weights in a narrower dtype, and adds up their gradients in float32.
+
+        model.masters = MasterWeights(model, torch.bfloat16)
+        model(tokens, positions, masks).sum().backward()  # the forward pass makes the copies, for all further passes
+        model.masters.release()  # the model has its float32 weights again, and these have the gradients
+
+    FSDP on one rank would cast each weight in two operations, and copy each gradient three times.
+
+    Modules may name layers whose weights one product reads, in `joint_layers`: their copies lie one after the other,
+    as one weight that `joint_weight` returns.
+
+    Args:
+        dtype: of the copies. Weights that have it, and are frozen, are no masters.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if (
+                    weight is not None
+                    and weight.is_floating_point()
+                    and (weight.dtype != dtype or weight.requires_grad)
+                ):
+                    places.setdefault(weight, []).append((module, name))
+        self._places = places
+        self._units = [_Unit(masters) for masters in _grouped(model, places)]
+        self._is_cast = False
+        model.register_forward_pre_hook(lambda *_: self.cast())
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Put copies of the masters in their places, unless they are there."""
+        if self._is_cast:
+            return
+        copies, masters = list[torch.Tensor](), list[torch.Tensor]()
+        for unit in self._units:
+            for master, copy in zip(unit.masters, unit.cast(self._dtype), strict=True):
+                copies.append(copy.data)
+                masters.append(master)
+                self._put(master, copy)
+        sizes = [copy.numel() for copy in copies]
+        for copy, master, size in zip(copies, masters, sizes, strict=True):
+            if size >= _LARGE:
+                copy.copy_(master)
+        if small := [index for index, size in enumerate(sizes) if size < _LARGE]:
+            torch._foreach_copy_([copies[index] for index in small], [masters[index] for index in small])
+        self._is_cast = True
+
+    def release(self) -> None:
+        """Put the masters back, and free the copies."""
+        if not self._is_cast:
+            return
+        for unit in self._units:
+            for master in unit.masters:
+                self._put(master, master)
+            unit.release()
+        self._is_cast = False
+
+    def _put(self, master: nn.Parameter, weight: nn.Parameter) -> None:
+        for module, name in self._places[master]:
+            module._parameters[name] = weight
+
+
+def joint_weight(*weights: torch.Tensor) -> torch.Tensor | None:
+    """Return copies of masters as one weight, [sum of lengths, ...]; None unless they lie one after the other."""
+    unit: _Unit | None = getattr(weights[0], "unit", None)
+    return unit.whole if unit is not None and unit.holds(weights) else None
+
+
+class _Unit:
+    """Masters whose copies, and gradients' sums, lie one after the other."""
+
+    def __init__(self, masters: Sequence[nn.Parameter]) -> None:
+        self.masters = masters
+        self.whole: nn.Parameter | None = None
+        """All copies as one weight, while there are any."""
+        self._copies: list[nn.Parameter] = []
+        self._sum = GradientSum(masters)
+
+    def cast(self, dtype: torch.dtype) -> list[nn.Parameter]:
+        """Allocate the copies, whose values are to be set."""
+        is_trained, lengths = self.masters[0].requires_grad, [len(master) for master in self.masters]
+        values = self.masters[0].new_empty(sum(lengths), *self.masters[0].shape[1:], dtype=dtype)
+        self.whole = nn.Parameter(values, requires_grad=is_trained)
+        self._copies = [nn.Parameter(part, requires_grad=is_trained) for part in values.split(lengths)]
+        if is_trained:
+            self._add_up(self.whole, None)
+            for member, copy in enumerate(self._copies):
+                self._add_up(copy, member)
+        for copy in self._copies:
+            copy.unit = self  # type: ignore[attr-defined]
+        return self._copies
+
+    def holds(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether weights are all of the copies, in their order."""
+        return len(weights) == len(self._copies) and all(
+            weight is copy for weight, copy in zip(weights, self._copies, strict=True)
+        )
+
+    def release(self) -> None:
+        """Free the copies."""
+        self._sum.settle()
+        self.whole = None
+        for copy in self._copies:
+            del copy.unit  # type: ignore[attr-defined]
+        self._copies = []
+
+    def _add_up(self, copy: nn.Parameter, member: int | None) -> None:
+        """Have the gradients of a copy added to its master's: by functions that know of the place, and by autograd."""
+        place = SumPlace(self._sum, member)
+        copy.sum_place = place  # type: ignore[attr-defined]
+
+        def take(weight: torch.Tensor) -> None:
+            grad, weight.grad = weight.grad, None
+            if grad is not None:  # else the function that used the weight has added it
+                place.add(grad)
+
+        copy.register_post_accumulate_grad_hook(take)
+
+
+def _grouped(model: nn.Module, masters: Any) -> Iterator[list[nn.Parameter]]:
+    """Group the masters into units, each at the place of its first master."""
+    joint_masters: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for module in model.modules():
+        for layers in getattr(module, "joint_layers", ()):
+            weights = [layer.weight for layer in layers]
+            is_alike = len({(weight.requires_grad, weight.shape[1:]) for weight in weights}) == 1
+            if is_alike and len(set(weights)) == len(weights) and all(weight in masters for weight in weights):
+                joint_masters |= dict.fromkeys(weights, weights)
+    yielded = set[nn.Parameter]()
+    for master in masters:
+        if master not in yielded:
+            group = joint_masters.get(master, [master])
+            yielded |= set(group)
+            yield group

@@ -1,0 +1,185 @@
+"""Products of a block on a GPU, whose backward passes add a weight's gradient up without a copy of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import Linear
+
+from forge_rl.engines.titan.block_kernels import (
+    NormWeights,
+    heads_gradient,
+    programs_of,
+    rotated_heads,
+    swiglu_gradient,
+    swiglu_values,
+)
+from forge_rl.engines.titan.gradient_sums import SumPlace, room_for_parts, sum_place, summed_parts
+
+
+class Heads(NamedTuple):
+    """What to make of the heads of a product."""
+
+    queries: int
+    """Number of the first heads, which are queries; half of the others are keys, and the last are values."""
+    dim: int
+    """Elements of a head."""
+    eps: float
+    """Of the norms, if there are any."""
+
+
+def is_bare(layer: nn.Module) -> bool:
+    """Return whether a linear layer is a matrix that is whole on this rank, without bias or adapter."""
+    return type(layer) is Linear and layer.bias is None and not isinstance(layer.weight, DTensor)
+
+
+def embed(embedding: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the embeddings of token ids, [..., dim]."""
+    if (place := sum_place(embedding.weight)) is None:
+        out: torch.Tensor = embedding(token_ids)
+        return out
+    embedded: torch.Tensor = _Embedding.apply(token_ids, embedding.weight, place)
+    return embedded
+
+
+def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Apply a linear layer to [..., inputs]."""
+    if not is_bare(layer):
+        out: torch.Tensor = layer(x)
+        return out
+    return joint_linear(x, layer.weight)[0]
+
+
+def joint_linear(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return x W^T for each weight; the backward pass adds up x's gradient in its products."""
+    outputs: tuple[torch.Tensor, ...] = _JointLinear.apply(x, *weights)
+    return outputs
+
+
+def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return silu(x A^T) x B^T, [..., hidden], of a weight that holds A and B one after the other."""
+    out: torch.Tensor = _GatedProduct.apply(x, weight)
+    return out
+
+
+def rotated_product(
+    x: torch.Tensor, weight: torch.Tensor, norms: NormWeights, cache: torch.Tensor, heads: Heads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of x W^T, [1, L, heads, head_dim] each; the first two normalised, if there are
+    norms, and rotated.
+
+    Args:
+        weight: the three weights, one after the other.
+        norms: of the queries and of the keys, [head_dim] each.
+        cache: see `norm_rope`.
+    """
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _RotatedProduct.apply(x, weight, *norms, cache, heads)
+    return outputs
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token_ids: torch.Tensor, weight: torch.Tensor, place: SumPlace) -> torch.Tensor:
+        ctx.save_for_backward(token_ids)
+        ctx.place, ctx.length = place, len(weight)
+        return nn.functional.embedding(token_ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        (token_ids,) = ctx.saved_tensors
+        ctx.place.add_rows(token_ids.flatten(), grad.flatten(0, -2), ctx.length)
+        return None, None, None
+
+
+class _JointLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.places = [sum_place(weight) for weight in weights]
+        return tuple(x @ weight.t() for weight in weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        return _gradients(ctx, x, weights, grads)
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        joint = x @ weight.t()
+        ctx.save_for_backward(x, weight, joint)
+        ctx.places = [sum_place(weight)]
+        out: torch.Tensor = swiglu_values(*joint.chunk(2, dim=-1))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, joint = ctx.saved_tensors
+        return _gradients(ctx, x, [weight], [swiglu_gradient(*joint.chunk(2, dim=-1), grad.contiguous())])
+
+
+class _RotatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        query_norm: torch.Tensor | None,
+        key_norm: torch.Tensor | None,
+        cache: torch.Tensor,
+        heads: Heads,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        joint = (x @ weight.t()).unflatten(-1, (-1, heads.dim))
+        keys = (joint.shape[-2] - heads.queries) // 2
+        norms = query_norm, key_norm
+        # Without norms nothing else needs the product, so that the values are copied, and it is freed.
+        copied = keys if query_norm is None else 0
+        rotated = rotated_heads(
+            joint if copied else joint[:, :, :-keys], norms, cache, heads.queries, heads.eps, copied
+        )
+        ctx.save_for_backward(x, weight, None if query_norm is None else joint, *norms, cache)
+        ctx.places, ctx.norm_places, ctx.heads = [sum_place(weight)], [sum_place(norm) for norm in norms], heads
+        values = (rotated if copied else joint)[:, :, -keys:]
+        return rotated[:, :, : heads.queries], rotated[:, :, heads.queries : heads.queries + keys], values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, joint, *norms, cache = ctx.saved_tensors
+        grads = tuple(grad.contiguous() for grad in grads)
+        keys, parts = grads[1].shape[-2], None
+        if joint is not None:
+            joint = joint[:, :, :-keys]
+            parts = room_for_parts(ctx.norm_places, norms, programs_of(joint.shape[1]))
+        joint_grad = heads_gradient(joint, tuple(norms), cache, grads, parts, ctx.heads.eps)  # type: ignore[arg-type]
+        norm_grads: Sequence[torch.Tensor | None] = (None, None)
+        if parts is not None and any(ctx.needs_input_grad[2:4]):
+            norm_grads = summed_parts(parts, ctx.norm_places, norms)
+        return *_gradients(ctx, x, [weight], [joint_grad.flatten(-2)]), *norm_grads, None, None
+
+
+def _gradients(
+    ctx: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients by x and by the weights of x W^T, but those that are added up in their places."""
+    rows, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = flat[0] @ weights[0]
+        for grad, weight in zip(flat[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        grad_x = grad_x.view_as(x)
+    grad_weights = list[torch.Tensor | None]()
+    for grad, place, is_trained in zip(flat, ctx.places, ctx.needs_input_grad[1:], strict=False):
+        if is_trained and place is not None:
+            place.add_product(grad.t(), rows)
+        grad_weights.append(grad.t() @ rows if is_trained and place is None else None)
+    return grad_x, *grad_weights

@@ -1,0 +1,89 @@
+"""Triton kernels of `expert_rows`; to be imported only where they run. Triton resolves annotations, so that there are
+none but its own."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def spread_kernel(x, places, rows, choices, dim, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a token to its places."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < dim
+    value = tl.load(x + token * dim + columns, mask=is_inside, other=0.0)
+    for choice in range(choices):
+        place = tl.load(places + token * choices + choice)
+        tl.store(rows + place * dim + columns, value, mask=is_inside)
+
+
+@triton.jit
+def sum_kernel(  # type: ignore[no-untyped-def]
+    rows, scores, places, out, choices, dim, WEIGHS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add up the rows at a token's places, weighted by its scores."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < dim
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(choices):
+        place = tl.load(places + token * choices + choice)
+        value = tl.load(rows + place * dim + columns, mask=is_inside, other=0.0).to(tl.float32)
+        if WEIGHS:
+            value *= tl.load(scores + token * choices + choice).to(tl.float32)
+        total += value
+    tl.store(out + token * dim + columns, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def sum_gradient_kernel(  # type: ignore[no-untyped-def]
+    rows, scores, places, grad, grad_rows, grad_scores, choices, dim, BLOCK: tl.constexpr
+):
+    """Write the gradients by the rows at a token's places, and by its scores."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_inside = columns < dim
+    slope = tl.load(grad + token * dim + columns, mask=is_inside, other=0.0).to(tl.float32)
+    for choice in range(choices):
+        index = token * choices + choice
+        row = tl.load(places + index) * dim + columns
+        value = tl.load(rows + row, mask=is_inside, other=0.0).to(tl.float32)
+        score = tl.load(scores + index).to(tl.float32)
+        tl.store(grad_rows + row, (slope * score).to(grad_rows.dtype.element_ty), mask=is_inside)
+        tl.store(grad_scores + index, tl.sum(slope * value, axis=0).to(grad_scores.dtype.element_ty))
+
+
+@triton.jit
+def clamped_swiglu_kernel(hidden, out, elements, limit, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write gpt-oss's activation, see `clamped_swiglu`."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < elements
+    gate = tl.load(hidden + 2 * place, mask=is_inside, other=0.0).to(tl.float32)
+    linear = tl.load(hidden + 2 * place + 1, mask=is_inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    linear = tl.minimum(tl.maximum(linear, -limit), limit)
+    value = gate / (1.0 + tl.exp(-1.702 * gate)) * (1.0 + linear)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def clamped_swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
+    hidden, grad, grad_hidden, elements, limit, BLOCK: tl.constexpr
+):
+    """Write the gradient of gpt-oss's activation; there is none beyond the limits."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < elements
+    kind = grad_hidden.dtype.element_ty
+    raw_gate = tl.load(hidden + 2 * place, mask=is_inside, other=0.0).to(tl.float32)
+    raw_linear = tl.load(hidden + 2 * place + 1, mask=is_inside, other=0.0).to(tl.float32)
+    slope = tl.load(grad + place, mask=is_inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(raw_gate, limit)
+    linear = tl.minimum(tl.maximum(raw_linear, -limit), limit)
+    sigmoid = 1.0 / (1.0 + tl.exp(-1.702 * gate))
+    by_gate = slope * (1.0 + linear) * sigmoid * (1.0 + 1.702 * gate * (1.0 - sigmoid))
+    by_linear = slope * gate * sigmoid
+    tl.store(grad_hidden + 2 * place, tl.where(raw_gate <= limit, by_gate, 0.0).to(kind), mask=is_inside)
+    is_free = (raw_linear >= -limit) & (raw_linear <= limit)
+    tl.store(grad_hidden + 2 * place + 1, tl.where(is_free, by_linear, 0.0).to(kind), mask=is_inside)
