@@ -17,7 +17,8 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.lora_config import LoRAConfig, linear_modules
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
-from forge_rl.packing.rows import Layout, Minibatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Minibatch
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 from forge_rl.weights.manifest import factor_names
 

@@ -15,7 +15,8 @@ from monarch.actor import concurrent_endpoint
 
 from forge_rl.metrics import batch_metrics
 from forge_rl.metrics.sinks import EpisodeSink
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.token_arrays import Chunk, TokenIds

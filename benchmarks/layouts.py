@@ -36,7 +36,8 @@ from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce
-from forge_rl.packing.rows import Layout, PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, PackedBatch
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from forge_rl.weights.slices import TensorSlice, tiling_error
 

@@ -41,7 +41,8 @@ from forge_rl.engines.protocol import Dtype, TrainSettings
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
-from forge_rl.packing.rows import Layout, Row, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Row
 from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
 

@@ -30,7 +30,8 @@ from forge_rl.metrics import EpisodeSink, RunInfo, Sink, batch_metrics
 from forge_rl.metrics.episode_files import RecordedEpisode
 from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.packing.unpacking import rounded_scores
 from forge_rl.run.records.recording import trained_episodes
 from forge_rl.runtime.cluster import Cluster

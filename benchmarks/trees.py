@@ -34,7 +34,8 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.errors import check_flags
 from forge_rl.metrics import merge_all, reduce
-from forge_rl.packing.rows import Layout, PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, PackedBatch
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 
 _WAYS = {"shared": True, "separate": False}

@@ -27,7 +27,8 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.update import Update
-from forge_rl.packing.rows import Layout, Minibatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Minibatch
 
 BANDWIDTH = 3.0e12
 """Bytes/s of an H100's memory, measured (`benchmarks.gpu`)."""

@@ -27,7 +27,7 @@ from forge_rl.algorithms.advantages import group_advantages
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.jobs.process import local_hosts
-from forge_rl.packing.rows import pack
+from forge_rl.packing.pack import pack
 from forge_rl.rewards.verifiers import ReasoningGymReward
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run.run_config import RunConfig

@@ -75,7 +75,7 @@ from forge_rl.flags.categories import Tunable as Tunable
 from forge_rl.gateway.agent_command import AgentCommand as AgentCommand
 from forge_rl.gateway.gateway_config import GatewayConfig as GatewayConfig
 from forge_rl.gateway.sessions import Session as Session
-from forge_rl.packing.rows import pack as pack
+from forge_rl.packing.pack import pack as pack
 from forge_rl.rewards.reward_flag import RewardTexts as RewardTexts
 from forge_rl.rewards.reward_flag import build_reward as build_reward
 from forge_rl.rewards.verifiers import ReasoningGymReward as ReasoningGymReward

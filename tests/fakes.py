@@ -15,7 +15,8 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.protocol import StepRequest, TrainEngine
 from forge_rl.metrics import Value, merge_all
-from forge_rl.packing.rows import Layout, PackedBatch, Row, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, PackedBatch, Row
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from forge_rl.weights.manifest import Bucket, Manifest, TensorEntry
 

@@ -101,11 +101,7 @@ def test_it_is_told_the_task_and_where_the_policy_is_and_no_secret(monkeypatch: 
         ("ask(); import os; os.kill(os.getpid(), 9)", {}, "was ended by SIGKILL"),
         ("ask(); bytearray(1 << 32)", {"memory_gib": 3.0}, "MemoryError"),
         ("ask()\nwhile True: pass", {"cpu_s": 1.0}, "its CPU time limit"),
-        (
-            "ask(); open('/dev/null'); f = [open('/dev/null') for _ in range(99)]",
-            {"open_files": 64},
-            "Too many open files",
-        ),
+        ("ask(); f = [open('/dev/null') for _ in range(1024)]", {}, "Too many open files"),
         ("pass", {}, "the agent got no completion from the policy"),
     ],
 )

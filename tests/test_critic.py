@@ -12,7 +12,8 @@ import torch
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.packing.rows import Layout, PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, PackedBatch
 from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.run.plan.defaults import check_critic

@@ -15,7 +15,8 @@ from forge_rl.errors import (
     TaskError,
 )
 from forge_rl.metrics import PhaseClock
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from forge_rl.models.resolve import resolve_model
 from tests.commands import Command, metrics, tiny_run
+from tests.test_run import run_here
 
 pytestmark = pytest.mark.long
 LORA = ("--lora.rank", "4", "--evaluation.every", "0", "--checkpoint-every", "2")
@@ -81,12 +82,14 @@ def test_examples_train_adapters(recipe: str, commands: list[Command], tiny_mode
     assert names == {"q_proj", "down_proj"}
 
 
-@pytest.mark.timeout(300)
-def test_the_plan_counts_adapters(commands: list[Command], tiny_model: Path, tmp_path: Path):
+def test_the_plan_counts_adapters(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shared = ("--model", str(tiny_model), "--out", str(tmp_path / "run"), "--display", "plain", "--plan")
+    engine = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25", "--loss", "clipped:kl_coef=0.1")
     plans = []
     for flags in ((), ("--lora.rank", "4")):
-        command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, "--loss", "clipped:kl_coef=0.1", "--plan")
-        command.end(200)
-        plans.append(command.output)
+        assert run_here("grpo", *shared, *engine, *flags, monkeypatch=monkeypatch) == 0
+        plans.append(capsys.readouterr().out)
     assert "LoRA" in plans[1]
     assert "LoRA" not in plans[0]

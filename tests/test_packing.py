@@ -9,7 +9,8 @@ import torch
 
 from forge_rl.errors import ConfigError
 from forge_rl.packing.minibatches import deal
-from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, Row, attends, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, Row, attends
 from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from tests.dense_masks import dense_mask

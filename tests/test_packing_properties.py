@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_rl.packing.rows import Layout, PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, PackedBatch
 from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch, Episode
 from tests.dense_masks import dense_mask

@@ -19,7 +19,8 @@ from forge_rl.metrics import RunInfo
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode, write_episodes
 from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.packing.unpacking import rounded_scores
 from forge_rl.run.records.recording import evaluated_episodes, trained_episodes
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, ToolCall, Turn

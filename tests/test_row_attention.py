@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from forge_rl.engines.titan import row_attention
 from forge_rl.engines.titan.row_attention import RowAttention, Sequences, sequences, takes_sequences
-from forge_rl.packing.rows import Layout, Row, attends, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Row, attends
 from tests.dense_masks import dense_mask
 from tests.fakes import random_batch
 

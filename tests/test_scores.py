@@ -11,7 +11,8 @@ import torch
 
 from forge_rl.algorithms.advantages import batch_advantages, group_advantages
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.protocol import form_of
 from forge_rl.rewards.scorer import with_score

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Command, metrics, processes_of, tiny_run
+from tests.test_run import run_here
 
 pytestmark = pytest.mark.long
 SERVED = ("--lora.rank", "4", "--generator.adapters", "served")
@@ -32,14 +33,25 @@ def test_a_run_serves_its_versions_as_adapters_and_survives_the_death_of_an_engi
     assert min(row["weights/written_share"] for row in rows) < 0.02, "versions after the first are adapters alone"
 
 
-@pytest.mark.timeout(600)
-def test_what_engines_cannot_serve_is_refused_by_the_plan(commands: list[Command], tiny_model: Path, tmp_path: Path):
-    for flags, words in (
-        ((*SERVED, "--plan"), "2 adapters of rank 16"),
-        ((*SERVED, "--lora.rank", "600", "--plan"), "largest rank is 512"),
-        ((*SERVED, "--lora.publish", "merged", "--plan"), "versions with --lora.publish merged have none"),
-        (("--generator.adapters", "served", "--plan"), "--lora.rank 0 trains all weights"),
-    ):
-        command = tiny_run(commands, tiny_model, tmp_path / "run", *flags)
-        command.end(300)
-        assert words in " ".join(command.output.split()), command.output
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (SERVED, "2 adapters of rank 16"),
+        ((*SERVED, "--lora.rank", "600"), "largest rank is 512"),
+        ((*SERVED, "--lora.publish", "merged"), "versions with --lora.publish merged have none"),
+        (("--generator.adapters", "served"), "--lora.rank 0 trains all weights"),
+    ],
+)
+def test_what_engines_cannot_serve_is_refused_by_the_plan(
+    flags: tuple[str, ...],
+    words: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    engine = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25")
+    shared = ("--model", str(tiny_model), "--out", str(tmp_path / "run"), "--display", "plain", "--plan")
+    run_here("grpo", *shared, *engine, *flags, monkeypatch=monkeypatch)
+    printed = capsys.readouterr()
+    assert words in " ".join((printed.out + printed.err).split())

@@ -22,7 +22,8 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.look.page.episode_json import episode_json
 from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
 from forge_rl.metrics.episode_reader import EpisodeFile
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.run.records.recording import trained_episodes
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 from tests.test_recording import HOSTILE, played, task_of, turn

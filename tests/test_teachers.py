@@ -17,7 +17,8 @@ import pytest
 from forge_rl.algorithms.distillation import Distillation, teacher_advantages
 from forge_rl.algorithms.hints import Hint, hint_of, with_hint
 from forge_rl.errors import ConfigError, ModelError, ReplicaError, ServiceError
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.run.plan import defaults
 from forge_rl.run.plan.defaults import check_teachers
 from forge_rl.run.plan.memory import plan_run

@@ -22,7 +22,8 @@ from forge_rl.engines.titan.masks import attention_mask
 from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
-from forge_rl.packing.rows import Layout, Row, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Row
 from forge_rl.packing.unpacking import unpack
 from tests.dense_masks import dense_mask
 from tests.fakes import empty_row, make_model, packed, random_batch

@@ -16,7 +16,8 @@ from forge_rl.envs.compaction import DropOldOutputs, check_compaction
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.errors import ConfigError, ContextError
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.services.environment import Environment
 from forge_rl.token_arrays import TokenIds

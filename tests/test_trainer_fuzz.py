@@ -22,7 +22,8 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.metrics import Value, merge_all, reduce
-from forge_rl.packing.rows import Layout, PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, PackedBatch
 from forge_rl.types import Batch, Episode, Group, Score, Turn
 from tests.fakes import TASK, hf_weights, make_model
 from tests.plain_trainer import PlainTrainer

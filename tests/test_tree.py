@@ -15,7 +15,8 @@ import torch
 
 from forge_rl.algorithms.tree import most_surprising, tree_advantages
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.packing.trees import decoded_tokens
 from forge_rl.packing.unpacking import trained_tokens, unpack, values_of_episodes
 from forge_rl.rollout.executor import RolloutExecutor

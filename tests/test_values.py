@@ -21,7 +21,8 @@ from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import ExplainedVariance, merge_all, reduce
-from forge_rl.packing.rows import Layout, PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, PackedBatch
 from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch
 from tests.fakes import hf_weights, make_model, random_batch

@@ -16,7 +16,8 @@ from forge_rl.algorithms.logprobs import TokenScores
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.titan.update import Update, minibatch_statistics
-from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, Row, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, Row
 from forge_rl.types import Batch as Episodes
 from forge_rl.types import Episode, Group, Task, Turn
 

@@ -13,6 +13,7 @@ RETIRED = {
     "curriculum.momentum": 0.5,
     "curriculum.most_tasks": 1_000_000,
     "recording.episodes": 4096,
+    "agent_limits.open_files": 1024,
 }
 """Default of each retired flag, by the end of its path."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forge_rl.packing.rows import pack
+from forge_rl.packing.pack import pack
 from forge_rl.services.generator import Generator
 from forge_rl.services.trainer import Trainer
 from forge_rl.tokens.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError, ReplicaError, RunStopped
 from forge_rl.metrics import Metric
 from forge_rl.metrics.display.format import duration
-from forge_rl.packing.rows import PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.adapters import Adapter, RunAdapters

@@ -17,6 +17,8 @@ _KEPT_BYTES = 1 << 20
 """Bytes to keep from the end of a command's output."""
 _MOST_S = 60.0
 """Timeout for a supervisor to exit after a signal."""
+_MOST_OPEN_FILES = 1024
+"""Maximum open files and connections of a process: the usual limit of a shell, on which programs rely."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,6 @@ class CommandLimits:
     """CPU seconds per process."""
     file_gib: float = 1.0
     """Maximum size of a written file, in GiB."""
-    open_files: int = 1024
-    """Maximum open files and connections per process."""
     at_a_time: int = 32
     """Maximum concurrent commands; others wait."""
 
@@ -43,7 +43,7 @@ class CommandLimits:
             "RLIMIT_AS": int(self.memory_gib * (1 << 30)),
             "RLIMIT_CPU": max(1, round(self.cpu_s)),
             "RLIMIT_FSIZE": int(self.file_gib * (1 << 30)),
-            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_NOFILE": _MOST_OPEN_FILES,
             "RLIMIT_CORE": 0,
         }
 

@@ -20,7 +20,8 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest
 from forge_rl.errors import ForgeError, ReplicaError
 from forge_rl.metrics import merge_all, reduce
-from forge_rl.packing.rows import Layout, Minibatch, PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Minibatch, PackedBatch
 from forge_rl.packing.unpacking import unpack, values_of_episodes
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from forge_rl.packing.rows import Layout, Row, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout, Row
 from tests.dense_masks import dense_mask
 from tests.fakes import random_batch
 from tests.test_kernel_checks import small_architecture

@@ -77,7 +77,8 @@ def cases() -> Iterator[tuple[layouts.Case, TrainSettings]]:
 def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
     """Score a row like the first rank with the head in training, with fake tensors, and check the results; in a
     pipeline, also pass it on like rank 0."""
-    from forge_rl.packing.rows import Layout, pack
+    from forge_rl.packing.pack import pack
+    from forge_rl.packing.rows import Layout
 
     batch = layouts.batches(1)[0]
     layout = Layout(seq_len=1024, pad_multiple=128, context_parallel_degree=settings.context_parallel_degree)

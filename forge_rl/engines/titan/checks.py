@@ -15,7 +15,8 @@ from forge_rl.engines.devices import device_type, gpus
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import StepRequest, TrainSettings
-from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
 from forge_rl.runtime.host_facts import SampledTokens, TrainStepResult
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 

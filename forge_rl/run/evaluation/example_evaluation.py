@@ -96,7 +96,7 @@ class ExampleEvaluations:
         """Make the examples of a set, and lay them into rows."""
         import torch
 
-        from forge_rl.packing.rows import pack
+        from forge_rl.packing.pack import pack
 
         results = self._maker.try_groups(tasks)
         groups = [result for result in results if isinstance(result, Group)]

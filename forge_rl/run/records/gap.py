@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from forge_rl.errors import ConfigError
-from forge_rl.packing.rows import PackedBatch, pack
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import PackedBatch
 from forge_rl.types import Batch, Episode, Group
 
 if TYPE_CHECKING:
