@@ -9,6 +9,7 @@ import io
 import json
 import tarfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,6 +140,8 @@ class Registry:
     ranges: bool = True
     requests: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
+    dribble_s: float = 0.0
+    """How long a blob takes, sent in eight parts."""
     held: set[str] = field(default_factory=set)
     """Blobs that wait for `go_on`."""
     go_on: threading.Event = field(default_factory=threading.Event)
@@ -240,7 +243,10 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(data, bytes):
             if digest in own.held:
                 own.go_on.wait()
-            self.wfile.write(data[start:end])
+            part = max(1, -(-(end - start) // 8)) if own.dribble_s else max(1, end - start)
+            for place in range(start, end, part):
+                time.sleep(own.dribble_s / 8)
+                self.wfile.write(data[place : min(end, place + part)])
         else:
             with data.open("rb") as file:
                 self.connection.sendfile(file, start)

@@ -87,6 +87,38 @@ async def test_a_pull_is_cancelled_with_the_lookahead():
     assert (store.pulls, store.held) == (["a"], [])
 
 
+async def test_a_pull_that_takes_longer_than_a_batch_goes_on_and_who_waits_for_it_is_counted():
+    store = FakeStore()
+    lookahead = lookahead_of(store)
+    lookahead.prepare(["a", "b"])
+    await store.begun.wait()
+    assert dict(lookahead.prepare(["a", "b", "c"])) == {}
+    waiting = [asyncio.ensure_future(lookahead.use(name).__aenter__()) for name in ("a", "c", "d")]
+    await asyncio.sleep(0)
+    store.go_on.set()
+    await asyncio.gather(*waiting)
+    await fetched(lookahead)
+    assert store.pulls == ["a", "a", "c", "d", "b", "c"], "the first was not begun again"
+    async with lookahead.use("a"), lookahead.use("b"), lookahead.use("c"):
+        pass
+    counts = dict(lookahead.prepare([]))
+    assert counts.pop("image_wait_s") >= 0
+    assert counts == {"image_uses": 6, "image_prefetched": 3, "image_late": 1}, "of a alone, named a batch before"
+    await lookahead.close()
+
+
+async def test_a_pull_that_no_task_needs_any_more_is_cancelled():
+    store = FakeStore()
+    lookahead = lookahead_of(store)
+    lookahead.prepare(["a", "b"])
+    await store.begun.wait()
+    lookahead.prepare(["b"])
+    store.go_on.set()
+    await fetched(lookahead)
+    assert (store.pulls, store.held) == (["a", "b"], ["b"])
+    await lookahead.close()
+
+
 async def test_a_failure_is_counted_and_tried_again_when_an_episode_asks():
     store = FakeStore()
     store.go_on.set()
@@ -103,7 +135,7 @@ async def test_a_failure_is_counted_and_tried_again_when_an_episode_asks():
         assert store.pulls == ["a", "b", "a", "a", "b"]
     counts = dict(lookahead.prepare([]))
     assert counts.pop("image_wait_s") >= 0
-    assert counts == {"image_prefetch_failed": 1, "image_uses": 3, "image_prefetched": 1}
+    assert counts == {"image_prefetch_failed": 1, "image_uses": 3, "image_prefetched": 1, "image_late": 0}
     await lookahead.close()
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import images
 from tests.commands import Command, metrics, tiny_run
-from tests.container_images import host_layer, layer, written_layout
+from tests.container_images import host_layer, layer, packed_folder, written_layout
 from tests.harbor_tasks import write_tasks
 
 WORLD = """
@@ -48,6 +49,42 @@ cd /app
 vowels=$(grep -o '[aeiou]' text | wc -l)
 printf '{"reward": 0.%03d, "inside": %d}' $vowels "$(cat /inside)" > /logs/verifier/reward.json
 """
+
+
+@pytest.mark.nightly
+def test_no_episode_waits_for_a_slow_pull_that_could_have_been_foreseen(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    """Each task has an image of its own, and an episode takes until what was named is there, however slow pulls are."""
+    made, out = tmp_path / "made", tmp_path / "run"
+    base = packed_folder(host_layer(made))
+    with images.registry(dribble_s=0.4) as registry:
+        write_tasks(tmp_path / "tasks", "one")
+        for number, task in enumerate(sorted((tmp_path / "tasks").iterdir())):
+            top = packed_folder(layer(made, f"top-{number}", {"app/x": str(number), "inside": "1"}))
+            reference = registry.add(images.image([base, top], {"WorkingDir": "/app"}), f"it:{number}")
+            settings = task / "task.toml"
+            settings.write_text(settings.read_text().replace('docker_image = "one"', f'docker_image = "{reference}"'))
+            (task / "tests" / "test.sh").write_text(VOWELS)
+        path = tmp_path / "mine.py"
+        world = WORLD.format(tasks=tmp_path / "tasks", store=tmp_path / "store")
+        slow = f"""        await asyncio.wait([image_lookahead({str(tmp_path / "store")!r})._fetching])
+        return step if step.done"""
+        imports = "import asyncio\nfrom forge_rl.worlds.image_lookahead import image_lookahead\n"
+        path.write_text(imports + world.replace("        return step if step.done", slow))
+        flags = ("--tasks", "--env", f"{path}:world", "--steps", "3", "--checkpoint-every", "0")
+        command = tiny_run(commands, tiny_model, out, *flags)
+        assert command.end(500) == 0, command.output
+        blobs = {name: times for name, times in registry.requests.items() if "/blobs/" in name}
+    rows = metrics(out)
+    counts = {
+        name: [row[f"environment/image_{name}"] for row in rows if f"environment/image_{name}" in row]
+        for name in ("late", "wait_s", "uses", "prefetched")
+    }
+    assert sum(counts["late"]) == 0, counts
+    assert sum(counts["prefetched"]) >= sum(counts["uses"]) / 2 > 0, counts
+    assert max(counts["wait_s"]) >= 0.4, "the first batch could not be foreseen"
+    assert set(blobs.values()) == {1}, "no pull was begun twice"
 
 
 @pytest.mark.long

@@ -28,6 +28,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
+@pytest.fixture
+def place(store: Path, tmp_path: Path) -> Path:
+    """A folder of the store for one test."""
+    return store / tmp_path.name
+
+
 @pytest.fixture(scope="module")
 def image(store: Path) -> ContainerImage:
     """Three layers: the second deletes a file of the first and hides what a folder of it had, the third adds."""
@@ -128,8 +134,8 @@ async def test_a_fork_has_a_copy_of_the_changes(pool: Pool, image: ContainerImag
             assert {"srv/app/a", "data/two"} <= {entry.path for entry in (await fork.changes()).changes}
 
 
-async def test_files_go_in_and_out_without_a_program_of_the_image(pool: Pool, store: Path):
-    empty = image_of(layer(store, "empty", {"x": "1", "bin/sh-is-not-here": ""}), working_folder="/work")
+async def test_files_go_in_and_out_without_a_program_of_the_image(pool: Pool, place: Path):
+    empty = image_of(layer(place, "empty", {"x": "1", "bin/sh-is-not-here": ""}), working_folder="/work")
     async with pool.session(image=empty) as session:
         await session.put("made/of/folders", b"data")
         assert await session.get("/work/made/of/folders") == b"data"
@@ -144,12 +150,12 @@ async def test_files_go_in_and_out_without_a_program_of_the_image(pool: Pool, st
             assert await other.get("made/of/folders") == b"data"
 
 
-async def test_links_of_an_image_lead_transfers_nowhere_outside(pool: Pool, store: Path, tmp_path: Path):
+async def test_links_of_an_image_lead_transfers_nowhere_outside(pool: Pool, place: Path, tmp_path: Path):
     secret = tmp_path / "secret"
     secret.write_text("s")
     links = {"abs": f"-> {secret}", "up": f"-> ../../../../..{secret}", "tree": f"-> {tmp_path}", "loop": "-> loop"}
     links |= {"self": "-> /proc/self/root", "opt/etc": "-> ../../../etc"}
-    hostile = image_of(layer(store, "links", links))
+    hostile = image_of(layer(place, "links", links))
     async with pool.session(image=hostile) as session:
         for path in ("abs", "up", "tree/secret", "loop", f"self{secret}", "opt/etc/passwd", f"../../..{secret}"):
             with pytest.raises(SandboxError, match="could not transfer"):
@@ -163,9 +169,9 @@ async def test_links_of_an_image_lead_transfers_nowhere_outside(pool: Pool, stor
     assert os.listdir(tmp_path) == ["secret"]
 
 
-async def test_more_layers_than_fit_into_one_page_of_options(pool: Pool, store: Path):
+async def test_more_layers_than_fit_into_one_page_of_options(pool: Pool, place: Path):
     names = [f"{number:03d}-{'long-name-of-a-layer' * 6}" for number in range(60)]
-    layers = [layer(store, name, {f"{number}": str(number), "last": str(number)}) for number, name in enumerate(names)]
+    layers = [layer(place, name, {f"{number}": str(number), "last": str(number)}) for number, name in enumerate(names)]
     async with pool.session(image=image_of(*layers)) as session:
         assert (await session.get("/0"), await session.get("/59")) == (b"0", b"59")
         assert await session.get("/last") == b"59"
@@ -333,15 +339,14 @@ async def test_a_snapshot_is_a_layer_of_an_image(image: ContainerImage, tmp_path
 
 @pytest.mark.parametrize("name", ["proc", "dev", "etc", "tmp", "work"])
 async def test_links_in_place_of_an_images_folders_lead_nowhere(
-    pool: Pool, image: ContainerImage, tmp_path: Path, name: str
+    pool: Pool, image: ContainerImage, tmp_path: Path, place: Path, name: str
 ):
     """Bubblewrap mounts over these, before the image's root is all that it sees."""
     (tmp_path / "secret").write_text("secret")
-    store = image.layers[0].parents[1]
     targets = (f"/oldroot{tmp_path}", f"../../../..{tmp_path}", "/oldroot/tmp/0", "/oldroot/layers", "/proc/1/root")
     for number, target in enumerate(targets):
         content = {name: f"-> {target}"} if name != "etc" else {name: None}
-        links = layer(store, f"links-{name}-{number}", content)
+        links = layer(place, f"links-{name}-{number}", content)
         if name == "etc":
             (links / "etc").unlink()
             (links / "etc").symlink_to(target)

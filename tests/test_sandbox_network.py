@@ -170,11 +170,11 @@ async def test_the_owner_takes_only_connections_from_a_session():
         loop = asyncio.get_running_loop()
         outside.setblocking(False)
         there, _ = await loop.sock_accept(outside)
-        accepted.setblocking(True)  # of both descriptors
         with there:
             there.send(b"hello")
             client.setblocking(False)
             assert await loop.sock_recv(client, 16) == b"hello"
+            accepted.setblocking(True)  # of the owner's descriptor too
             client.send(b"back")
             there.setblocking(False)
             assert await loop.sock_recv(there, 16) == b"back"

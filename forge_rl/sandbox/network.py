@@ -16,11 +16,15 @@ import re
 import socket
 import struct
 from collections.abc import Coroutine, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.host import readable
 from forge_rl.sandbox.inside.frames import MOST_ADDRESS
 from forge_rl.system.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _DIAL_S = 10.0
 _CONNECTIONS = 16
@@ -73,7 +77,7 @@ class _GivenSocket(socket.socket):
     def recv(self, size: int, flags: int = 0) -> bytes:
         return super().recv(size, flags | socket.MSG_DONTWAIT)
 
-    def send(self, data: bytes | memoryview, flags: int = 0) -> int:
+    def send(self, data: ReadableBuffer, flags: int = 0) -> int:
         return super().send(data, flags | socket.MSG_DONTWAIT)
 
     def reset(self) -> None:

@@ -45,19 +45,35 @@ class ImageLookahead:
         self._held: dict[str, tuple[contextlib.AsyncExitStack, str]] = {}
         """For each reference of an image that is in place, what holds it, and its digest."""
         self._fetching: asyncio.Task[None] | None = None
+        self._wanted: list[str] = []
+        """References named by the latest call, those needed first ahead."""
+        self._pulling = ""
+        """The one that is being fetched."""
+        self._failed: set[str] = set()
+        """Those of the latest call that could not be fetched."""
+        self._foreseen: set[str] = set()
+        """Named by the call before the latest, and never in place since this process began."""
+        self._ready: set[str] = set()
+        """Those that were in place at some time."""
         self._counts: defaultdict[str, float] = defaultdict(float)
 
     def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
         """Begin to fetch images, those needed first ahead of others, in place of those named before.
 
+        A pull of an image that is named again goes on.
+
         Returns:
             Since the last call: `image_wait_s`, seconds that episodes waited for images; `image_uses`; those that were
-            `image_prefetched`; and prefetches that failed, `image_prefetch_failed`.
+            `image_prefetched`; those that were `image_late`, as a call before the latest had named them, and they were
+            not in place; and prefetches that failed, `image_prefetch_failed`.
         """
-        if self._fetching is not None:
+        self._foreseen = set(self._wanted) - self._ready
+        self._wanted, self._failed = list(dict.fromkeys(references))[: self._most_images], set()
+        if self._fetching is None or self._fetching.done():
+            self._fetching = asyncio.get_running_loop().create_task(self._fetch(None))
+        elif self._pulling not in self._wanted:
             self._fetching.cancel()
-        next_references = list(dict.fromkeys(references))[: self._most_images]
-        self._fetching = asyncio.get_running_loop().create_task(self._fetch(next_references))
+            self._fetching = asyncio.get_running_loop().create_task(self._fetch(self._fetching))
         counts, self._counts = self._counts, defaultdict(float)
         return counts
 
@@ -66,6 +82,7 @@ class ImageLookahead:
         """Keep an image in place for a block of code, as `ImageStore.use`."""
         self._counts["image_uses"] += 1
         self._counts["image_prefetched"] += reference in self._held
+        self._counts["image_late"] += reference in self._foreseen
         began_s = self._clock()
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -81,21 +98,29 @@ class ImageLookahead:
             await asyncio.wait([self._fetching])
         await self._release(list(self._held))
 
-    async def _fetch(self, references: Sequence[str]) -> None:
-        # Until a call no longer names an image: its episodes have opened it by then, and hold it themselves.
-        await self._release([reference for reference in self._held if reference not in references])
-        for reference in references:
-            if reference in self._held:
-                continue
+    async def _fetch(self, cancelled: asyncio.Task[None] | None) -> None:
+        if cancelled is not None:
+            await asyncio.wait([cancelled])
+        while True:
+            # Until a call no longer names an image: its episodes have opened it by then, and hold it themselves.
+            await self._release([reference for reference in self._held if reference not in self._wanted])
             if await asyncio.to_thread(self._held_bytes) >= self._most_bytes:
                 return
-            stack = contextlib.AsyncExitStack()
+            missing = (name for name in self._wanted if name not in self._held and name not in self._failed)
+            if not (reference := next(missing, "")):
+                return
+            stack, self._pulling = contextlib.AsyncExitStack(), reference
             try:
                 image = await stack.enter_async_context(self.store.use(reference))
             except ImageError:
                 self._counts["image_prefetch_failed"] += 1
+                self._failed.add(reference)
             else:
                 self._held[reference] = stack, image.digest
+                self._ready.add(reference)
+                self._foreseen.discard(reference)
+            finally:
+                self._pulling = ""
 
     async def _release(self, references: Sequence[str]) -> None:
         for reference in references:

@@ -394,6 +394,10 @@ def enter_image(folders: Mapping[str, str]) -> None:
     """Import modules of this machine's Python, and of its packages, from other places, in a root that has no others."""
     for old_path, new_path in folders.items():
         _import_from(old_path, new_path)
+        for module in list(sys.modules.values()):
+            path = getattr(module, "__file__", None)
+            if type(path) is str and path.startswith(f"{old_path}/"):
+                module.__file__ = new_path + path[len(old_path) :]
     sys.path[:] = [path for path in sys.path if path.startswith(tuple(folders.values()))]
     sys.path_importer_cache.clear()
     sys.executable = ""  # programs are the image's

@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 CONTROLLERS = ("memory", "pids", "cpu")
@@ -134,7 +135,9 @@ class Meter:
         raise ValueError(f"{self.key} is missing")
 
 
-_METERS = (
+_MeterFile = tuple[str, str, str, float]
+"""Name of a file, and the other fields of its `Meter`."""
+_METERS: tuple[_MeterFile, ...] = (
     ("cpu.stat", "cpu_s", "usage_usec ", 1e-6),  # version 2, also where it has no controllers
     ("cpuacct.usage", "cpu_s", "", 1e-9),
     ("memory.peak", "memory_bytes", "", 1),
@@ -152,6 +155,8 @@ class CgroupTree:
     hierarchies: list[Hierarchy]
     folders: list[int] = field(default_factory=list)
     """A descriptor of the tree's folder for each hierarchy."""
+    _counting: list[tuple[int, _MeterFile]] = field(default_factory=list)
+    """Files with meters, by the folder of their hierarchy; empty until they are looked for."""
 
     def __post_init__(self) -> None:
         for hierarchy in self.hierarchies:
@@ -274,19 +279,32 @@ class CgroupTree:
 
     def meters(self, session: str) -> list[Meter]:
         """Open the meters of a session: one of each kind that this machine has."""
-        meters: dict[str, Meter] = {}
-        for folder in self.folders:
-            for name, kind, key, unit in _METERS:
-                if kind not in meters:
-                    with contextlib.suppress(OSError):
-                        fd = os.open(f"{session}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-                        meter = Meter(fd, kind, key, unit)
-                        try:
-                            meter.read()
-                            meters[kind] = meter
-                        except (OSError, ValueError):
-                            os.close(fd)
-        return list(meters.values())
+        return [meter for meter, _ in self._open_meters(session)]
+
+    def find_meters(self, session: str) -> None:
+        """Note by a session which files count here, as for all others: looking for them again would cost time."""
+        if self._counting:
+            return
+        opened_meters = list(self._open_meters(session))
+        self._counting = [place for _, place in opened_meters]
+        for meter, _ in opened_meters:
+            os.close(meter.fd)
+
+    def _open_meters(self, session: str) -> Iterator[tuple[Meter, tuple[int, _MeterFile]]]:
+        kinds = set[str]()
+        for place in self._counting or [(folder, file) for folder in self.folders for file in _METERS]:
+            folder, (name, kind, key, unit) = place
+            if kind not in kinds:
+                with contextlib.suppress(OSError):
+                    fd = os.open(f"{session}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+                    meter = Meter(fd, kind, key, unit)
+                    try:
+                        meter.read()
+                    except (OSError, ValueError):
+                        os.close(fd)
+                        continue
+                    kinds.add(kind)
+                    yield meter, place
 
     def close(self) -> None:
         """Close the descriptors; the cgroups stay."""

@@ -23,7 +23,10 @@ NAME = "workspace"
 """The folder inside of a session's scratch folder."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A renamed folder is copied by programs, as between disks: all changes are then plain files in one place.
-_OPTIONS = "upperdir=/changes/upper,workdir=/changes/work,index=off"
+_OPTIONS = "index=off"
+_FLAGS = kernel.NO_SETUID | kernel.NO_DEVICES
+_CHANGES = ".changes"
+"""The folder inside of an image's scratch folder with what its first session changes."""
 _MOST_OPTIONS = 3500
 """Bytes of the names of layers in the options of a mount, of which the kernel takes a page."""
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
@@ -63,18 +66,26 @@ def mount(base: int, scratch: str, uid: int, *, most_bytes: int, most_files: int
     return _mounted(lower, place, uid, None, most_bytes=most_bytes, most_files=most_files)
 
 
-def mount_image(layers: Sequence[str], scratch: str, uid: int, *, most_bytes: int, most_files: int) -> int:
+def mount_image(layers: Sequence[str], scratch: str, uid: int) -> int:
     """Mount an image's layers at the empty NAME in a session's scratch folder; return a descriptor of its changes.
+
+    These are in the scratch folder, and share its limits.
 
     Args:
         layers: paths below LAYERS, the lowest first.
-        most_bytes, most_files: limits on what changes, copies of changed files included.
 
     Raises:
         OSError: a layer is missing, or this kernel, or the file system of the store, cannot do it.
     """
-    place = os.path.join(scratch, NAME)
-    return _mounted(image_lower(layers, uid), place, uid, None, most_bytes=most_bytes, most_files=most_files)
+    lower, mounted = image_lower(layers, uid), list[str]()
+    changes = os.path.join(scratch, _CHANGES)
+    os.mkdir(changes, 0o700)  # whose owner no session is
+    try:
+        kernel.attach(lower.tree, "/base", lower.users)
+        mounted.append("/base")
+        return _overlaid(lower, os.path.join(scratch, NAME), uid, mounted, changes=changes, mode=0o755)
+    finally:
+        _let_go(lower, mounted)
 
 
 def image_lower(layers: Sequence[str], uid: int) -> Lower:
@@ -143,29 +154,46 @@ def remove(scratch: str, names: Sequence[str]) -> None:
 
 
 def _mounted(lower: Lower, place: str, uid: int, changes: int | None, *, most_bytes: int, most_files: int) -> int:
-    hidden = kernel.NO_SETUID | kernel.NO_DEVICES
     base_mode = 0o755 if lower.layers else stat.S_IMODE(os.stat(lower.tree).st_mode)
     mounted = []
     try:
         kernel.attach(lower.tree, "/base", lower.users)
         mounted.append("/base")
-        kernel.mount("tmpfs", "/changes", "tmpfs", hidden, f"size={most_bytes},nr_inodes={most_files},mode=700")
+        kernel.mount("tmpfs", "/changes", "tmpfs", _FLAGS, f"size={most_bytes},nr_inodes={most_files},mode=700")
         mounted.append("/changes")
-        for name in ("upper", "work"):
-            os.mkdir(f"/changes/{name}", 0o700)
-        os.chown("/changes/upper", uid, uid)
-        os.chmod("/changes/upper", base_mode | 0o700)
-        upper = os.open("/changes/upper", _FOLDER)
-        if changes is not None:
-            _copy_changes(changes, upper, uid)
-        kernel.mount("overlay", place, "overlay", hidden, f"{_lower_option(lower.layers, mounted)},{_OPTIONS}")
-        return upper
-    finally:  # the overlay keeps its own hold of both
-        if lower.users is not None:
-            os.close(lower.users)
-        os.chdir("/")
-        for path in mounted:
-            kernel.unmount(path)
+        return _overlaid(lower, place, uid, mounted, changes="/changes", mode=base_mode, copied=changes)
+    finally:
+        _let_go(lower, mounted)
+
+
+def _overlaid(
+    lower: Lower, place: str, uid: int, mounted: list[str], *, changes: str, mode: int, copied: int | None = None
+) -> int:
+    """Mount an overlay above /base; return a descriptor of its changes, which begin with a copy of those in a folder.
+
+    Args:
+        mounted: gets what it mounts besides.
+        changes: an empty folder.
+    """
+    for name in ("upper", "work"):
+        os.mkdir(f"{changes}/{name}", 0o700)
+    os.chown(f"{changes}/upper", uid, uid)
+    os.chmod(f"{changes}/upper", mode | 0o700)
+    upper = os.open(f"{changes}/upper", _FOLDER)
+    if copied is not None:
+        _copy_changes(copied, upper, uid)
+    options = f"upperdir={changes}/upper,workdir={changes}/work,{_OPTIONS}"
+    kernel.mount("overlay", place, "overlay", _FLAGS, f"{_lower_option(lower.layers, mounted)},{options}")
+    return upper
+
+
+def _let_go(lower: Lower, mounted: Sequence[str]) -> None:
+    """Unmount what an overlay keeps its own hold of."""
+    if lower.users is not None:
+        os.close(lower.users)
+    os.chdir("/")
+    for path in mounted:
+        kernel.unmount(path)
 
 
 def _lower_option(layers: Sequence[str], mounted: list[str]) -> str:
@@ -175,7 +203,7 @@ def _lower_option(layers: Sequence[str], mounted: list[str]) -> str:
     names = list(layers)
     os.chdir("/base")
     if sum(len(name) + 1 for name in names) > _MOST_OPTIONS:
-        kernel.mount("tmpfs", "/links", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=700")
+        kernel.mount("tmpfs", "/links", "tmpfs", _FLAGS, "mode=700")
         mounted.append("/links")
         os.chdir("/links")
         for place, name in enumerate(names):

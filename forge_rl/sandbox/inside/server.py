@@ -258,6 +258,8 @@ class _SessionServer:
         """
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
+        if self.process:
+            self.tree.find_meters(name)
         lineage = self.sessions[name] = Lineage(
             folder="/tmp" if self.strict or layers else f"/tmp/{name}",
             uid=uid,
@@ -315,11 +317,10 @@ class _SessionServer:
                 _mount_scratch(lineage, limits)
             place, reason = os.path.join(lineage.folder, overlays.NAME), ""
             os.mkdir(place, 0o700)
-            bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
             try:
                 if self.copies_images:
                     raise OSError("this pool copies images")
-                changes = overlays.mount_image(lineage.layers, lineage.folder, lineage.uid, **bounds)
+                changes = overlays.mount_image(lineage.layers, lineage.folder, lineage.uid)
             except OSError as error:
                 reason = str(error)
                 self._copy_image(lineage, group, reason)
