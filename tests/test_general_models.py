@@ -173,13 +173,11 @@ def test_each_type_that_tensor_parallel_ranks_share_has_a_folder_in_the_zoo():
 
 
 @pytest.mark.nightly
-@pytest.mark.long
 def test_tensor_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
     check_layouts(tmp_path, [on_transformers(zoo_folder(name, tmp_path), 2, TP) for name in SHARED])
 
 
 @pytest.mark.nightly
-@pytest.mark.long
 def test_expert_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
     folders = {name: zoo_folder(name, tmp_path) for name in MIXTURES}
     check_layouts(tmp_path, [on_transformers(folder, 2, EP) for folder in folders.values()])
