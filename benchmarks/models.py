@@ -21,7 +21,9 @@ For each published checkpoint, a small random model with the quirks of its folde
     python -m benchmarks.models --rows rows --json out.json
 
 `--native` measures the same models in native code and in transformers', in alternation, and nothing else: updates of
-whole rows in float32, and for each family the factor of seconds an update.
+whole rows in float32, and for each family the median over pairs of neighbouring updates of transformers' seconds over
+native ones, `factor_FAMILY`, and of seconds of CPU time, `cpu_factor_FAMILY`, on which other work of the machine has
+less effect.
 
     python -m benchmarks.models --native --json out.json
 """
@@ -31,6 +33,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -153,7 +156,7 @@ def compare_with_native(repeats: int, report: Report) -> None:
 
     codes: tuple[Modelling, ...] = ("native", "transformers")
     sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 2048}
-    batch = packed(random_batch(1, vocab=43, groups=8, group_size=4, turns=6), seq_len=512)
+    batch = packed(random_batch(1, vocab=43, groups=4, group_size=4, turns=6), seq_len=512)
     init_distributed(0, 1, "127.0.0.1", 0)
     try:
         for family in ("llama", "qwen3", "qwen3_moe"):
@@ -168,17 +171,25 @@ def compare_with_native(repeats: int, report: Report) -> None:
                     for code in codes
                 }
                 seconds: dict[str, list[float]] = {code: [] for code in codes}
+                cpu_seconds: dict[str, list[float]] = {code: [] for code in codes}
                 for repeat in range(repeats + 1):
                     for code in codes if repeat % 2 else codes[::-1]:
-                        start = time.perf_counter()
+                        start, cpu_start = time.perf_counter(), time.process_time()
                         train_batch(engines[code], batch)
                         seconds[code].append(time.perf_counter() - start)
+                        cpu_seconds[code].append(time.process_time() - cpu_start)
                         is_warmup = repeat == 0
                         row: dict[str, object] = {"family": family, "modelling": code, "warmup": is_warmup}
-                        row["seconds"] = seconds[code][-1]
+                        row |= {"seconds": seconds[code][-1], "cpu_seconds": cpu_seconds[code][-1]}
                         report.rows.append(row)
-            measured = {code: report.measure(f"seconds_{code}_{family}", seconds[code][1:]) for code in codes}
-            report.results[f"factor_{family}"] = measured["transformers"] / measured["native"]
+            for code in codes:
+                report.measure(f"seconds_{code}_{family}", seconds[code][1:])
+                report.measure(f"cpu_seconds_{code}_{family}", cpu_seconds[code][1:])
+            for prefix, values in (("", seconds), ("cpu_", cpu_seconds)):
+                pairs = zip(values["transformers"][1:], values["native"][1:], strict=True)
+                report.results[f"{prefix}factor_{family}"] = statistics.median(
+                    first / second for first, second in pairs
+                )
     finally:
         torch.distributed.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from benchmarks import layouts, models
 from benchmarks.ranks import run_ranks
@@ -18,8 +20,9 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.general import COMPARED
-from forge_rl.engines.families.tensor_plan import TENSOR_COMPARED
+from forge_rl.engines.families.tensor_plan import TENSOR_COMPARED, expert_routers
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
@@ -121,6 +124,39 @@ def test_replayed_experts_train_as_the_native_family_does(tmp_path: Path):
     assert abs(native_replay.metrics[0]["grad_norm"] - native.metrics[0]["grad_norm"]) > 1e-3, "other experts"
 
 
+@pytest.mark.parametrize("name", [*MIXTURES, "meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model"])
+def test_routers_of_published_folders_use_the_replayed_experts(name: str, tmp_path: Path):
+    folder = write(name, tmp_path / "hf")
+    causal = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    routers = list(zip(general_routers(causal), expert_routers(causal).values(), strict=True))
+    assert routers
+    for router, module in routers:
+        shape = (1, 9) if name.startswith("arcee") else (9,)
+        hidden = torch.randn(*shape, causal.config.hidden_size, generator=torch.Generator().manual_seed(1))
+        biases = [torch.zeros(router.experts)] * (len(signature(module.forward).parameters) - 1)
+        router.real = torch.ones(1, 9, dtype=torch.bool)
+        expected = module(hidden, *biases)
+        assert router.counts is not None
+        assert router.counts.tolist()[-3:] == [9, 0, 0]
+        router.replayed = torch.full((1, 9, router.top_k), -1)
+        unknown = module(hidden, *biases)
+        own = next((values for values in expected if values.dtype == torch.int64), None)
+        if own is None:  # Llama 4's router returns the scores of all experts, 0 where they are not chosen
+            own = expected[0].topk(router.top_k).indices
+        router.replayed = own[None]
+        for replayed in (unknown, module(hidden, *biases)):
+            assert all(torch.equal(values, other) for values, other in zip(replayed, expected, strict=True))
+        assert router.counts.tolist()[-3:] == [9, 9, 0]
+        router.replayed = (own[None] + 1) % router.experts
+        others = module(hidden, *biases)
+        assert router.counts.tolist()[-3:] == [9, 9, 9]
+        assert router.counts[:-3].tolist() == router.replayed.flatten().bincount(minlength=router.experts).tolist()
+        assert any(
+            values.dtype.is_floating_point and not torch.equal(values, first)
+            for values, first in zip(others, expected, strict=True)
+        )
+
+
 def test_layouts_on_transformers_code_train_as_one_process(tmp_path: Path):
     degrees: dict[str, dict[str, Any]] = {"FSDP": {}, "DDP": {"data_parallel_replicate_degree": 2}, "TP": TP}
     layouts.make_models(tmp_path, ["llama", "qwen3"])
@@ -136,12 +172,12 @@ def test_each_type_that_tensor_parallel_ranks_share_has_a_folder_in_the_zoo():
     assert {GENERAL[name].family for name in SHARED} == TENSOR_COMPARED - {"qwen3"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_tensor_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
     check_layouts(tmp_path, [on_transformers(zoo_folder(name, tmp_path), 2, TP) for name in SHARED])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_expert_parallel_ranks_of_published_folders_train_as_one_process(tmp_path: Path):
     folders = {name: zoo_folder(name, tmp_path) for name in MIXTURES}
     check_layouts(tmp_path, [on_transformers(folder, 2, EP) for folder in folders.values()])

@@ -158,12 +158,12 @@ def _experts(folder: Path) -> Experts | None:
     if not routers:
         return None
     router, config = next(iter(routers.values())), causal.config
-    hidden_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    sizes = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
     return Experts(
         layers=tuple(routers),
         count=router.num_experts,
         top_k=router.top_k,
-        hidden_dim=hidden_dim,
+        hidden_dim=next((size for size in sizes if type(size) is int), config.hidden_size),
         normalized=bool(getattr(config, "norm_topk_prob", False)),
     )
 

@@ -3,6 +3,7 @@ experts. Checked before anything starts."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -85,7 +86,7 @@ def expert_modules(causal: Any) -> Mapping[str, nn.Module]:
 
 def expert_routers(causal: Any) -> dict[int, nn.Module]:
     """Return the routers of a model's experts by layer, as transformers built it; none if they differ in the number of
-    experts, or if a layer has several."""
+    experts, if a layer has several, or if they do not choose by `topk`, which router replay needs."""
     routers = dict[int, nn.Module]()
     for layer, block in enumerate(causal.model.layers):
         choosing = {
@@ -101,7 +102,10 @@ def expert_routers(causal: Any) -> dict[int, nn.Module]:
         if innermost:
             routers[layer] = innermost[0]
     shapes = {(router.num_experts, router.top_k) for router in routers.values()}
-    return routers if len(shapes) == 1 else {}
+    choose_by_topk = all(
+        "topk" in inspect.unwrap(type(router).forward).__code__.co_names for router in routers.values()
+    )
+    return routers if len(shapes) == 1 and choose_by_topk else {}
 
 
 def uneven_part(causal: Any, ranks: int) -> str | None:

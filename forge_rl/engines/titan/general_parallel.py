@@ -286,7 +286,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grad, *ctx.counts[::-1], ctx.mesh), None, None, None
+        send_counts, receive_counts = ctx.counts
+        return _exchanged(grad, receive_counts, send_counts, ctx.mesh), None, None, None
 
 
 def _exchanged(rows: torch.Tensor, send_counts: list[int], receive_counts: list[int], mesh: DeviceMesh) -> torch.Tensor:
