@@ -33,9 +33,8 @@ from forge_rl.types import Episode, Message, Sampling, Score, Task
 class CountingSource:
     """Tasks 1, 2, 3, …"""
 
-    name = "counting"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "counting") -> None:
+        self.name = name
         self.drawn = 0
 
     def draw(self) -> Task:

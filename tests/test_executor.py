@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import (
@@ -27,6 +28,7 @@ from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 from tests.staged_rollouts import (
+    CountingSource,
     MortalGenerator,
     StagedEnvironment,
     StagedGenerator,
@@ -47,6 +49,17 @@ async def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
     assert [len(group.episodes) for group in batch.groups] == [4, 4, 4]
     assert batch.version == 5
     assert batch.rewards.shape == (3, 4)
+
+
+async def test_a_source_with_an_adapter_is_written_with_it_in_batches_and_evaluations() -> None:
+    generator = StagedGenerator()
+    mixture = Mixture({name: CountingSource(name) for name in ("counting", "other")})
+    executor = rollouts(generator=generator, mixture=mixture, groups=4)
+    executor.adapters = {"counting": "math"}
+    await executor.next_batch()
+    await play(executor, max_tokens=3)
+    assert [sampling.adapter for _, sampling in generator.seen[-1:]] == ["math"]
+    assert sorted(sampling.adapter for _, sampling in generator.seen[:-1]) == [""] * 8 + ["math"] * 8
 
 
 def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
