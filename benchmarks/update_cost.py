@@ -158,7 +158,9 @@ def count(shape: dict[str, Any], *, tokens: int, rows: int) -> Counts:
         results = trainer.rows(update)
         row, counted.cost = counted.cost, Cost()
         trainer.step(results)
-        step, counted.cost = counted.cost, Cost()
+        step = counted.cost
+        trainer.cast()
+        counted.cost = Cost()
         _score(trainer.engine.model, tokens)
     floor, products = _floor(trainer.engine.model, shape, tokens)
     attention = sum(row.flops[kind] for kind in ATTENTION) / rows
