@@ -158,7 +158,7 @@ def count(shape: dict[str, Any], *, tokens: int, rows: int) -> Counts:
         results = trainer.rows(update)
         row, counted.cost = counted.cost, Cost()
         trainer.step(results)
-        step = counted.cost
+        step, counted.cost = counted.cost, Cost()
         trainer.cast()
         counted.cost = Cost()
         _score(trainer.engine.model, tokens)
