@@ -54,6 +54,12 @@ class MetaEngine:
         """Run the optimizer's step, on gradients and weights in float32."""
         self.engine.optimizer_step(results, lr=1e-6)
 
+    def cast(self) -> None:
+        """Let the model have its weights in the dtype of the passes."""
+        masters = self.engine.model.masters
+        assert masters is not None, "one rank has them in two dtypes"
+        masters.cast()
+
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """Have the engine's code run as on a GPU."""

@@ -160,6 +160,8 @@ def count(shape: dict[str, Any], *, tokens: int, rows: int) -> Counts:
         row, counted.cost = counted.cost, Cost()
         trainer.step(results)
         step, counted.cost = counted.cost, Cost()
+        trainer.cast()
+        counted.cost = Cost()
         _score(trainer.engine.model, tokens)
     floor, products = _floor(trainer.engine.model, shape, tokens)
     attention = sum(row.flops[kind] for kind in ATTENTION) / rows

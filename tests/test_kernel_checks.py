@@ -11,7 +11,7 @@ from forge_rl.algorithms import logprobs
 from forge_rl.engines.devices import assumed_gpus
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture
-from forge_rl.engines.titan import block_kernels, kernel_checks, row_attention
+from forge_rl.engines.titan import block_kernels, kernel_checks, products, row_attention
 from forge_rl.engines.titan.block_kernels import has_kernels
 from forge_rl.engines.titan.gradient_sums import keeps_sums
 from forge_rl.engines.titan.kernel_checks import check_kernels
@@ -53,8 +53,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, forward: Callable[[torch.Tensor, torch
             a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
             return torch.cat(torch.autograd.grad(silu(a) * b, (a, b), grad), dim=-1)
 
-    monkeypatch.setattr(block_kernels, "swiglu_values", forward)
-    monkeypatch.setattr(block_kernels, "swiglu_gradient", gradient)
+    for module in (block_kernels, products):
+        monkeypatch.setattr(module, "swiglu_values", forward)
+        monkeypatch.setattr(module, "swiglu_gradient", gradient)
 
 
 def shifted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -218,11 +218,18 @@ class _ChunkedScores(torch.autograd.Function):
         """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
         chunks, buffer = zip(hidden.split(tokens), targets.split(tokens), strict=True), _room(hidden, factor, tokens)
-        parts = [scorer.score(_product(rows, factor, buffer), chunk_targets) for rows, chunk_targets in chunks]
+        parts, logits = list[tuple[torch.Tensor | None, ...]](), None
+        for rows, chunk_targets in chunks:
+            logits = None  # before the next ones take its memory
+            logits = _product(rows, factor, buffer)
+            parts.append(scorer.score(logits, chunk_targets))
         (logprobs, entropy, squares, _), statistics = scorer.scores(
             [_joined(part) for part in zip(*parts, strict=True)]
         )
         ctx.save_for_backward(hidden, weight, targets, *statistics)
+        # The backward pass begins with the last chunk, which it need not compute again. On CPU, it would take a second
+        # buffer.
+        ctx.logits = logits if buffer is None and any(ctx.needs_input_grad) else None
         ctx.scorer, ctx.tokens, ctx.place = scorer, tokens, sum_place(weight)
         fixed = (squares,) if scorer.scoring.entropy_gradient else (entropy, squares)
         ctx.mark_non_differentiable(*(tensor for tensor in fixed if tensor is not None))
@@ -238,11 +245,14 @@ class _ChunkedScores(torch.autograd.Function):
         grad_weight, buffer = None, _room(hidden, factor, ctx.tokens)
         sum_dtype = widened(hidden[:0]).dtype
         prepared = ctx.scorer.prepared(statistics, (grad_logprobs, grad_entropy))
-        for start in range(0, len(targets), ctx.tokens):
+        logits, ctx.logits = ctx.logits, None
+        for start in reversed(range(0, len(targets), ctx.tokens)):
             chunk = slice(start, start + ctx.tokens)
             rows = hidden[chunk]
             parts = [None if values is None else values[chunk] for values in prepared]
-            grad = ctx.scorer.gradient(_product(rows, factor, buffer), targets[chunk], parts, factor.dtype)
+            logits = _product(rows, factor, buffer) if logits is None else logits
+            grad = ctx.scorer.gradient(logits, targets[chunk], parts, factor.dtype)
+            logits = None
             if factor.dtype == hidden.dtype:
                 torch.mm(grad, factor, out=grad_hidden[chunk])
             else:
