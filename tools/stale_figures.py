@@ -37,6 +37,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "long_run": ("forge_rl/metrics", "forge_rl/rollout", "forge_rl/runtime/processes.py"),
     "methods": ("forge_rl/algorithms", "forge_rl/packing"),
     "models": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/packing", "tests/zoo"),
+    "models_native": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/packing"),
     "numerics": ("forge_rl/engines/titan", "forge_rl/engines/vllm"),
     "overhead": ("forge_rl/rollout", "forge_rl/runtime", "forge_rl/services", "forge_rl/metrics", "forge_rl/packing"),
     "recording": ("forge_rl/metrics", "forge_rl/run/records/recording.py"),

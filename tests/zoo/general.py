@@ -470,5 +470,7 @@ GENERAL: dict[str, Checkpoint] = {
 UNSERVED = {
     "Qwen/Qwen3.5-4B, its text model": "failed to be inspected",
     "Qwen/Qwen3.5-35B-A3B, its text model": "failed to be inspected",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model": "attn_chunk_size 8 is not divisible by block_size",
 }
-"""Those that vLLM's CPU build cannot serve, and what it says: its code of them imports torchvision."""
+"""Those that vLLM's CPU build cannot serve, and what it says: its code of Qwen3.5 imports torchvision, and Llama 4's
+chunks, which are short here, must be whole blocks of its cache."""

@@ -31,7 +31,7 @@ def spread_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def weighted_sum(rows: torch.Tensor, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Add up the rows at each token's places, [T, K], weighted by its scores, [T, K]: [T, dim]."""
-    out: torch.Tensor = _WeightedSum.apply(rows, scores, places)
+    out: torch.Tensor = _SumOfRows.apply(rows, scores, places)
     return out
 
 
@@ -55,7 +55,7 @@ class _SpreadRows(torch.autograd.Function):
         return _sum_rows(grad.contiguous(), None, places), None
 
 
-class _WeightedSum(torch.autograd.Function):
+class _SumOfRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         rows, scores = rows.contiguous(), scores.contiguous()

@@ -127,7 +127,7 @@ def _columns(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, ga
     def forward(values: torch.Tensor) -> torch.Tensor:
         with _local_weights(module):
             outputs: torch.Tensor = compute(sum_gradients(values, peers))
-        return cast(torch.Tensor, _Gather.apply(outputs, peers)) if gathers else outputs
+        return cast(torch.Tensor, _GatherOutputs.apply(outputs, peers)) if gathers else outputs
 
     return forward
 
@@ -136,7 +136,7 @@ def _rows(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, split
     @functools.wraps(compute)
     def forward(values: torch.Tensor) -> torch.Tensor:
         with _local_weights(module, bias=None):
-            outputs = sum_outputs(compute(_Part.apply(values, peers) if splits else values), peers)
+            outputs = sum_outputs(compute(_SplitInputs.apply(values, peers) if splits else values), peers)
         bias = module._parameters.get("bias")
         return outputs if bias is None else outputs + bias
 
@@ -249,7 +249,7 @@ class _SumOutputs(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
         ctx.peers = peers
@@ -261,7 +261,7 @@ class _Gather(torch.autograd.Function):
         return ctx.peers.part(grad), None
 
 
-class _Part(torch.autograd.Function):
+class _SplitInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
         ctx.peers = peers

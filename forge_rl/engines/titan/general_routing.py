@@ -54,13 +54,13 @@ class GeneralRouter:
     def _choosing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _Choice(self):
+            with _RoutedTopk(self):
                 return forward(*args, **kwargs)
 
         return run
 
 
-class _Choice(TorchFunctionMode):
+class _RoutedTopk(TorchFunctionMode):
     """Hands the scores by which a router chooses experts to a `GeneralRouter`.
 
     The values of `topk` become a tensor of their own, which routers may change in place: selective activation
