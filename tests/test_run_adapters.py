@@ -79,7 +79,7 @@ async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     make_model(tmp_path / "hf", "qwen3")
-    config = with_adapters(rl.RunConfig(lora=LORA, schedule=SYNCHRONOUS, steps=STEPS), LOSS, ["a", "b"])
+    config = with_adapters(rl.RunConfig(lora=LORA, schedule=SYNCHRONOUS, steps=2 * STEPS), LOSS, ["a", "b"])
     warnings: list[str] = []
     checkpoints: list[Path] = []
 
