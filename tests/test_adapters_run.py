@@ -20,11 +20,11 @@ STEPS = 6
 @pytest.mark.timeout(1800)
 def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_trainer(
     commands: list[Command], tiny_model: Path, tmp_path: Path
-):
+) -> None:
     out = tmp_path / "run"
-    flags = ("--tasks", *TASKS, "--reward", "tests.tiny:share_of_vowels", "--lora.rank", "4")
-    flags += ("--groups-per-batch", "4", "--group-size", "4", "--steps", str(STEPS), "--checkpoint-every", "2")
-    flags += ("--evaluation.every", "0", "--trainer.optimizer.lr", "0.03")
+    flags = ["--tasks", *TASKS, "--reward", "tests.tiny:share_of_vowels", "--lora.rank", "4"]
+    flags += ["--groups-per-batch", "4", "--group-size", "4", "--steps", str(STEPS), "--checkpoint-every", "2"]
+    flags += ["--evaluation.every", "0", "--trainer.optimizer.lr", "0.03"]
     command = tiny_run(commands, tiny_model, out, *flags, recipe="recipes.adapters")
     command.wait_for("step +3/")
     processes_of(command, "generator", 0)[-1].kill()

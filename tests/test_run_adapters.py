@@ -77,9 +77,9 @@ def of(name: str, files: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.
 
 async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart_brings_back_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     make_model(tmp_path / "hf", "qwen3")
-    config = with_adapters(rl.RunConfig(lora=LORA, schedule=SYNCHRONOUS, steps=STEPS), LOSS, ["a", "b"])
+    config = with_adapters(rl.RunConfig(lora=LORA, schedule=SYNCHRONOUS, steps=2 * STEPS), LOSS, ["a", "b"])
     warnings: list[str] = []
     checkpoints: list[Path] = []
 
@@ -181,18 +181,18 @@ async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart
         ({}, "clipped", "'../b' is no name for an adapter"),
     ],
 )
-def test_settings_that_allow_no_adapters_by_name_are_refused(settings: dict[str, Any], loss: str, message: str):
+def test_settings_that_allow_no_adapters_by_name_are_refused(settings: dict[str, Any], loss: str, message: str) -> None:
     config = rl.RunConfig(**{"lora": LORA, "schedule": SYNCHRONOUS, **settings})
     with pytest.raises(ConfigError, match=message):
         with_adapters(config, rl.build_loss([loss]), ["a", "../b"] if "name" in message else ["a"])
 
 
-def test_engines_get_room_for_all_adapters():
+def test_engines_get_room_for_all_adapters() -> None:
     config = with_adapters(rl.RunConfig(lora=rl.LoRAConfig(rank=32), schedule=SYNCHRONOUS), LOSS, ["a", "b", "a"])
     assert (config.generator.max_loras, config.generator.max_lora_rank) == (2, 32)
 
 
-def test_a_batch_is_split_by_its_sources():
+def test_a_batch_is_split_by_its_sources() -> None:
     whole = random_batch(1, vocab=30, groups=3)
     parts = whole.by_source
     assert [group for part in parts.values() for group in part.groups] == list(whole.groups)
