@@ -78,7 +78,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 @dataclass(eq=False, kw_only=True)
-class Adapter:
+class RunAdapter:
     """One adapter of a run.
 
     math = run.adapter("math")
@@ -126,13 +126,13 @@ class RunAdapters:
         self._rollouts = rollouts
         self._checkpoint = checkpoint
         self._warn = warn
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, RunAdapter] = {}
         self._held: set[str] = set()
         """Adapters that the trainer's ranks have."""
         self._loads = trainer.loads
         self._mixes = config.trainer.ranks == 1
 
-    def __getitem__(self, name: str) -> Adapter:
+    def __getitem__(self, name: str) -> RunAdapter:
         if name not in self._adapters:
             raise ConfigError(
                 f"the run has no adapter {name!r:.80}; it has {', '.join(self._adapters) or 'none'}",
@@ -155,7 +155,7 @@ class RunAdapters:
                 hint="let `with_adapters(config, loss, names)` set what they need",
             )
         for name in names:
-            self._adapters.setdefault(name, Adapter(name=name))
+            self._adapters.setdefault(name, RunAdapter(name=name))
         await self._load([name for name in self._adapters if name not in self._held])
 
     async def restore(self) -> None:
@@ -250,7 +250,7 @@ class RunAdapters:
                 results.append(error)
         return results
 
-    async def _update(self, adapter: Adapter, result: Pass) -> dict[str, float] | ForgeError:
+    async def _update(self, adapter: RunAdapter, result: Pass) -> dict[str, float] | ForgeError:
         """Take an adapter's optimizer step; returns its metrics, or why there was none."""
         optimizer = self._trainer.config.optimizer
         total = self._config.steps * self._trainer.config.updates_per_batch
@@ -269,7 +269,7 @@ class RunAdapters:
             return error
         return result.metrics | metrics
 
-    def _skip(self, adapter: Adapter, error: ForgeError) -> None:
+    def _skip(self, adapter: RunAdapter, error: ForgeError) -> None:
         adapter.skipped += 1
         self._warn(f"adapter {adapter.name}: an update was skipped: {error.message}")
         if adapter.skipped >= self._trainer.config.max_skipped_updates:
@@ -316,6 +316,6 @@ class RunAdapters:
         """Take over counts; `restore` then brings trainer and engines to them."""
         for name in {*self._adapters, *state}:
             counts = state.get(name, {})
-            adapter = self._adapters.setdefault(name, Adapter(name=name))
+            adapter = self._adapters.setdefault(name, RunAdapter(name=name))
             adapter.updates, adapter.skipped = int(counts.get("updates", 0)), int(counts.get("skipped", 0))
             adapter.failure = str(counts.get("failure", ""))

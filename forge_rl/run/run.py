@@ -18,7 +18,7 @@ from forge_rl.packing.pack import pack
 from forge_rl.packing.rows import PackedBatch
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.adapters import Adapter, RunAdapters
+from forge_rl.run.adapters import RunAdapter, RunAdapters
 from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.run.checkpoints.files import Checkpoint
 from forge_rl.run.checkpoints.kept import Stateful
@@ -174,7 +174,7 @@ class Run(Generic[C]):
             self._checkpointer.beside.append(self._adapters.save)
         return self._adapters
 
-    def adapter(self, name: str) -> Adapter:
+    def adapter(self, name: str) -> RunAdapter:
         """An open adapter: `run.adapter("math").version`.
 
         Raises:
