@@ -81,7 +81,7 @@ class FusedAttention(GQAttention):
         return [layers] if all(map(is_bare, layers)) else []
 
     @property
-    def _projections(self) -> tuple[nn.Module, ...]:
+    def _projections(self) -> tuple[Any, ...]:
         return self.qkv_linear.wq, self.qkv_linear.wk, self.qkv_linear.wv
 
     def _heads(self, x: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -191,11 +191,11 @@ def _expert_checks(
         inputs=(rows, scores),
         tolerance=tolerance,
     )
-    if experts.limit:
+    if (limit := experts.limit) is not None:
         yield KernelCheck(
             kernel="experts",
-            function=lambda hidden: (clamped_swiglu(hidden, experts.limit),),
-            formula=lambda hidden: (clamped_formula(hidden, limit=experts.limit),),
+            function=lambda hidden: (clamped_swiglu(hidden, limit),),
+            formula=lambda hidden: (clamped_formula(hidden, limit=limit),),
             inputs=(3 * draw(_ROWS, 2 * experts.hidden_dim),),
             tolerance=tolerance,
         )

@@ -44,7 +44,8 @@ class _WideProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.place = sum_place(weight)
         product = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32)
-        return product.unflatten(0, x.shape[:-1])
+        scores: torch.Tensor = product.unflatten(0, x.shape[:-1])
+        return scores
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -53,10 +53,10 @@ class MasterWeights:
             return
         copies, masters = list[torch.Tensor](), list[torch.Tensor]()
         for unit in self._units:
-            for master, copy in zip(unit.masters, unit.cast(self._dtype), strict=True):
-                copies.append(copy.data)
+            for master, weight in zip(unit.masters, unit.cast(self._dtype), strict=True):
+                copies.append(weight.data)
                 masters.append(master)
-                self._put(master, copy)
+                self._put(master, weight)
         sizes = [copy.numel() for copy in copies]
         for copy, master, size in zip(copies, masters, sizes, strict=True):
             if size >= _LARGE:

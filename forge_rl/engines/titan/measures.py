@@ -145,8 +145,9 @@ def joined_rows(rows: Sequence[LossInputs]) -> LossInputs:
     if len(rows) == 1:
         return first
     names = ("logprobs", "behaviour", "mask", "versions", "episodes", "entropy", "reference", "values")
-    names = tuple(name for name in names if getattr(first, name) is not None)
-    joined: dict[str, Any] = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(row, name) for row in rows]) for name in names if getattr(first, name) is not None
+    }
     columns = {name: torch.cat([row.columns[name] for row in rows]) for name in ("returns",) if name in first.columns}
     return replace(first, **joined, columns=columns)
 

@@ -135,13 +135,12 @@ class HalfRoPE(CosSinRoPE):
 def _angles(rope: Any, positions: torch.Tensor) -> torch.Tensor:
     """Return the cosines and sines of positions, which layers with the same RoPE share: they are kept with the
     positions."""
-    known = positions.__dict__.setdefault("angles", [])
-    for config, angles in known:
+    row_angles: list[tuple[Any, torch.Tensor]] = positions.__dict__.setdefault("angles", [])
+    for config, shared_angles in row_angles:
         if config == rope.config:
-            shared: torch.Tensor = angles
-            return shared
-    angles = rope.cache[positions][:, :, None]  # whose kernel refuses positions past the cache
-    known.append((rope.config, angles))
+            return shared_angles
+    angles: torch.Tensor = rope.cache[positions][:, :, None]  # whose kernel refuses positions past the cache
+    row_angles.append((rope.config, angles))
     return angles
 
 
