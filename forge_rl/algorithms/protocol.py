@@ -102,8 +102,8 @@ class LossInputs:
         """Return the tensors that have an entry for each token, by field name."""
         return {name: value for name, value in vars(self).items() if hasattr(value, "ndim")}
 
-    def at(self, selection: torch.Tensor) -> LossInputs:
-        """Return these tokens only, without gradient; `selection` is a mask or indices."""
+    def at(self, selection: torch.Tensor | slice) -> LossInputs:
+        """Return these tokens only, without gradient; `selection` is a mask or indices, or a slice, without a copy."""
         columns = {name: value[selection] for name, value in self.columns.items()}
         tensors: dict[str, Any] = {name: value.detach()[selection] for name, value in self.per_token().items()}
         return replace(self, **tensors, columns=columns)

@@ -57,10 +57,10 @@ class MasterWeights:
                 copies.append(weight.data)
                 masters.append(master)
                 self._put(master, weight)
-        sizes = [copy.numel() for copy in copies]
-        for copy, master, size in zip(copies, masters, sizes, strict=True):
+        sizes = [values.numel() for values in copies]
+        for values, large_master, size in zip(copies, masters, sizes, strict=True):
             if size >= _LARGE:
-                copy.copy_(master)
+                values.copy_(large_master)
         if small := [index for index, size in enumerate(sizes) if size < _LARGE]:
             torch._foreach_copy_([copies[index] for index in small], [masters[index] for index in small])
         self._is_cast = True
