@@ -6,11 +6,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from forge_rl.algorithms import triton_scores
-from forge_rl.engines.titan import triton_blocks
+from forge_rl.engines.titan import triton_blocks, triton_experts
 
 HALF, FLOAT = "*bf16", "*fp32"
 NORM = {"x": HALF, "weight": HALF, "inverses": FLOAT, "grad": HALF, "grad_x": HALF, "parts": FLOAT}
 HEADS = {"x": HALF, "weight": HALF, "cache": FLOAT, "eps": "fp32"}
+HEAD_GRADIENTS = dict.fromkeys(("grad", "other_grad", "copied_grad", "grad_x"), HALF)
+NO_NORMS = {"weight": None, "other_weight": None, "NORMS": False}
 KERNELS = (
     (triton_scores.sums_kernel, {"logits": FLOAT, "out": FLOAT, "temperature": "fp32"}, {"SQUARES": True}),
     (
@@ -25,20 +27,55 @@ KERNELS = (
     ),
     (triton_blocks.norm_gradient_kernel, NORM | {"residual": HALF}, {"ADDS": True}),
     (triton_blocks.norm_gradient_kernel, NORM, {"residual": None, "ADDS": False}),
-    (triton_blocks.norm_rope_kernel, HEADS | {"out": HALF}, {"NORMS": True, "HEADS": 16, "HALF": 64}),
+    (
+        triton_blocks.norm_rope_kernel,
+        HEADS | {"other_weight": HALF, "out": HALF},
+        {"NORMS": True, "OTHERS": True, "COPIES": True, "HEADS": 32, "HALF": 64, "COPIED": 1024},
+    ),
+    (
+        triton_blocks.norm_rope_kernel,
+        {"x": HALF, "cache": FLOAT, "out": HALF, "eps": "fp32"},
+        NO_NORMS | {"OTHERS": False, "COPIES": False, "HEADS": 16, "HALF": 64, "COPIED": 1},
+    ),
     (
         triton_blocks.norm_rope_gradient_kernel,
-        HEADS | {"grad": HALF, "grad_x": HALF, "parts": FLOAT},
-        {"NORMS": True, "HEADS": 16, "HALF": 64},
+        HEADS | HEAD_GRADIENTS | {"other_weight": HALF, "x": HALF, "parts": FLOAT},
+        {"NORMS": True, "OTHERS": True, "COPIES": True, "HEADS": 32, "HALF": 64, "COPIED": 1024},
+    ),
+    (
+        triton_blocks.norm_rope_gradient_kernel,
+        HEAD_GRADIENTS | {"cache": FLOAT, "eps": "fp32"},
+        NO_NORMS | {"x": None, "parts": None, "OTHERS": True, "COPIES": True, "HEADS": 32, "HALF": 64, "COPIED": 1024},
     ),
     (triton_blocks.swiglu_kernel, {"a": HALF, "b": HALF, "out": HALF}, {}),
-    (triton_blocks.swiglu_gradient_kernel, dict.fromkeys(("a", "b", "grad", "grad_a", "grad_b"), HALF), {}),
-    (triton_blocks.sum_parts_kernel, {"parts": FLOAT, "out": HALF}, {"PARTS": 64}),
+    (triton_blocks.swiglu_gradient_kernel, dict.fromkeys(("a", "b", "grad", "joint"), HALF), {}),
+    (triton_blocks.sum_parts_kernel, {"parts": FLOAT, "out": FLOAT}, {"ADDS": True, "PARTS": 64}),
+    (triton_blocks.sum_parts_kernel, {"parts": FLOAT, "out": HALF}, {"ADDS": False, "PARTS": 64}),
+    (triton_experts.spread_kernel, {"x": HALF, "rows": HALF, "places": "*i64"}, {}),
+    (
+        triton_experts.sum_kernel,
+        {"rows": HALF, "scores": FLOAT, "places": "*i64", "out": HALF},
+        {"WEIGHS": True},
+    ),
+    (triton_experts.sum_kernel, {"rows": HALF, "places": "*i64", "out": HALF}, {"scores": None, "WEIGHS": False}),
+    (
+        triton_experts.sum_gradient_kernel,
+        {"scores": FLOAT, "places": "*i64", "grad_scores": FLOAT} | dict.fromkeys(("rows", "grad", "grad_rows"), HALF),
+        {},
+    ),
+    (triton_experts.clamped_swiglu_kernel, {"hidden": HALF, "out": HALF, "limit": "fp32"}, {}),
+    (
+        triton_experts.clamped_swiglu_gradient_kernel,
+        {"hidden": HALF, "grad": HALF, "grad_hidden": HALF, "limit": "fp32"},
+        {},
+    ),
 )
 
 
 @pytest.mark.parametrize(
-    ("kernel", "types", "constants"), KERNELS, ids=[f"{kernel.__name__}-{len(types)}" for kernel, types, _ in KERNELS]
+    ("kernel", "types", "constants"),
+    KERNELS,
+    ids=[f"{kernel.__name__}-{len(types)}-{len(constants)}" for kernel, types, constants in KERNELS],
 )
 def test_the_kernels_compile_for_an_h100(kernel, types, constants):
     names = kernel.arg_names
