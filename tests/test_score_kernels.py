@@ -48,7 +48,8 @@ def check_chunks() -> None:
     hidden, weight = torch.randn(7, 12, generator=generator), torch.randn(VOCABULARY, 12, generator=generator)
     targets = torch.randint(VOCABULARY, (7,), generator=generator)
     inputs, exact_inputs = (
-        [x.to(dtype).requires_grad_() for x in (hidden, weight)] for dtype in (torch.float32, torch.float64)
+        [x.detach().to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        for dtype in (torch.float32, torch.float64)
     )
     scores = score_in_chunks(*inputs, targets, 3)
     expected = token_scores(exact_inputs[0] @ exact_inputs[1].t(), targets)
