@@ -119,10 +119,10 @@ def test_outside_of_the_environment_a_program_says_what_to_do(program: str):
         (("new", "recipe.txt"), "recipe.txt is not a Python file"),
         (
             ("new", "mine.py", "--from", "nonsense"),
-            "there is no recipe 'nonsense'\n  hint: recipes: agent-command",
+            "there is no recipe 'nonsense'\n  hint: recipes: adapters, agent-command",
         ),
         (("new", "missing/mine.py"), "missing/mine.py cannot be written: No such file or directory"),
-        (("grop",), "there is no command 'grop'\n  hint: did you mean grpo? commands: agent-command"),
+        (("grop",), "there is no command 'grop'\n  hint: did you mean grpo? commands: adapters, agent-command"),
         ((), "required: COMMAND"),
     ],
 )
