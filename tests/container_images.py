@@ -73,7 +73,7 @@ def host_layer(store: Path, programs: Sequence[str] = _PROGRAMS) -> Path:
         (folder / "bin" / "bash").symlink_to("/usr/bin/bash")
     (folder / "bin" / "sh").symlink_to("bash")
     for name in ("root", "home/bob", "tmp"):
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
     return folder
 
 
