@@ -71,12 +71,6 @@ NOT_IN_FIGURES = {
         *("lora_memory_over_full", "publish_bytes_share", "update_s", "peft_update_s", "update_over_peft"),
         *("memory_N_over_N", "tokens_N_over_N", "worst_deviation"),
     },
-    "containers": {
-        *(f"musl_{name}" for name in ("pull_s", "tar_s", "podman_s", "pull_over_limit")),
-        *("pull_over_limit", "pull_over_podman", "pull_N_images_s", "disk_over_layers", "bubblewrap_command_ms"),
-        *("podman_start_ms", "podman_sessions_N_s", "podman_mib_a_session", "start_pN_ms", "diff_N_files_ms"),
-        *("sessions_N_s", "mib_a_session", "mib_a_session_after_commands", "commands_per_s"),
-    },
     "engine_start": {"import_s", "cold_s", "warm_s", "respawn_s", "warm_over_imports"},
     "front_end": {
         "us_a_token",

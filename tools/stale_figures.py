@@ -23,6 +23,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "chaos_process": ("forge_rl/sandbox", "forge_rl/envs"),
     "chaos_strict": ("forge_rl/sandbox", "forge_rl/envs"),
     "conformance": ("forge_rl/algorithms", "forge_rl/packing"),
+    "containers": ("forge_rl/sandbox",),
     "data": ("forge_rl/data",),
     "demo": ("forge_rl/algorithms", "forge_rl/engines", "forge_rl/packing", "forge_rl/rollout", "recipes/grpo.py"),
     "evaluation": ("forge_rl/rollout", "forge_rl/run/evaluation/evaluator.py"),
