@@ -173,5 +173,7 @@ def published_share(rank: int, folder: Path, lora: LoRAConfig) -> float:
     factors = [spec for spec in specs if spec.name.endswith(factor_names(""))]
     published_specs = [spec for spec in specs if spec in factors or (spec.changed and spec.adapter_scale is None)]
     whole_specs = [spec for spec in specs if spec not in factors]
-    published, whole = (sum(int(np.prod(spec.shape)) for spec in part) for part in (published_specs, whole_specs))
-    return published / whole
+    published_bytes, whole_bytes = (
+        sum(int(np.prod(spec.shape)) for spec in part) for part in (published_specs, whole_specs)
+    )
+    return published_bytes / whole_bytes

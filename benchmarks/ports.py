@@ -1,4 +1,4 @@
-"""Finds a port of this host for a server that is told where to listen."""
+"""A free port of this machine, for servers that must be given one."""
 
 from __future__ import annotations
 

@@ -162,10 +162,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
             item.add_marker("processes")
         seconds[item.nodeid] = MEASURED.get(item.originalname, starts + 20 * is_long)
     yield
-    chosen: Counter[str] = Counter()  # what -m and -k left out is nobody's work
+    unit_seconds: Counter[str] = Counter()  # what -m and -k left out is nobody's work
     for item in items:
-        chosen[work_unit(item.path)] += seconds[item.nodeid]
-    items.sort(key=lambda item: -chosen[work_unit(item.path)])
+        unit_seconds[work_unit(item.path)] += seconds[item.nodeid]
+    items.sort(key=lambda item: -unit_seconds[work_unit(item.path)])
 
 
 @pytest.hookimpl(optionalhook=True)

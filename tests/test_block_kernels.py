@@ -155,9 +155,9 @@ def check_model(kind: str) -> None:
         twice = [trained(masters)[0], *trained(masters, adds=True)[1:]]
     assert (queries.call_count, gates.call_count) == (2 * layers, 2 * (layers - mixtures)), "joint products ran"
     mock.patch.stopall()
-    for value, joint, wanted in zip(fused, twice, plain, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(joint, wanted if wanted is plain[0] else 2 * wanted, rtol=1e-4, atol=2e-4)
+    for value, joint, expected in zip(fused, twice, plain, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(joint, expected if expected is plain[0] else 2 * expected, rtol=1e-4, atol=2e-4)
 
 
 def check_kernels_at_start() -> None:

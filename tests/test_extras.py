@@ -75,8 +75,8 @@ def test_a_run_without_optional_packages_ends_at_a_death_not_mended(
     actor_of(command, "generator").kill()
     assert command.end() == 1, command.output
     error = command.output[command.output.rindex("error:") :]
-    for said in ("generator", "SIGKILL", "phase"):
-        assert said in error
+    for word in ("generator", "SIGKILL", "phase"):
+        assert word in error
     assert "Traceback" not in command.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["outcome"] == "failed"

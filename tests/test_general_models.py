@@ -140,20 +140,20 @@ def test_routers_of_published_folders_use_the_replayed_experts(name: str, tmp_pa
         assert router.counts.tolist()[-3:] == [9, 0, 0]
         router.replayed = torch.full((1, 9, router.top_k), -1)
         unknown = module(hidden, *biases)
-        own = next((values for values in expected if values.dtype == torch.int64), None)
-        if own is None:  # Llama 4's router returns the scores of all experts, 0 where they are not chosen
-            own = expected[0].topk(router.top_k).indices
-        router.replayed = own[None]
+        chosen_experts = next((values for values in expected if values.dtype == torch.int64), None)
+        if chosen_experts is None:  # Llama 4's router returns the scores of all experts, 0 where they are not chosen
+            chosen_experts = expected[0].topk(router.top_k).indices
+        router.replayed = chosen_experts[None]
         for replayed in (unknown, module(hidden, *biases)):
             assert all(torch.equal(values, other) for values, other in zip(replayed, expected, strict=True))
         assert router.counts.tolist()[-3:] == [9, 9, 0]
-        router.replayed = (own[None] + 1) % router.experts
-        others = module(hidden, *biases)
+        router.replayed = (chosen_experts[None] + 1) % router.experts
+        rerouted = module(hidden, *biases)
         assert router.counts.tolist()[-3:] == [9, 9, 9]
         assert router.counts[:-3].tolist() == router.replayed.flatten().bincount(minlength=router.experts).tolist()
         assert any(
             values.dtype.is_floating_point and not torch.equal(values, first)
-            for values, first in zip(others, expected, strict=True)
+            for values, first in zip(rerouted, expected, strict=True)
         )
 
 

@@ -56,12 +56,12 @@ def test_no_episode_waits_for_a_slow_pull_that_could_have_been_foreseen(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
     """Each task has an image of its own, and an episode takes until what was named is there, however slow pulls are."""
-    made, out = tmp_path / "made", tmp_path / "run"
-    base = packed_folder(host_layer(made))
+    layers, out = tmp_path / "made", tmp_path / "run"
+    base = packed_folder(host_layer(layers))
     with images.registry(dribble_s=0.4) as registry:
         write_tasks(tmp_path / "tasks", "one")
         for number, task in enumerate(sorted((tmp_path / "tasks").iterdir())):
-            top = packed_folder(layer(made, f"top-{number}", {"app/x": str(number), "inside": "1"}))
+            top = packed_folder(layer(layers, f"top-{number}", {"app/x": str(number), "inside": "1"}))
             reference = registry.add(images.image([base, top], {"WorkingDir": "/app"}), f"it:{number}")
             settings = task / "task.toml"
             settings.write_text(settings.read_text().replace('docker_image = "one"', f'docker_image = "{reference}"'))
@@ -89,9 +89,9 @@ def test_no_episode_waits_for_a_slow_pull_that_could_have_been_foreseen(
 
 @pytest.mark.long
 def test_a_run_trains_on_tasks_with_an_image(commands: list[Command], tiny_model: Path, tmp_path: Path):
-    made, out = tmp_path / "made", tmp_path / "run"
+    layers, out = tmp_path / "made", tmp_path / "run"
     reference = written_layout(
-        tmp_path / "layout", [host_layer(made), layer(made, "files", {"app/x": "", "inside": "1"})]
+        tmp_path / "layout", [host_layer(layers), layer(layers, "files", {"app/x": "", "inside": "1"})]
     )
     write_tasks(tmp_path / "tasks", reference)
     for script in (tmp_path / "tasks").glob("*/tests/test.sh"):

@@ -135,10 +135,10 @@ async def test_a_fork_has_a_copy_of_the_changes(pool: Pool, image: ContainerImag
 
 
 async def test_files_go_in_and_out_without_a_program_of_the_image(pool: Pool, place: Path):
-    empty = image_of(layer(place, "empty", {"x": "1", "bin/sh-is-not-here": ""}), working_folder="/work")
+    empty = image_of(layer(place, "empty", {"x": "1", "bin/sh-is-not-here": ""}), working_folder="/data")
     async with pool.session(image=empty) as session:
         await session.put("made/of/folders", b"data")
-        assert await session.get("/work/made/of/folders") == b"data"
+        assert await session.get("/data/made/of/folders") == b"data"
         assert await session.get("../x") == b"1"
         result = await session.run("echo hi")
         assert result.error is not None
@@ -217,8 +217,10 @@ async def test_this_machines_python_runs_in_an_image_that_has_none(
     store: Path, image: ContainerImage, profile: Profile
 ):
     """And loads no library of the image: those here would end it."""
-    bad = {f"{folder}/{name}": "no library" for folder in ("lib", "usr/lib", "lib64") for name in ("libssl.so.3",)}
-    image = replace(image, layers=(*image.layers, layer(store, f"bad-{profile}", bad)))
+    libraries = {
+        f"{folder}/{name}": "no library" for folder in ("lib", "usr/lib", "lib64") for name in ("libssl.so.3",)
+    }
+    image = replace(image, layers=(*image.layers, layer(store, f"bad-{profile}", libraries)))
     without = [] if os.geteuid() == 0 else ["cgroup"]
     pool = Pool(profile=profile, images=store, limits=LIMITS, warm=0, servers=1, without=without)
     try:
@@ -350,7 +352,7 @@ async def test_links_in_place_of_an_images_folders_lead_nowhere(
         if name == "etc":
             (links / "etc").unlink()
             (links / "etc").symlink_to(target)
-        hostile = replace(image, layers=(image.layers[0], links), settings=ImageSettings(working_folder="/work"))
+        hostile = replace(image, layers=(image.layers[0], links), settings=ImageSettings(working_folder="/data"))
         async with pool.session(image=hostile) as session:
             result = await session.run(f"ls -la /{name}/ /oldroot; cat /{name}/secret; echo mine > /{name}/secret")
             assert "secret" not in result.stdout

@@ -178,7 +178,7 @@ async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart
         ({"schedule": rl.ScheduleConfig()}, "clipped", "--schedule.kind pipelined"),
         ({"generator": rl.GeneratorConfig(temperature=0.7)}, "clipped", "--generator.temperature is 0.7"),
         ({}, "clipped:kl_coef=0.1", "a frozen reference"),
-        ({}, "clipped", "'../b' is no name for an adapter"),
+        ({}, "clipped", "'../b' cannot name an adapter"),
     ],
 )
 def test_settings_that_allow_no_adapters_by_name_are_refused(settings: dict[str, Any], loss: str, message: str) -> None:

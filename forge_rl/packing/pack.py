@@ -1,4 +1,4 @@
-"""Packing: lays a scored batch into rows; see `packing.rows` for what they hold."""
+"""Packs a scored batch into rows, whose fields are described in `packing.rows`."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ class VersionProbes:
             self._metrics["weights/probe_gap"] = max(gaps)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: the largest gap of an engine, the seconds of the trainer, for which the
-        step waits, and those until all engines had answered, beside other requests."""
+        """Return metrics since the last call: the largest gap of an engine, the trainer's seconds, which the step waits
+        for, and the seconds until all engines had answered while they served other requests."""
         metrics, self._metrics = self._metrics, {}
         metrics |= {"weights/probe_s": self._trainer.probe_s, "weights/probe_answer_s": self._seconds}
         self._seconds = self._trainer.probe_s = 0.0

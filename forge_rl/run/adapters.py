@@ -68,11 +68,11 @@ def with_adapters(config: C, loss: Loss, names: Sequence[str]) -> C:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is no folder's."""
+    """Raise ConfigError for a name that cannot name a folder."""
     for name in names:
         if not re.fullmatch(r"\w[\w.-]{0,63}", name):
             raise ConfigError(
-                f"{name!r:.80} is no name for an adapter",
+                f"{name!r:.80} cannot name an adapter",
                 hint="use at most 64 letters, digits, dots and dashes, as in --tasks math=org/data",
             )
 
@@ -86,7 +86,7 @@ class RunAdapter:
     """
 
     name: str
-    """In samples and metrics; also that of the source whose episodes it writes."""
+    """Name in samples and metrics, and name of the source whose episodes are sampled with it."""
     updates: int = 0
     """Number of its optimizer steps."""
     version: int = -1
@@ -94,7 +94,7 @@ class RunAdapter:
     skipped: int = 0
     """Number of updates in a row that were skipped, as they failed or were not finite."""
     failure: str = ""
-    """Why it is trained no more; "" while it is."""
+    """Why it is no longer trained; "" while it is."""
 
 
 class RunAdapters:
@@ -199,7 +199,8 @@ class RunAdapters:
 
         Args:
             mix_rows: compute rows of several adapters together, if the trainer has one rank and its model no experts;
-                the results are those of each alone within rounding. Apart, they are the same bit for bit.
+                results then equal those of training each adapter alone within rounding; in rows of their own, bit
+                for bit.
 
         Raises:
             ForgeError: no adapter is left to train.

@@ -513,9 +513,9 @@ def test_a_named_address_of_an_image_is_all_that_it_reaches(sandbox: SharedPool)
 
         result = sandbox.run(work())
         assert result.error is None, result
-        bad, good = ast.literal_eval(result.value)
-        assert "reached" not in bad, bad
-        assert good == "reached"
+        refused, reached = ast.literal_eval(result.value)
+        assert "reached" not in refused, refused
+        assert reached == "reached"
         named.accept()[0].close()
         other.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -69,7 +69,7 @@ class GradientSum:
         return self._parts[:, first:end]
 
     def end_parts(self, members: range) -> None:
-        """Note that the room for parts is filled, and add all parts up once those of all vectors are there."""
+        """Record that these vectors' parts are written; sum the parts once every vector has written its own."""
         self._written |= {*members}
         if len(self._written) < len(self._masters):
             return

@@ -11,7 +11,7 @@ from torch import nn
 from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace
 
 _LARGE = 320 << 16
-"""Elements that torch copies in one operation of many tensors; a tensor of more is one operation by itself."""
+"""Number of elements up to which torch copies many tensors in one operation; a larger tensor takes one of its own."""
 
 
 class MasterWeights:
@@ -27,7 +27,7 @@ class MasterWeights:
     as one weight that `joint_weight` returns.
 
     Args:
-        dtype: of the copies. Weights that have it, and are frozen, are no masters.
+        dtype: dtype of the copies. Frozen weights that have it already are used as they are.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

@@ -159,7 +159,7 @@ def _measure_sampled(
 
     Args:
         mask: the trained tokens.
-        sampled: those of them that a version sampled.
+        sampled: trained tokens that a known version sampled.
         difference: logprobs less the engine's.
     """
     zero, indicator = difference.new_zeros(()), sampled.to(difference.dtype)

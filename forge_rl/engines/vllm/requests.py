@@ -1,4 +1,4 @@
-"""Requests to vLLM and what it answers, in its types and in ours."""
+"""Converts requests and answers between vLLM's types and ours."""
 
 from __future__ import annotations
 

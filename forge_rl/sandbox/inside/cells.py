@@ -98,6 +98,7 @@ class Cells:
     def _begin_in_image(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         """Begin in an image's working folder, with its variables."""
         folder = str(message["folder"])
+        # Hostile variables reach only this confined process and its programs: the loader and Python have read theirs.
         os.environ.update({"PATH": images.PATH, "HOME": "/", "TMPDIR": "/tmp", **message["env"]})
         try:
             for path in ("/tmp", folder):
