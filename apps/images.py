@@ -37,15 +37,15 @@ class Config:
     """Fetch, list or evict images of containers."""
 
     action: tyro.conf.Positional[Literal["pull", "list", "prune", "serve"]]
-    """pull: fetch and unpack; list: show what is there; prune: evict what nobody uses; serve: send layers to other
-    hosts' `pull --peer`."""
+    """pull: fetch and unpack; list: show the images; prune: evict unused layers; serve: send layers to other hosts'
+    `pull --peer`."""
     images: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of images to pull: REGISTRY/NAME:TAG@DIGEST, oci:FOLDER, docker-archive:FILE, oci-archive:FILE or
     dockerfile:FOLDER."""
     store: Path = field(default_factory=lambda: default_cache() / "images")
     """Folder of the images."""
     max_gb: float | None = None
-    """Space for layers in 10^9 bytes: pull evicts what was used longest ago past it, prune down to it (0 by
+    """Space for layers in 10^9 bytes: pull evicts the least recently used layers past it, prune down to it (0 by
     default)."""
     mirror: tuple[str, ...] = ()
     """REGISTRY=ADDRESS pairs: addresses to ask before a registry, such as docker.io=https://mirror.example."""
@@ -109,7 +109,7 @@ async def main(config: Config) -> None:
 
 @contextlib.contextmanager
 def _layers_progress(console: Console) -> Iterator[tuple[Progress, Callable[[LayerProgress], None]]]:
-    """Show a line for each layer on the way; yields what tells of one."""
+    """Show a line for each layer on the way; yields the function to report progress to."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     tasks: dict[str, TaskID] = {}
     guard = threading.Lock()

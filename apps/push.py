@@ -25,7 +25,7 @@ from forge_rl.run.launch import launch
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Upload a model or adapter with its tokenizer, model card and forge_rl.json; the token is HF_TOKEN's, or that of
+    """Upload a model or adapter with its tokenizer, model card and forge_rl.json; the token comes from HF_TOKEN or
     `hf auth login`."""
 
     run: tyro.conf.Positional[Path]
@@ -42,7 +42,7 @@ async def main(config: Config) -> None:
     """Upload the folder."""
     folder = find_trained(config.run)
     if not is_hub_id(config.repo):
-        raise ModelError(f"{config.repo!r} is no hub id", hint="give one as org/name")
+        raise ModelError(f"{config.repo!r} is not a hub id", hint="give one as org/name")
     files = check_files(folder, CARD)
     print(f"uploading {folder} to {config.repo}", flush=True)
     with tempfile.TemporaryDirectory(prefix="push-") as work:

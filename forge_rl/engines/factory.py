@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DECODE_MODULE = "forge_rl.engines.vllm.engine"
 DECODE_MODULES = (_DECODE_MODULE, "forge_rl.engines.vllm.preloaded")
-"""What the processes of a decode engine import, whatever the model."""
+"""Modules that a decode engine's processes import for any model."""
 
 
 class Closable(Protocol):

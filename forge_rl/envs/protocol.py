@@ -124,7 +124,7 @@ class EnvFactory(Protocol):
     With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
     Its environments see completions without the model's thoughts, as drafts are not to be acted on; with `thoughts =
     True` they see these too. A method `prepare(tasks)` is called in each of its processes with the tasks that
-    come next; it begins to fetch what they need without waiting for it, and returns counts since the last call, which
+    come next; it begins to fetch their files without waiting for them, and returns counts since the last call, which
     become metrics. With `leaves = L`, an episode may grow into a tree of up to L of
     its group's episodes, see `Step.branches` and `Step.forks`. With `scores_itself = True` their steps give every
     episode its reward, so that flags which name another are refused.

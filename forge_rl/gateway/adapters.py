@@ -1,4 +1,4 @@
-"""Adapters that a gateway serves by name, beside the model itself; clients of the owner may load and drop some."""
+"""Adapters that a gateway serves by name, besides the model itself; the owner's clients may load and drop some."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ServedAdapters:
             await self._add(name, place)
 
     async def load(self, body: bytes, model_names: Sequence[str]) -> str:
-        """Answer a request for a further adapter; returns what its client is told.
+        """Answer a request for a further adapter; returns the message for its client.
 
         Args:
             model_names: names of the model itself.

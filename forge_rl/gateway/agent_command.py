@@ -74,7 +74,7 @@ class AgentCommand:
         command: program and arguments, or a line that is split as in a shell.
         limits: resource limits of each process.
         log: file for the processes' stderr.
-        workplaces: where the processes work. What they have done there is scored, not what they print.
+        workplaces: where the processes work. Their changes there are scored, not their output.
 
     Raises:
         ConfigError: the program does not exist.
@@ -123,7 +123,7 @@ class AgentCommand:
                 return await workplace.score()
 
     async def _run(self, task: Task, session: Session, more: Mapping[str, str]) -> str | None:
-        """Run the command with these variables among its own; return what it answers."""
+        """Run the command with these additional variables; return its answer."""
         task_fields = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
         with tempfile.TemporaryDirectory(prefix="forge_rl-agent-") as folder:
             file = Path(folder) / "task.json"

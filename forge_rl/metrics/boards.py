@@ -126,8 +126,8 @@ class TensorBoardSink(Sink):
 def _wait_for_a_later_name(folder: Path) -> None:
     """Wait, for less than a second, until a new event file sorts after those in `folder`.
 
-    TensorBoard reads files in the order of their names, which hold the second, the host, the process and a count, so
-    that of one second's files the tenth comes before the ninth, and what a resumed run purges would come back.
+    TensorBoard reads files in the order of their names, which hold the second, the host, the process and a count:
+    within a second, the tenth file comes before the ninth, and steps that a resumed run purges would come back.
     """
     seconds = [
         int(path.name.split(".")[3])

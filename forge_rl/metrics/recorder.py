@@ -30,8 +30,8 @@ _MOST_WAITING = 2
 _LISTED = 1000
 """Files to delete that are remembered, so that not all are listed for each one."""
 _MAX_EPISODES = 4096
-"""Maximum episodes kept of a step, of each kind: trained, evaluated and failed. Flags bound what is kept for
-long; this bounds what one step writes, and the failed episodes that memory holds until then."""
+"""Maximum episodes kept of a step, of each kind: trained, evaluated and failed. Flags bound the episodes kept for
+long; this bounds those that one step writes, and the failed episodes that memory holds until then."""
 _ROOM_BYTES = 1 << 30
 """Free disk space that is left to checkpoints and logs."""
 

@@ -36,7 +36,7 @@ def served_rank(rank: int) -> int:
 def served_modules(model: Path) -> dict[str, tuple[int, int]]:
     """Map each weight of a model whose adapter vLLM can serve to its shape, (outputs, inputs).
 
-    These are the linear layers of the model's layers; in models with experts, those of attention alone.
+    These are the linear layers of all blocks; in models with experts, only of their attention.
 
     Raises:
         ModelError: the folder cannot be read.

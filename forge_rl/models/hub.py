@@ -39,8 +39,8 @@ def download(name: str, progress: Progress | None = None) -> Path:
 
         download("Qwen/Qwen3-0.6B@main")
 
-    An interrupted download goes on where it ended. Without a network, or with HF_HUB_OFFLINE=1, a complete model in the
-    cache is used as it is. Gated models need a token: HF_TOKEN, or `hf auth login`.
+    An interrupted download resumes where it ended. Without a network, or with HF_HUB_OFFLINE=1, a complete model in the
+    cache is used without a request. Gated models need a token: HF_TOKEN, or `hf auth login`.
 
     Args:
         name: hub id, or hub id@revision: a branch, a tag or a commit.

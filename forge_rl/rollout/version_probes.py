@@ -72,7 +72,7 @@ class VersionProbes:
         """Compare every engine with the trainer, once for each version.
 
         Raises:
-            AttestationError: an engine computes with something else than the version that it was told to load.
+            AttestationError: an engine computes with other weights than the version it was asked to load.
         """
         probed = self._trainer.probed
         if probed is None or self._generator.version != probed.version:

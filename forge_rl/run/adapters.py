@@ -94,7 +94,7 @@ class RunAdapter:
     skipped: int = 0
     """Number of updates in a row that were skipped, as they failed or were not finite."""
     failure: str = ""
-    """Why it is no longer trained; "" while it is."""
+    """Why its training has ended; "" before."""
 
 
 class RunAdapters:
@@ -152,7 +152,7 @@ class RunAdapters:
         if not self._config.lora.rank or loras < len({*self._adapters, *names}):
             raise ConfigError(
                 f"{len({*self._adapters, *names})} adapters need --lora.rank and as many --generator.max-loras",
-                hint="let `with_adapters(config, loss, names)` set what they need",
+                hint="let `with_adapters(config, loss, names)` set both",
             )
         for name in names:
             self._adapters.setdefault(name, RunAdapter(name=name))
@@ -199,8 +199,7 @@ class RunAdapters:
 
         Args:
             mix_rows: compute rows of several adapters together, if the trainer has one rank and its model no experts;
-                results then equal those of training each adapter alone within rounding; in rows of their own, bit
-                for bit.
+                results then equal separate trainings within rounding; with rows of their own, bit for bit.
 
         Raises:
             ForgeError: no adapter is left to train.

@@ -44,7 +44,7 @@ NO_FORK = "FORGE_RL_NO_FORK"
 FAILURE = "FORGE_RL_FORK_FAILURE"
 """Environment variable of a program that no fork server runs: why not."""
 MARK_ROOM = 512
-"""Bytes of a server's own mark, in which those of the processes that it forks have room."""
+"""Bytes of a server's own mark: room for the marks of the processes that it forks."""
 _OF_ONE_PROCESS = ("HYPERACTOR_", "MONARCH_", "FORGE_RL_FORK_", MARK)
 """Prefixes of variables that differ between processes, and that no import reads."""
 _BOUND_S = 10.0

@@ -2,7 +2,7 @@
 
 python -m forge_rl.runtime.fork_server NAME OWNER MODULE...
 
-NAME is that of an abstract socket, which leaves no file behind; only processes of the same user are served. The server
+NAME is an abstract socket's, which leaves no file behind; only processes of the same user are served. The server
 has no other thread and no context on a device, or it refuses everything. It ends with the process OWNER, and once
 nothing that it forked has run for five minutes. Each program runs below a keeper, a forked process that ends it once
 the one who asked is gone, so that programs outlive the server.

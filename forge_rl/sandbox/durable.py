@@ -296,7 +296,7 @@ class DurableSession:
         """Return all that differs from the session's image; see `PoolSession.changes`.
 
         Raises:
-            SandboxError: as `run` does, or there is no image.
+            SandboxError: as `run` does, or the session has no image.
         """
         async with self._lock:
             self._check()

@@ -62,7 +62,7 @@ class _GivenSocket(socket.socket):
 
     @classmethod
     def of(cls, fd: int) -> _GivenSocket | None:
-        """Take a descriptor; None, and it is closed, if it is no stream socket."""
+        """Take a descriptor; one that is not a stream socket is closed, which returns None."""
         try:
             connection = cls(fileno=fd)
         except OSError:

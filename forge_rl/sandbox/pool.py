@@ -70,7 +70,7 @@ class Pool:
     preload: Sequence[str] = PRELOADED
     """Modules imported before sessions are forked."""
     images: str | Path = ""
-    """Folder with the layers of images, such as that of an `ImageStore`; "" for a pool that opens no images."""
+    """Folder with the layers of images, such as an `ImageStore` has; "" for a pool that opens no images."""
     without: Sequence[str] = ()
     """Layers of isolation that may be missing on this machine: "cgroup", "landlock", "seccomp"."""
 

@@ -100,8 +100,8 @@ class PoolSession:
             wall_s: seconds for this cell instead of `limits.wall_s`.
             cpu_s: CPU seconds for this cell instead of `limits.cpu_s`.
             stdin: a command's standard input.
-            env: variables of a command, besides PATH, HOME, TMPDIR, LANG, USER and LOGNAME, or besides those of its
-                image; nothing is inherited.
+            env: variables of a command, besides PATH, HOME, TMPDIR, LANG, USER and LOGNAME, or besides its image's
+                own; nothing is inherited.
             folder: where a command starts, relative to the session's folder, or to the image's working folder.
             folders: more folders of the session that a command sees, such as {"/app": "app"}: where, and a name, by
                 which files stay for commands that see it at the same place or another. Those that are not named are
@@ -368,7 +368,7 @@ def _in_image(
         ConfigError: folders are named; an image has its own.
     """
     if folders:
-        raise ConfigError("a session of an image has no further folders", hint="use those of the image")
+        raise ConfigError("a session of an image has no further folders", hint="use the image's folders")
     settings = image.settings
     variables = {name: value for name, value in {**settings.env, **env}.items() if "\0" not in name + value}
     return {

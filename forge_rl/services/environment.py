@@ -196,7 +196,7 @@ class Environment:
     def prepare(self, tasks: Sequence[Task]) -> None:
         """Tell all processes which tasks come next, in the background, if the factory has a `prepare`.
 
-        A process that dies meanwhile, or starts later, is told by the next call.
+        A process that dies meanwhile, or starts later, gets the next call.
         """
         if self._service is None or not hasattr(self._factory, "prepare") or not tasks:
             return

@@ -294,7 +294,7 @@ class TrainerActor(ServiceActor):
 
     @property
     def engine(self) -> TrainEngine:
-        """This rank's engine, once setup has run, with what it trains itself in its model, not a named adapter."""
+        """This rank's engine, once setup has run, with its own parameters in the model, not a named adapter's."""
         assert self._engine is not None, "setup comes first"
         if self._adapters is not None:
             self._adapters.rest()

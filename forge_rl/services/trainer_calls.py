@@ -68,7 +68,7 @@ class AdapterReply:
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """Logprobs of each row's targets, of a pass; from the first rank of a share."""
     error: ForgeError | None = None
-    """Error of this adapter's pass among those of several."""
+    """Error of this adapter's pass among several."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def _named(value: str) -> frozenset[str]:
     names = frozenset(name.strip() for name in value.split(",") if name.strip())
     if unknown_names := names - {*KERNELS, "all"}:
         raise ConfigError(
-            f"{EAGER} names {', '.join(sorted(unknown_names))}, which is no kernel",
+            f"{EAGER} names unknown kernels: {', '.join(sorted(unknown_names))}",
             hint=f"choose from {', '.join(KERNELS)}, or all",
         )
     return frozenset(KERNELS) if "all" in names else names

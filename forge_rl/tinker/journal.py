@@ -1,4 +1,4 @@
-"""The requests of one adapter on disk, in their order: what was accepted is not lost when a process is killed."""
+"""The requests of one adapter on disk, in their order: none that was accepted is lost when a process is killed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Journal:
         """Write a request at the end.
 
         Raises:
-            OSError: it cannot be num_bytes; the file is as it was.
+            OSError: it cannot be written; the file has not changed.
         """
         data = _encode(entry)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

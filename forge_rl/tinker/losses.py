@@ -34,7 +34,7 @@ class TinkerLoss(Loss):
     """One of the API's losses, with q the sampling logprob, p the policy's, A the advantage and r = exp(p - q).
 
     cross_entropy: -w p. importance_sampling: -r A. ppo: -min(r A, clip(r) A). cispo: -clip(r) A p, without the gradient
-    of r. dro: -(p A - beta/2 (p - q)^2). The thresholds are those of the ratio itself.
+    of r. dro: -(p A - beta/2 (p - q)^2). The thresholds are bounds of the ratio itself.
     """
 
     kind: str

@@ -83,7 +83,7 @@ class PackedData:
         )
 
     def of_data(self, logprobs: Sequence[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.float32]]:
-        """Return the logprobs of each of the data's targets, [T], from those of rows."""
+        """Return the logprobs of each datum's targets, [T], out of the rows' logprobs."""
         return [logprobs[row][place] for row, place in self.places]
 
 

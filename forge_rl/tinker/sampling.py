@@ -97,8 +97,8 @@ class LoadedAdapters:
 
 
 async def _to_its_end(work: Coroutine[None, None, None]) -> None:
-    """Wait for work that goes on if the waiting task is cancelled, and only then end that: engines hold what is counted
-    for all tenants, whoever cancels a request meanwhile."""
+    """Wait for work to its end, also if the waiting task is cancelled, which is raised then. Engines hold places that
+    are counted for all tenants, also when one cancels its request."""
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
@@ -216,7 +216,7 @@ class SampleService:
         )
 
     async def _sample_of(self, prompt: TokenIds, turn: Turn, request: SampleRequest, adapter: str) -> wire.WireSample:
-        """Return a turn as a sample; greedy tokens, which have no logprobs, get those of temperature 1."""
+        """Return a turn as a sample; greedy tokens, which have no logprobs, get logprobs of temperature 1."""
         token_ids, logprobs, top = np.asarray(turn.token_ids, np.int32), turn.logprobs, None
         k = request.topk_sample_logprobs
         if len(token_ids) and (k or not np.isfinite(logprobs).all()):

@@ -126,7 +126,7 @@ class TinkerServer:
         return self._work.exception() or asyncio.CancelledError()
 
     async def stop(self) -> None:
-        """Stop listening, and working; what is not done goes on at the next start."""
+        """Stop listening and working; unfinished requests resume at the next start."""
         for task in (*self._sampling.values(), *([self._work] if self._work else [])):
             task.cancel()
         if self._http is not None:
@@ -210,7 +210,7 @@ class TinkerServer:
         return JSONResponse({"status": "ok" if works else "unavailable"}, 200 if works else 503)
 
     async def _client_config(self, tenant: str, body: bytes, request: Request) -> Response:
-        """Tell the client how to use this server: its defaults, without what is not here."""
+        """Tell the client how to use this server: the client's defaults, without features that are missing here."""
         return JSONResponse({"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_cancel_enabled": True})
 
     async def _telemetry(self, tenant: str, body: bytes, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Tenants of the server: their keys, what they have in flight, and the tokens that they have used."""
+"""Tenants of the server: their keys, requests in flight, and tokens used."""
 
 from __future__ import annotations
 

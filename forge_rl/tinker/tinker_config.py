@@ -45,7 +45,7 @@ class TinkerConfig:
     """Maximum sessions of a key in which it trains or samples; the one idle longest ends."""
     snapshot_updates: int = 10
     """Updates of an adapter after which its state is written to disk. Requests since then are kept too, and computed
-    again after a failure, so that none is lost whatever the interval."""
+    again after a failure, so that none is lost with any interval."""
 
     mix_rows: bool = False
     """Compute waiting passes of several adapters in one row where they fit. This is faster for small passes; an

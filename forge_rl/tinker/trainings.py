@@ -172,7 +172,7 @@ class Trainings:
         request_id = trainings.submit(training, Entry(seq=1, kind="optim_step", body=body))
 
     What a request changes depends on the requests of its own adapter alone. A request is on disk before its client gets
-    an id for it; if the trainer or this process dies, each adapter's last state is loaded, and what came since is
+    an id for it; if the trainer or this process dies, each adapter's last state is loaded, and later requests are
     computed again.
     """
 
@@ -232,7 +232,7 @@ class Trainings:
     async def restore(self) -> None:
         """Take up the trainings that an earlier process left, where their requests end.
 
-        One whose files cannot be read stays on disk as it is: this costs its tenant, and nobody else.
+        One whose files cannot be read is left untouched on disk: this costs its tenant, and nobody else.
 
         Raises:
             ConfigError: this trainer takes no adapter of a training's rank, scale or targets.

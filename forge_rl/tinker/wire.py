@@ -118,7 +118,7 @@ def read_pass(body: bytes, *, most_data: int) -> PassRequest:
     """Read a request for a pass.
 
     Raises:
-        ApiError: the body is not one, or holds what is not supported here.
+        ApiError: the body is malformed, or asks for something unsupported.
     """
     message = _parsed(body)
     if not message.data or len(message.data) > most_data:
@@ -166,7 +166,7 @@ def _read_datum(datum: Any, index: int) -> Datum:
 
 def _array(data: bytes, dtype: type[np.generic], param: str) -> npt.NDArray[Any]:
     if len(data) % np.dtype(dtype).itemsize:
-        raise ApiError(400, f"{len(data)} bytes are no whole number of values", param=param)
+        raise ApiError(400, f"{len(data)} bytes are not a whole number of values", param=param)
     return np.frombuffer(data, dtype)
 
 

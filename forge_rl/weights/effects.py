@@ -24,9 +24,9 @@ _FIRST_EPS = 64
 """Largest median gap at the first version, in epsilons: rounding of bfloat16 gave 0.02 to 0.05, of float32 1e-5."""
 _LEAST_FIRST = 0.05
 _TIMES = 8.0
-"""Factor on the usual gap above which a gap is no rounding. The median of 100 tokens varies by a fifth."""
+"""Factor on the usual gap above which a gap cannot be rounding. The median of 100 tokens varies by a fifth."""
 _POWER = 12.0
-"""Standard errors by which no change and the trainer's change must differ before they are told apart."""
+"""Standard errors by which no change and the trainer's change must differ to be distinguished."""
 _OUTLIERS = 0.1
 """Share of tokens that are left out of a comparison."""
 _KEPT = 8
@@ -43,7 +43,7 @@ class ProbedVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What an engine answered under a version that it was told to have."""
+    """An engine's answers under the version it was asked to load."""
 
     probed: ProbedVersion
     logprobs: Logprobs
@@ -75,7 +75,7 @@ class VersionEffects:
 
     An engine fails if its logprobs did not change although the trainer's did, if they moved by less than half or more
     than one and a half times as far, or if they are off by more than eight times the usual gap. Each test only decides
-    where the trainer's change stands out of the rounding by so much that chance is no explanation; in bfloat16, changes
+    where the trainer's change exceeds rounding by so much that chance cannot explain it; in bfloat16, changes
     of a single small update often do not, and the sum of several does.
 
     Args:
@@ -97,7 +97,7 @@ class VersionEffects:
             incarnation: number of the engine's restarts; another one begins without a history.
 
         Raises:
-            AttestationError: it computes with something else than the version; says what it looks like.
+            AttestationError: it computes with other weights than the version's; names the likely ones.
         """
         history = self._histories.setdefault((engine, incarnation), _EngineHistory())
         answer = _Answer(probed=probed, logprobs=logprobs)

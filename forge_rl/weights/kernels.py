@@ -44,7 +44,7 @@ def _fingerprint(words: Words, first: int) -> np.uint64:
 
 @numba.njit(nogil=True, cache=True)
 def _lines(address: np.uint64, words: int) -> tuple[int, int]:
-    """Return the words before the first whole cache line, and those of the whole turns after it.
+    """Return the number of words before the first whole cache line, and of words in the whole turns after it.
 
     Without a word that begins a line, all of them come before.
     """

@@ -84,7 +84,7 @@ def cast_line(builder: Value, address: Value) -> Value:
 def line_loop(
     read: Callable[[Value, Value], Value], *, line_bytes: int = 64, writes: bool = True, sums: bool = True
 ) -> Any:
-    """Make an intrinsic `loop(target, source, words, first)` that returns the fingerprint of what it writes.
+    """Make an intrinsic `loop(target, source, words, first)` that returns the fingerprint of the words it writes.
 
     Args:
         read: makes the line, [8] int64, of the source at an address.
@@ -93,7 +93,7 @@ def line_loop(
             first; `kernels._fence` must follow.
         sums: compute the fingerprint; without it, which benchmarks compare with, the result is 0.
 
-    Arguments of the loop, each uint64: the address of the target, a multiple of 64; that of the source; the number of
+    Arguments of the loop, each uint64: the target's address, a multiple of 64; the source's address; the number of
     words, a multiple of TURN_WORDS above 0; and the index of the first in the whole tensor.
     """
 

@@ -209,12 +209,12 @@ def task_image(reference: str, *, local: bool) -> str:
     Whoever writes it would decide what this machine reads and, with a Dockerfile, runs.
 
     Raises:
-        ImageError: it is no image of a registry, and either no file of this machine, or `local` is False.
+        ImageError: it is not an image of a registry, and either not a file of this machine, or `local` is False.
     """
     parsed = parse_reference(reference)
     if isinstance(parsed, LocalReference) and (parsed.kind == "dockerfile" or not local):
         raise ImageError(
-            f"a task names the image {reference!r:.200}, which is no registry's",
+            f"a task names the image {reference!r:.200}, which is not a registry's",
             hint="allow files of this machine with local=true if the tasks are yours"
             if parsed.kind != "dockerfile"
             else "build it before, and name the result",

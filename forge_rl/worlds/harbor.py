@@ -110,7 +110,7 @@ class HarborEnv:
     task.toml names another). A completion with commands in fenced blocks, or a call of the tool `shell`, runs them;
     any other completion ends the episode. Then test.sh runs in a fresh session with a copy of the model's files, and
     the number in /logs/verifier/reward.txt or reward.json is the reward. With an image, changes that would run before
-    or beside the tests are left out: `forge_rl.sandbox.workspaces.image_changes` lists them. Without a script, the
+    or with the tests are left out: `forge_rl.sandbox.workspaces.image_changes` lists them. Without a script, the
     model answers once, and the run's reward scores the answer. Tasks that need more, such as several containers or a
     GPU, are rejected.
 
@@ -199,7 +199,7 @@ class HarborEnv:
 
         Raises:
             ConfigError: some tasks need what a sandbox does not have; lists them.
-            TaskError: a task names an image that is no registry's.
+            TaskError: a task names an image that is not a registry's.
             SandboxError: this machine cannot isolate the sessions that the others need.
         """
         for task in self.tasks:

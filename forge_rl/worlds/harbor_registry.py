@@ -117,7 +117,7 @@ def _registry(location: str) -> list[Mapping[str, Any]]:
     try:
         datasets = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"Harbor's registry {location} is no JSON: {error}", hint=hint) from None
+        raise ConfigError(f"Harbor's registry {location} is not JSON: {error}", hint=hint) from None
     if not isinstance(datasets, list) or not all(isinstance(entry, dict) for entry in datasets):
         raise ConfigError(f"Harbor's registry {location} is not a list of data sets", hint=hint)
     return datasets
@@ -138,7 +138,7 @@ def _tasks(name: str, entry: Mapping[str, Any]) -> list[RegistryTask]:
             tasks.append(task)
     except (LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"Harbor's registry says of {name} what cannot be read: {error!r:.200}",
+            f"Harbor's registry has an unreadable entry for {name}: {error!r:.200}",
             hint="a task there has git_url, git_commit_id and path",
         ) from None
     if len({task.name for task in tasks}) < len(tasks) or not tasks:
@@ -151,7 +151,7 @@ def _check(task: RegistryTask) -> None:
     path = PurePosixPath(task.path)
     if not _COMMIT.fullmatch(task.commit):
         raise ConfigError(
-            f"the task {task.name!r:.80} is at {task.commit!r:.80}, which is no commit's full hash",
+            f"the task {task.name!r:.80} is at {task.commit!r:.80}, which is not a commit's full hash",
             hint="fix the registry: a branch's content may change",
         )
     if path.is_absolute() or ".." in path.parts or "/" in task.name or task.name in ("", ".", ".."):

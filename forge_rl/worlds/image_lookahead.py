@@ -60,7 +60,7 @@ class ImageLookahead:
     def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
         """Begin to fetch images, those needed first ahead of others, in place of those named before.
 
-        A pull of an image that is named again goes on.
+        A pull of an image that is named again continues.
 
         Returns:
             Since the last call: `image_wait_s`, seconds that episodes waited for images; `image_uses`; those that were

@@ -203,7 +203,7 @@ class _RowTests:
         ]
 
     async def _passed(self, log: str, tests: Sequence[str]) -> set[str]:
-        """Return the tests that passed. One that the log says both of has not: what is tested can print, too."""
+        """Return the tests that passed. One with both results in the log has not: the tested code can print, too."""
         body = log.partition(START)[2].partition(END)[0]
         backwards = "\n".join(reversed(body.splitlines()))
         truth = self._truth

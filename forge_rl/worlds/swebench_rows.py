@@ -14,7 +14,7 @@ from forge_rl.types import Message, Task
 from forge_rl.worlds.container import task_image
 
 START, END, EXIT_CODE = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
-"""Lines between which the test scripts of SWE-bench print what is read, and the status of the tests' program."""
+"""Lines between which SWE-bench's test scripts print the tests' log, and the exit status of the tests' program."""
 _PATCH_END = "EOF_114329324912"
 _ACTIVATED = """if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate; conda activate testbed; fi
 cd {folder}"""
@@ -40,7 +40,7 @@ def read_rows(file: Path, settings: RowSettings) -> list[Task]:
 
     Raises:
         ConfigError: it cannot be read, or has no tasks.
-        TaskError: a row has not what is needed; names its place.
+        TaskError: a row lacks a required field; names its place.
     """
     try:
         text = file.read_text()

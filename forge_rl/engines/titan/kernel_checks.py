@@ -35,7 +35,7 @@ Results = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCheck:
-    """A kernel and what it computes, as functions of the same inputs."""
+    """A kernel and its reference in PyTorch, as functions of the same inputs."""
 
     kernel: str
     """As in `system.kernels.KERNELS`."""

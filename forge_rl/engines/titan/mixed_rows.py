@@ -23,7 +23,7 @@ from forge_rl.packing.rows import Row
 
 @dataclass(eq=False)
 class MixedPass:
-    """One adapter's pass of several, and what has come of it."""
+    """One adapter's pass among several, and its result."""
 
     update: Update
     backward: bool

@@ -201,8 +201,8 @@ class EngineAdapters:
     def using(self, name: str) -> Iterator[tuple[LoRARequest | None, int | None]]:
         """Yield vLLM's request for an adapter, whose values stay while the body runs, and the version that it is.
 
-        Without a name they are those of the latest version, if versions are adapters; otherwise the request is None. An
-        adapter that is named has no version.
+        Without a name, the latest version is requested if versions are adapters; otherwise the request is None. A named
+        adapter has no version.
 
         Raises:
             ConfigError: no such adapter is loaded.

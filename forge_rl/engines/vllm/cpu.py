@@ -136,7 +136,7 @@ def _add_lora(
     vLLM's own copies A and B for each row, and lets rows without an adapter use the last slot's.
 
     Args:
-        wrapper: knows the slot of each run of rows; -1 is no adapter.
+        wrapper: knows the slot of each run of rows; -1 stands for none.
         y: [rows, outputs of all slices], changed in place.
         x: [rows, inputs].
         a: for each slice [slots, 1, rank, inputs].

@@ -34,7 +34,7 @@ class OutputPieces:
     """Joins the outputs of requests that want them every few tokens (`stream_interval`).
 
     vLLM's front end, in another process, would keep these tokens until there are enough of them. That they arrive
-    together changes nothing for its clients, and saves what it costs to send, read and process a message for each
+    together changes nothing for its clients, and saves the cost of sending, reading and processing a message for each
     token. The first token, the last ones, and outputs with anything but tokens and logprobs go out at once. So do those
     of requests with stop strings, for which the front end looks in each token.
 

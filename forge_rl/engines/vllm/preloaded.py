@@ -1,4 +1,4 @@
-"""Imports what vLLM's processes import once they start, whatever the model: for a process that forks them."""
+"""Imports every module that vLLM's processes import at their start for any model; for a process that forks them."""
 
 from __future__ import annotations
 

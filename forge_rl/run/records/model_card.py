@@ -58,7 +58,7 @@ def _public(value: Any) -> Any:
 
 
 def _card(record: Mapping[str, Any]) -> str:
-    """Return a model card: metadata as the hub reads it, and what was done."""
+    """Return a model card: metadata as the hub reads it, and how the model was trained."""
     base = str(record["base_model"])
     hub_id = base.partition("@")[0]
     metadata = [

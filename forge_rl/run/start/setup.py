@@ -116,7 +116,7 @@ class RunSetup:
         if self.examples is None and "values" in self.loss.needs:
             raise ConfigError(
                 f"--loss {type(self.loss).__name__} trains a value model, which generates no episodes",
-                hint="choose a loss of a policy, such as --loss clipped; recipes.ppo trains a critic beside it",
+                hint="choose a loss of a policy, such as --loss clipped; recipes.ppo trains a critic as well",
             )
 
     @property

@@ -105,8 +105,8 @@ class Starting(Generic[C]):
             AdaptiveShares(config.mixture, {name: setup.mixture[name] for name in setup.mixture})  # refuses its bounds
         if config.curriculum.pools != "off" and setup.mixture.is_endless:
             raise ConfigError(
-                f"--curriculum.pools {config.curriculum.pools} chooses among tasks that come again, and those of "
-                f"{', '.join(map(repr, setup.mixture.sources))} are generated anew each time",
+                f"--curriculum.pools {config.curriculum.pools} chooses among tasks that come again, but "
+                f"{', '.join(map(repr, setup.mixture.sources))} generates new ones each time",
                 hint="leave it out, or name files of tasks with --tasks",
             )
         rollouts = setup.rollouts

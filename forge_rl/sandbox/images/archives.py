@@ -47,7 +47,7 @@ class _Files(Protocol):
     """The files of an image: of a folder, or of an archive."""
 
     def find(self, name: str) -> BlobPlace | None:
-        """Return where a file's bytes are, as long as this object lives; None if there is no such file."""
+        """Return where a file's bytes are, as long as this object lives; None without such a file."""
 
 
 class LocalSource:
@@ -197,7 +197,7 @@ class _FolderFiles:
             self._fds[name] = fd
             weakref.finalize(self, os.close, fd)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ImageError(f"{path} is no file")
+                raise ImageError(f"{path} is not a file")
         return BlobPlace(self._fds[name], 0, os.fstat(self._fds[name]).st_size)
 
 
@@ -214,7 +214,7 @@ class _TarFiles:
             weakref.finalize(self, os.close, fd)
             self._members = _read_members(fd)
         except (tar_entries.TarError, CompressionError) as error:
-            raise ImageError(f"{path} is no archive of an image: {error}") from None
+            raise ImageError(f"{path} is not an archive of an image: {error}") from None
 
     def find(self, name: str) -> BlobPlace | None:
         name = posixpath.normpath(name)

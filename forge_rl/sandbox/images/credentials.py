@@ -93,7 +93,7 @@ def _keys(registry: str, repository: str) -> Iterator[str]:
 def _from_helper(helper: str, key: str) -> Credentials | None:
     """Ask the program docker-credential-HELPER, as docker does."""
     if not _HELPER.fullmatch(helper):
-        raise ImageError(f"{helper!r:.100} is no name of a credential helper")
+        raise ImageError(f"{helper!r:.100} is not the name of a credential helper")
     program = f"docker-credential-{helper}"
     try:
         answer = subprocess.run(

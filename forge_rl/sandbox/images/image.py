@@ -21,7 +21,7 @@ class ImageError(SandboxError):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """What an image says of the processes that run in it. Written by whoever made the image: not to be trusted."""
+    """Settings of an image for the processes that run in it. Written by the image's author: not to be trusted."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables by name."""
@@ -39,10 +39,10 @@ class ImageSettings:
 class ContainerImage:
     """An image whose layers are on this machine.
 
-    The layers are lower folders of an overlay that is mounted with `userxattr`: what a layer deletes is a device 0:0,
-    and a folder that hides those of lower layers has the attribute `user.overlay.opaque`. All files belong to the
-    owner of the store, whatever their owner in the image: sessions map this one user to theirs. Set-user-id bits and
-    devices are taken out, and `owners.json` beside each layer has what the image says of them.
+    The layers are lower folders of an overlay that is mounted with `userxattr`: a file that a layer deletes is a
+    device 0:0, and a folder that hides the same folder of lower layers has the attribute `user.overlay.opaque`. All
+    files belong to the store's owner, not to their owner in the image: sessions map this one user to theirs.
+    Set-user-id bits and devices are taken out; `owners.json`, next to each layer, records them.
     """
 
     reference: str

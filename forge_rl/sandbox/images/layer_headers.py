@@ -65,7 +65,7 @@ def archive_parts(folder: str, files: str) -> Iterator[bytes]:
         files: name of the folder in it with the unpacked files.
 
     Raises:
-        OSError: a file is no longer what was unpacked, or cannot be read.
+        OSError: a file has changed since it was unpacked, or cannot be read.
     """
     with gzip.open(os.path.join(folder, _HEADERS), "rb") as headers:
         while kind := headers.read(1):

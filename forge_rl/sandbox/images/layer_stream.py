@@ -1,4 +1,4 @@
-"""Decompresses the bytes of a layer, beside the thread that writes its files. Imports nothing of this library."""
+"""Decompresses the bytes of a layer in a thread, while another writes its files. Imports nothing of this library."""
 
 from __future__ import annotations
 

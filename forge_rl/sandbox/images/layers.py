@@ -28,7 +28,7 @@ _CHECK_S = 0.05
 _SLACK = 1 << 20
 """Of compressed layers that are larger than uncompressed."""
 _STALE_S = 7 * 86_400.0
-"""Age at which what was fetched of a layer, or built, and is not used, is removed in any case."""
+"""Age at which unused files of a fetch or a build are removed in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,9 @@ class _LayerHold:
 class LayerStore:
     """Unpacked layers in a folder that several processes share.
 
-        layers/HEX/files     the lower folder; beside it layer.json and owners.json
-        partial/HEX          what is being unpacked
-        partial/HEX.part     what is being fetched, and the lock of both
+        layers/HEX/files     the lower folder; next to it layer.json and owners.json
+        partial/HEX          a layer that is being unpacked
+        partial/HEX.part     its bytes that are being fetched, and the lock of both
 
     Args:
         max_bytes: of all layers; None for no limit.
@@ -205,7 +205,7 @@ class LayerStore:
         return sum(size for _, size, _ in self._sizes())
 
     def status(self, diff_id: str) -> dict[str, object]:
-        """Return what was noted of a layer when it was unpacked; empty if it is not there."""
+        """Return the notes made when a layer was unpacked; empty without the layer."""
         return _status(self._path(diff_id))
 
     def _path(self, diff_id: str) -> Path:
@@ -229,7 +229,7 @@ class LayerStore:
         return sizes
 
     def _delete_partial(self, path: Path) -> bool:
-        """Delete what was fetched of a layer unless somebody works on it."""
+        """Delete a layer's partial fetch unless somebody works on it."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -358,7 +358,7 @@ class LayerStore:
             raise ImageError(f"the layer {name} could not be unpacked ({status}): {text:.500}")
         result: dict[str, object] = json.loads(output)
         if "refused" in result:
-            raise ImageError(f"the layer {name} is refused: {result['refused']}", hint="build the image anew")
+            raise ImageError(f"the layer {name} is refused: {result['refused']}", hint="build the image again")
         if "failed" in result:
             hint = "free space, or evict images with forge-rl images prune" if result["full"] else ""
             raise ImageError(f"the layer {name} could not be unpacked: {result['failed']}", hint=hint)
@@ -391,7 +391,7 @@ def _status(path: Path) -> dict[str, object]:
 
 
 def _is_same(fd: int, path: Path) -> bool:
-    """Return whether a path still is what was opened."""
+    """Return whether a path still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

@@ -27,7 +27,7 @@ from forge_rl.sandbox.images.unpack import FILES
 
 _PATH = re.compile(r"/layers/([0-9a-f]{64})")
 _SENDERS = 8
-"""Layers sent at a time; others are told to come again or to ask somebody else."""
+"""Layers sent at a time; further requests are refused, to be made again later or elsewhere."""
 _IDLE_S = 30.0
 _MIN_BYTES_S = 1 << 20
 """Slower peers are left for another."""

@@ -107,12 +107,10 @@ class RegistrySource:
                 return content_of(manifest, digest, self._config)
             else:
                 break
-        raise ImageError(
-            f"{name} is of the kind {kind!r:.100}, which is no image", hint="push it again as an OCI image"
-        )
+        raise ImageError(f"{name} is of the kind {kind!r:.100}, not an image", hint="push it again as an OCI image")
 
     def fetch(self, layer: LayerBlob, job: LayerJob) -> BlobPlace:
-        """Download a layer into the job's file, after what it has already. See `ImageSource`."""
+        """Download a layer into the job's file, after the bytes it holds already. See `ImageSource`."""
         for round_number in (1, 2):  # bytes of an earlier process, or of a mirror, may be bad
             self._everywhere(lambda address: self._download(address, layer, job), job.wait)
             if _digest_of(job.partial_fd, job) == layer.digest:
@@ -123,7 +121,7 @@ class RegistrySource:
         raise ImageError(
             f"{self._reference.registry}/{self._reference.repository}: the layer that was sent as {layer.digest} has "
             "another digest",
-            hint="the registry, or what is between, has damaged or changed it",
+            hint="the registry, or a proxy on the way, has damaged or changed it",
         )
 
     def _manifest(self, tag_or_digest: str) -> tuple[bytes, str]:
@@ -148,7 +146,7 @@ class RegistrySource:
     def _check_digest(self, data: bytes, expected: str, address: str) -> None:
         """Raise ImageError if bytes have another digest than is expected, so that the next address is asked."""
         if expected.startswith("sha256:") and expected != (digest := f"sha256:{hashlib.sha256(data).hexdigest()}"):
-            raise ImageError(f"{address}: {self._reference.repository}: what was sent as {expected} is {digest}")
+            raise ImageError(f"{address}: {self._reference.repository}: bytes named {expected} have {digest}")
 
     def _download(self, address: str, layer: LayerBlob, job: LayerJob) -> None:
         fd = job.partial_fd
@@ -212,7 +210,7 @@ class RegistrySource:
                     break
         raise ImageError(
             f"{self._reference.registry}/{self._reference.repository} cannot be fetched: {failures[-1]}",
-            hint="check the network and the registry's name; what was fetched is kept, and the next try goes on there",
+            hint="check the network and the registry's name; the next try resumes where this one ended",
         )
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ _MACHINES = {"x86_64": ("amd64", ""), "aarch64": ("arm64", "v8"), "armv7l": ("ar
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBlob:
-    """A layer as it is stored elsewhere."""
+    """A layer in a registry, an archive or a folder."""
 
     diff_id: str
     """Digest of its uncompressed bytes, which names the layer here."""
@@ -57,7 +57,7 @@ class LayerJob(Protocol):
 
     @property
     def partial_fd(self) -> int:
-        """An open file with what was fetched before, which survives the process."""
+        """An open file with the bytes fetched before; it survives the process."""
 
     def check_wanted(self) -> None:
         """Raise ImageError if nobody waits for the layer any more."""

@@ -67,15 +67,15 @@ class ImageStore:
         async with store.use("debian:12") as image:
             print(image.layers)
 
-    Each layer is kept once, whichever images have it. Several processes may use one folder; a killed one leaves
-    nothing but what the next one goes on from. A tag is looked up once in the life of a store, a digest never again.
+    Each layer is kept once, whichever images have it. Several processes may use one folder; a killed one leaves only
+    partial files, from which the next one resumes. A tag is looked up once in a store's life, a digest never again.
 
     Args:
         folder: made if it does not exist; only this user may enter it.
         max_bytes: of unpacked layers. What was used longest ago is evicted, but nothing that is held.
         mirrors: addresses to ask before a registry, by its host, or "*" for all: {"docker.io": ["https://mirror"]}.
         limits: largest layer that is unpacked.
-        credentials: files with passwords for registries; None for those of docker, podman and skopeo.
+        credentials: files with passwords for registries; None for the usual ones of docker, podman and skopeo.
         progress: called from threads.
         peers: other hosts to ask for layers before their source; see `serve`.
 
@@ -113,7 +113,7 @@ class ImageStore:
         self._contents: dict[tuple[object, ...], ImageContent] = {}
 
     async def get(self, reference: str) -> ContainerImage:
-        """Return an image, fetching what is missing of it. Eviction may take it again: `use` keeps it.
+        """Return an image, fetching its missing layers. Eviction may take them again: `use` keeps them.
 
         Args:
             reference: REGISTRY/NAME:TAG@DIGEST, oci:FOLDER, docker-archive:FILE, oci-archive:FILE, each with :TAG if
@@ -234,7 +234,7 @@ class ImageStore:
         Args:
             host: address to listen at, on a network that is the job's alone: layers are not encrypted on the way.
             port: 0 for any; the context is the port.
-            key: of the peers; whoever has it can read all layers.
+            key: the peers' secret; anyone who has it can read all layers.
         """
         if len(key) < _MIN_KEY:
             raise ConfigError(f"a key of {len(key)} letters can be guessed", hint=f"take {_MIN_KEY} letters or more")

@@ -24,7 +24,7 @@ class TarError(Exception):
 
 @dataclass(slots=True)
 class TarEntry:
-    """An entry; its name and target are whatever the archive says."""
+    """An entry; its name and target are unchecked bytes of the archive."""
 
     name: bytes
     kind: str
@@ -121,7 +121,7 @@ def read_entries(stream: HeaderStream) -> Iterator[TarEntry]:
     """Yield the entries of an archive, up to its end. A file's content must be read before the next entry is.
 
     Raises:
-        TarError: it is no archive, is cut off, or has what no image needs.
+        TarError: it is not an archive, is cut off, or has a feature that no image needs.
     """
     extension = _Extension()
     while not stream.is_at_end():

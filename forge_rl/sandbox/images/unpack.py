@@ -67,7 +67,7 @@ class UnpackedLayer:
     diff_id: str
     """Digest of the uncompressed bytes."""
     disk_bytes: int
-    """Space that the files take, with what is kept beside them."""
+    """Space that the files and their records take."""
     tar_bytes: int
     """Of the uncompressed layer."""
     entries: int
@@ -131,7 +131,7 @@ class LayerFolder:
             if len(self.counts.omitted) < _MAX_OMITTED:
                 self.counts.omitted.append(f"{path}: device {entry.device[0]}:{entry.device[1]}")
         elif not name:
-            raise TarError(f"the layer's top is no folder but of kind {entry.kind}")
+            raise TarError(f"the layer's top is not a folder but of kind {entry.kind}")
         else:
             self._add_other(path, entry, stream)
 
@@ -283,7 +283,7 @@ class LayerFolder:
 
 
 def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> UnpackedLayer:
-    """Unpack the layer at a place of an open file into the empty FILES of a folder, beside which OWNERS is written.
+    """Unpack the layer at a place of an open file into the empty FILES of a folder, and write OWNERS next to it.
 
     Raises:
         TarError, CompressionError: it is damaged, or refused.

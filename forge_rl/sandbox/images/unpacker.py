@@ -44,7 +44,7 @@ class Unpacker:
     def unpack(
         self, arguments: Mapping[str, object], fds: Sequence[int], check_wanted: Callable[[], None]
     ) -> tuple[int, bytes, bytes]:
-        """Unpack; return the exit status and what was printed.
+        """Unpack; return the exit status, stdout and stderr.
 
         Args:
             arguments: of `unpack.main`.

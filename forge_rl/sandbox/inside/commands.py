@@ -317,7 +317,7 @@ class Commands:
         )
 
     def _image_confinement(self, command: _Command) -> list[str]:
-        """Return bubblewrap's arguments for a command of an image: its root, with /proc, /dev and /etc/hosts of ours.
+        """Return bubblewrap's arguments for a command of an image: the image's root, with /proc, /dev and /etc/hosts.
 
         Raises:
             OSError: the image does not know its user.

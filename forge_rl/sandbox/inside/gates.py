@@ -1,7 +1,7 @@
 """Network namespaces of commands whose loopback has a session's named addresses, each with a listener.
 
 Programs connect as they always do, by a name of /etc/hosts or an address. What a listener accepts goes to the session's
-owner, who alone connects to the outside. Runs beside commands, out of their reach; imports only its neighbours.
+owner, who alone connects to the outside. Runs out of the commands' reach; imports only modules of this folder.
 """
 
 from __future__ import annotations

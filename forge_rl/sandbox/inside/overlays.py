@@ -172,7 +172,7 @@ def _overlaid(
     """Mount an overlay above /base; return a descriptor of its changes, which begin with a copy of those in a folder.
 
     Args:
-        mounted: gets what it mounts besides.
+        mounted: receives the paths of further mounts.
         changes: an empty folder.
     """
     for name in ("upper", "work"):
@@ -197,7 +197,7 @@ def _let_go(lower: Lower, mounted: Sequence[str]) -> None:
 
 
 def _lower_option(layers: Sequence[str], mounted: list[str]) -> str:
-    """Return the part of an overlay's options that names what is below; appends what it mounts for that."""
+    """Return the part of an overlay's options that names the lower folders; appends the paths it mounts for them."""
     if not layers:
         return "redirect_dir=off,metacopy=off,lowerdir=/base"
     names = list(layers)
@@ -288,7 +288,7 @@ def _is_opaque(folder: int) -> bool:
 
 
 def _copy_entry(name: str, status: os.stat_result, source: int, target: int) -> bool:
-    """Copy what is no folder; return False for a socket, at which nobody listens."""
+    """Copy a file, link or device; return False for a socket, at which nobody listens."""
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFLNK:
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)

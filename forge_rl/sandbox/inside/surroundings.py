@@ -97,7 +97,7 @@ def build_root(folders: list[str], profile: str, rootless: bool, images: str = "
 
 
 def enter_image(root: str, scratch: str, uid: int, folders: Sequence[str]) -> int:
-    """Make an image's mounted files the root of this mount namespace, with /proc and /dev of ours; the old one goes.
+    """Make an image's mounted files the root of this mount namespace, with a new /proc and /dev; unmount the old one.
 
     Nothing of the image runs here yet, or ever did. What sessions read of the machine is below CARRIED.
 
@@ -114,7 +114,7 @@ def enter_image(root: str, scratch: str, uid: int, folders: Sequence[str]) -> in
         with contextlib.suppress(FileExistsError):
             os.mkdir(f"{root}/{name}", 0o755)
         if not stat.S_ISDIR(os.lstat(f"{root}/{name}").st_mode):
-            raise OSError(f"its /{name} is no folder")
+            raise OSError(f"its /{name} is not a folder")
     proc = kernel.detached("/proc")
     kernel.mount("/proc", f"{root}/proc", flags=kernel.BIND)
     kernel.mount("none", f"{root}/proc", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | HIDDEN)

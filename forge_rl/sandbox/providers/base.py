@@ -1,4 +1,4 @@
-"""What pools of other people's sandboxes and their sessions have in common: places, closing, and what they refuse."""
+"""Shared by all pools of rented sandboxes and their sessions: places, closing, and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ProviderPool(ABC, Generic[S]):
         return session
 
     async def give_back(self, session: S) -> None:
-        """End a session; if the provider cannot be reached, it ends by itself after `idle_s`."""
+        """End a session; if the provider cannot be reached, the session ends after `idle_s` without use."""
         if session not in self._open:
             return
         self._open.remove(session)

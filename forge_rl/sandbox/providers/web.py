@@ -38,7 +38,7 @@ class HttpRequest:
     file: bytes | None = None
     """Sent as the only file of a form, instead of a body."""
     content: bytes | None = None
-    """Sent as it is, instead of a body."""
+    """Raw bytes to send, instead of a body."""
 
 
 class WebClient:

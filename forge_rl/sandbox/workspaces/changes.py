@@ -20,7 +20,7 @@ _MOST_DEPTH = 100
 _CHUNK = 1 << 20
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 _MOUNTED = ("proc", "dev", "etc/hosts")
-"""What commands of an image see of ours in place of its own."""
+"""Paths at which an image's commands see the session's files instead of the image's."""
 
 
 class FolderDescriptor:
@@ -258,7 +258,7 @@ def _base_folders(name: str, bases: Sequence[int], stack: contextlib.ExitStack) 
 
 
 def _is_opaque(folder: int) -> bool:
-    """Return True if an overlay hides what is below it in this folder. Only the kernel can write these marks."""
+    """Return True if an overlay hides lower files in this folder. Only the kernel can write these marks."""
     for mark in _OPAQUE:
         with contextlib.suppress(OSError):
             if os.getxattr(folder, mark) == b"y":

@@ -1,7 +1,7 @@
 """Which changes of an image's root count when tests judge them, and folders of this machine as changes to apply.
 
 Tests run in a fresh session of the image, with the image's own shell and interpreters. A change that would run before
-or beside them does not count: another program in place of one of the image's, a library or module that its programs
+or with them does not count: another program in place of one of the image's, a library or module that its programs
 load, a start-up file, a plugin or configuration of pytest.
 """
 
@@ -21,7 +21,7 @@ from forge_rl.sandbox.inside.images import PATH
 from forge_rl.sandbox.workspaces.changes import Change, Entry
 
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
-"""Folders in which what the image has stays as it is."""
+"""Folders in which the image's own files may not change."""
 _NEVER = ("logs", "tests", "proc", "dev", "sys", "run", "etc/ld.so.*", "etc/profile*", "etc/bash*", "etc/environment")
 """What tests, or all programs, read at their start; as patterns of the first parts of a path."""
 _LOADED = (
@@ -87,7 +87,7 @@ class _PythonModules:
     """The modules of an image's Pythons.
 
     Args:
-        folders: of the image's programs, beside which each Python has its modules.
+        folders: of the image's programs; each Python has its modules next to them.
     """
 
     def __init__(self, image: ContainerImage, folders: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ class _PythonModules:
 
     def hides(self, change: Change) -> bool:
         """Return True if a change replaces or deletes a module, or would be imported instead: as a folder is before a
-        file of its name, and a folder's modules before those of later folders."""
+        file of its name, and a module before its namesakes in later folders."""
         if not (inner := self._inner_path(change.path)):
             return False
         entries = (change.before, change.after)

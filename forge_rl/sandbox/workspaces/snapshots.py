@@ -15,14 +15,14 @@ _DELETED = ".wh."
 
 
 def layer_of(changes: Changes) -> bytes:
-    """Return changes as an uncompressed layer of an OCI image, which goes above those of the session's image.
+    """Return changes as an uncompressed layer of an OCI image, which goes above the session's image.
 
         layer = layer_of(await session.changes(leave_out=()))
 
     The same changes give the same bytes, and so the same digest.
 
     Raises:
-        SandboxError: a file's content is missing, as `changes.left_out` says, or something is no file, link or folder.
+        SandboxError: a file's content is missing, see `changes.left_out`, or it has a socket or pipe.
     """
     if changes.left_out:
         raise SandboxError(
@@ -37,7 +37,7 @@ def layer_of(changes: Changes) -> bytes:
 
 
 def _without_inner_deletions(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes without what is deleted below folders that are deleted themselves."""
+    """Return the changes without deletions below folders that are deleted themselves."""
     remaining, deleted = list[Change](), ""
     for change in changes:
         if change.after is None and deleted and change.path.startswith(deleted):
@@ -59,7 +59,9 @@ def _add(archive: tarfile.TarFile, change: Change) -> None:
         member.type, member.mode = tarfile.DIRTYPE, 0o755
         archive.addfile(member)
     elif change.after.data is None or kind not in (stat.S_IFREG, stat.S_IFLNK):
-        raise SandboxError(f"{change.path!r:.200} is no file, link or folder", hint="delete it before the snapshot")
+        raise SandboxError(
+            f"{change.path!r:.200} is neither file, link nor folder", hint="delete it before the snapshot"
+        )
     elif kind == stat.S_IFLNK:
         member.type, member.linkname = tarfile.SYMTYPE, change.after.data.decode("utf-8", "surrogateescape")
         archive.addfile(member)

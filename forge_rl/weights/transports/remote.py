@@ -227,7 +227,7 @@ class Puller:
                 watch.cancel()
 
     async def _place(self, buckets: Sequence[Bucket], failed: Collection[str]) -> dict[str, str]:
-        """Ask the index where to copy buckets from, and free copies that are no longer needed."""
+        """Ask the index where to copy buckets from, and free unneeded copies."""
         new_keys: set[str] = set()
         self._joining.append(new_keys)
         try:
