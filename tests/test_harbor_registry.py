@@ -83,7 +83,7 @@ def test_unknown_names_are_told_with_near_ones(registry: Path, name: str, told: 
         ({"path": "/etc"}, "not inside its repository"),
         ({"name": "../x"}, "not inside its repository"),
         ({"path": "tasks/three"}, "has no task 'tasks/three'"),
-        ({"git_commit_id": "main"}, "no commit's full hash"),
+        ({"git_commit_id": "main"}, "not a commit's full hash"),
         ({"git_commit_id": "0" * 40}, "cannot be fetched"),
         ({"git_url": "ext::sh -c true"}, "is not a repository"),
     ],

@@ -257,7 +257,7 @@ async def test_this_machines_python_runs_in_an_image_that_has_none(
                 await pool.open(image=image, undo=True)
         for name in ("proc", "dev"):
             hostile = layer(store, f"{profile}-{name}", {name: "-> /etc"})
-            with pytest.raises(SandboxError, match=f"its /{name} is no folder"):
+            with pytest.raises(SandboxError, match=f"its /{name} is not a folder"):
                 await pool.open(image=image_of(hostile))
     finally:
         await pool.__aexit__(None, None, None)
@@ -335,7 +335,7 @@ async def test_a_snapshot_is_a_layer_of_an_image(image: ContainerImage, tmp_path
                 )
                 assert not (await session.changes()).changes
                 await session.run("mkfifo pipe")
-                with pytest.raises(SandboxError, match=r"pipe.* is no file, link or folder"):
+                with pytest.raises(SandboxError, match=r"pipe.* is neither file, link nor folder"):
                     layer_of(await session.changes())
 
 

@@ -140,7 +140,7 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--job process:2 --trainer.wait-for-host-s 5", "wait-for-host-s has no effect, as no host comes"),
         ("grpo", "--generator.spares 1 --generator.restart.max-restarts 0", "--generator.spares replace engines"),
         ("grpo", "--trainer.stays-on-device", "on a CPU, so their state is moved nowhere"),
-        ("grpo", "--curriculum.pools solve_rate", "those of 'basic_arithmetic' are generated anew"),
+        ("grpo", "--curriculum.pools solve_rate", "'basic_arithmetic' generates new ones"),
         ("grpo", "--data.template {{question}}", "--data.template renders rows, and tasks are generated"),
         ("grpo", "--data.max-bad-rows 0.1", "--data.max-bad-rows is of files"),
         ("grpo", "--data.overlap leave-out", "--data.overlap is of --eval-tasks, and there are none"),

@@ -334,7 +334,7 @@ class Pool:
 def _packages(folder: str | Path) -> str:
     path = Path(folder).resolve()
     if not path.is_dir() or path.is_relative_to("/tmp"):
-        cause = "is in /tmp, of which sessions have their own" if path.is_dir() else "is no folder"
+        cause = "is in /tmp, of which sessions have their own" if path.is_dir() else "is not a folder"
         raise ConfigError(f"Pool(packages=...): {path} {cause}", hint="name a site-packages folder elsewhere")
     return str(path)
 
@@ -342,7 +342,7 @@ def _packages(folder: str | Path) -> str:
 def _images(folder: str | Path) -> str:
     path = os.path.realpath(folder)
     if not os.path.isdir(path):
-        raise ConfigError(f"Pool(images=...): {path} is no folder", hint="name the folder of a store of images")
+        raise ConfigError(f"Pool(images=...): {path} is not a folder", hint="name the folder of a store of images")
     return path
 
 
