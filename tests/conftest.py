@@ -129,7 +129,7 @@ MEASURED = {
     "test_layouts_of_two_ranks_train_adapters_as_one_process": 12,
     "test_updates_and_versions_are_counted_apart_and_saved": 22,
     "test_ranks_that_share_rows_count_once_and_publish_one_model": 20,
-    "test_a_run_without_optional_packages_ends_at_a_death_not_mended": 20,
+    "test_a_run_without_optional_packages_ends_at_a_lost_engine_and_resumes_to_its_end": 30,
     "test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed": 20,
     "test_losses_and_their_statistics_are_of_all_rows_on_all_ranks": 16,
     "test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on": 13,

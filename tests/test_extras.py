@@ -53,10 +53,10 @@ def test_a_feature_whose_package_is_missing_names_the_extra_in_one_line(
     assert package in {re.split(r"[>=<]", each)[0].replace("-", "_") for each in listed}
 
 
-def test_a_run_without_optional_packages_ends_at_a_death_not_mended(
+def test_a_run_without_optional_packages_ends_at_a_lost_engine_and_resumes_to_its_end(
     commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run on a user's file needs none of them; an engine whose restarts are used up ends it, with one message."""
+    """A run on a user's file needs none of them; an engine without restarts left ends it, with one message."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
@@ -67,9 +67,16 @@ def test_a_run_without_optional_packages_ends_at_a_death_not_mended(
     monkeypatch.setenv(FOLDER, str(tmp_path))
     rows = [{"question": f"{n} + 1 = ?", "answer": n + 1} for n in range(12)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ("--tasks", str(tmp_path / "sums.jsonl"), "--steps", "100000", "--evaluation.every", "0")
-    flags += ("--generator.restart.max-restarts", "0")
-    command = tiny_run(commands, tiny_model, tmp_path / "run", *flags, recipe="tests.tiny_fake")
+    flags = (
+        "--tasks",
+        str(tmp_path / "sums.jsonl"),
+        "--evaluation.every",
+        "0",
+        "--generator.restart.max-restarts",
+        "0",
+    )
+    out = tmp_path / "run"
+    command = tiny_run(commands, tiny_model, out, *flags, "--steps", "100000", recipe="tests.tiny_fake")
     command.wait_for("step +2/")
     assert "no TensorBoard curves: drawing curves needs tensorboard, which is not installed; pip" in command.output
     actor_of(command, "generator").kill()
@@ -78,7 +85,14 @@ def test_a_run_without_optional_packages_ends_at_a_death_not_mended(
     for word in ("generator", "SIGKILL", "phase"):
         assert word in error
     assert "Traceback" not in command.output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["outcome"] == "failed"
     assert "SIGKILL" in summary["cause"]
+    assert command.strays() == []
+
+    steps = summary["steps"] + 2
+    command = tiny_run(commands, tiny_model, out, *flags, "--steps", str(steps), recipe="tests.tiny_fake")
+    assert command.end() == 0, command.output
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("finished", steps)
     assert command.strays() == []
