@@ -253,6 +253,7 @@ def test_grouped_service_errors_get_the_phase_unless_they_have_one() -> None:
 def test_a_gap_is_told_by_the_formats_of_both_sides():
     assert describe_gap(1e-4, engines="float32", trainer="float32") == ""
     assert describe_gap(0.04, engines="bfloat16", trainer="float32") == ""
+    assert describe_gap(0.04, engines="float32", trainer="bfloat16") == "", "the trainer's roundings count as well"
     told = describe_gap(0.01, engines="float32", trainer="float32")
     assert told == "trainer's and engines' logprobs differ by 0.01 on average, more than 0.001"
     assert "--trainer.dtype" not in describe_gap(0.2, engines="bfloat16", trainer="bfloat16")

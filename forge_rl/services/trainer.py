@@ -389,9 +389,14 @@ class Trainer:
         return [sum(total for total, _ in sums) / max(1, sum(n for _, n in sums)) for sums in by_layer]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
-        """Publish the current weights to the store as a new version; `dtype` is "float32" or "bfloat16".
+        """Publish the current weights to the store as a new version.
 
         If a process of the store dies meanwhile, the version is published again once its successor serves.
+
+        Args:
+            dtype: the engines', "float32" or "bfloat16". Weights that train in bfloat16 are published in it even for
+                engines in float32, which load them exactly: the passes see rounded copies, and most updates are smaller
+                than a rounding, so that engines with the float32 weights would sample from another policy.
 
         Returns:
             The version, once it is committed and visible to readers.
@@ -417,12 +422,18 @@ class Trainer:
     async def _publish(self, store: WeightStore, dtype: str) -> int:
         import torch
 
+        from forge_rl.engines.platform import resolve_dtype
+
         if self._specs is None:
             self._specs = await self._ranks.replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
         rank_hosts = self._ranks.replica.hosts
         hosts = tuple(dict.fromkeys(rank_hosts))
-        async with store.publishing(version, self._specs, getattr(torch, dtype), hosts=hosts) as publication:
+        published_dtype, trained_dtype = getattr(torch, dtype), resolve_dtype(self.config.dtype)
+        # The passes round an adapter and not the sum, which engines compute in their dtype.
+        if trained_dtype.itemsize < published_dtype.itemsize and not self.config.lora.rank:
+            published_dtype = trained_dtype
+        async with store.publishing(version, self._specs, published_dtype, hosts=hosts) as publication:
             transports = {host: store.transport(host) for host in hosts}
             replies = await self._all(PUBLISH, transports, rank_hosts, publication.draft)
             self.busy_s += max(reply.seconds for reply in replies)

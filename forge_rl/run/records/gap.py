@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from forge_rl.services.generator import Generator
     from forge_rl.services.trainer import Trainer
 
-_GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Mean gap between trainer and engine logprobs above which a step warns, by the engines' dtype."""
+_GAP_BOUNDS = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 5e-2}
+"""Mean gap between trainer and engine logprobs above which a step warns, by the dtype that either computes in: the larger
+one counts."""
 _MOST_ROWS = 8
 """Rows of a table; experts with the largest gap come first."""
 _LEAST_TOKENS = 20
@@ -83,11 +84,15 @@ class GapReport:
 
 def describe_gap(gap: float, *, engines: str, trainer: str) -> str:
     """Describe a logprob gap that is too large for the engines' and trainer's dtypes; "" if it is not."""
-    if gap <= _GAP_BOUND[engines]:
+    bound = max(_GAP_BOUNDS[engines], _GAP_BOUNDS[trainer])
+    if gap <= bound:
         return ""
-    text = f"trainer's and engines' logprobs differ by {gap:.2g} on average, more than {_GAP_BOUND[engines]:g}"
+    text = f"trainer's and engines' logprobs differ by {gap:.2g} on average, more than {bound:g}"
     if engines == "bfloat16" != trainer:
-        text += f": updates that bfloat16 rounds away reach only the {trainer} trainer; set --trainer.dtype bfloat16"
+        text += (
+            f": updates that bfloat16 rounds away reach only the {trainer} trainer; set --trainer.dtype bfloat16, or "
+            "--generator.dtype float32"
+        )
     return text
 
 
