@@ -11,6 +11,8 @@ import pytest
 from forge_rl.sandbox import SandboxError
 from forge_rl.sandbox.shared import check_shared_pool
 from tests.commands import Command, metrics, tiny_run
+from tests.seeded_answers import EAGER
+from tests.tiny import bundled_folder, make_tiny_model
 
 pytestmark = pytest.mark.processes
 
@@ -69,7 +71,7 @@ async def runs_code(task, episode: Episode):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_effects_of_tools_and_code_rewards_are_above_zero_in_a_run(
+def test_effects_of_tools_code_rewards_and_drafts_are_above_zero_in_a_run(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     try:
@@ -81,10 +83,13 @@ def test_effects_of_tools_and_code_rewards_are_above_zero_in_a_run(
     flags = ("--env", f"{tmp_path}/mine.py:world", "--reward", f"{tmp_path}/mine.py:runs_code", "--steps", "3")
     flags += ("--evaluation.every", "0", "--checkpoint-every", "0", "--generator.max-tokens", "8")
     flags += ("--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
+    # Colder, a random model repeats itself.
+    flags += ("--generator.speculation", f"suffix:{EAGER}", "--generator.temperature", "0.1")
     command = tiny_run(commands, tiny_model, out, *flags, "--generator.max-model-len", "512")
     assert command.end(300) == 0, command.output
     rows = metrics(out)
-    for name, minimum in (("tools/cache_hits", 0), ("episodes/segments", 1), ("sandbox/warm", 0)):
+    effects = ("tools/cache_hits", "sandbox/warm", "rollout/drafted", "rollout/accepted")
+    for name, minimum in (*dict.fromkeys(effects, 0).items(), ("episodes/segments", 1)):
         assert max(row.get(name, 0.0) for row in rows) > minimum, (name, rows)
 
 
@@ -114,3 +119,19 @@ def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny
     rows = [row for row in metrics(out) if "tokens/packed" in row]
     assert all(row["tokens/packed"] < row["tokens/train"] for row in rows)
     assert min(row.get("weights/mirrored_share", 1.0) for row in rows) < 1, "later versions are written as changes"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_effects_of_flags_for_experts_are_above_zero_in_a_run(commands: list[Command], tmp_path: Path) -> None:
+    config = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    model = make_tiny_model(tmp_path / "model", bundled_folder(), family="qwen3_moe", **config)
+    out = tmp_path / "run"
+    flags = ("--steps", "2", "--groups-per-batch", "4", "--evaluation.every", "0", "--checkpoint-every", "0")
+    flags += ("--trainer.expert-parallel-degree", "2", "--trainer.expert-balance", "least_loaded")
+    command = tiny_run(commands, model, out, *flags, "--trainer.router-replay")
+    assert command.end(400) == 0, command.output
+    rows = [row for row in metrics(out) if "experts/replayed" in row]
+    assert {row["experts/replayed"] for row in rows} == {1.0}
+    loads = [(row["experts/rank_max_over_mean/plain"], row["experts/rank_max_over_mean"]) for row in rows]
+    assert any(plain > lent for plain, lent in loads), ("experts were lent", loads)

@@ -26,6 +26,7 @@ from forge_rl.gateway.agents import serving_agents
 from forge_rl.sandbox.inside.seccomp import session_filter
 from forge_rl.system.interpreters import interpreter
 from forge_rl.types import Episode, Outcome, Score, Task
+from forge_rl.worlds.peers.agent_credit import AgentCredit
 from forge_rl.worlds.verifiers import PACKAGE, VerifiersEnv, VerifiersSettings
 from tests.commands import Command, metrics, tiny_run
 from tests.fake_backend import FakeBackend, tokenizer
@@ -180,6 +181,24 @@ async def test_the_workers_score_counts_and_its_death_is_infrastructure(peer: st
     )
     assert (good.text, good.score.turns) == ("Hello there.", (0.5,))
     assert (bad.outcome, bad.problem) == (Outcome.INFRASTRUCTURE_ERROR, "verifiers:sums: its process was killed")
+
+
+@pytest.mark.parametrize("won", [1.0, 0.0])
+def test_a_game_that_one_agent_wins_and_the_other_loses_is_refused(won: float) -> None:
+    credit, lost = AgentCredit(), -1.0 if won else 1.0
+    names = ["black", "white"]
+    with pytest.raises(RuntimeError, match=f"black, white add up to {won + lost:g} whoever wins"):
+        _ = [credit.mean(names, [won, lost] if number % 3 else [lost, won]) for number in range(100)]
+    with pytest.raises(RuntimeError, match="teaches nothing"):
+        credit.mean(names, [won, lost])
+
+
+def test_agents_whose_rewards_rise_together_have_their_mean() -> None:
+    credit = AgentCredit()
+    for number in range(100):
+        assert credit.mean(["proposer", "solver"], [1.0, 0.5 * (number % 4)]) == 0.5 + 0.25 * (number % 4)
+        assert credit.mean(["proposer", "solver"], [0.0, 0.0]) == 0.0
+        assert credit.mean(["solver"], [-1.0]) == -1.0
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from forge_rl.data.data_config import DataConfig
 from forge_rl.data.sources import rows
 from forge_rl.data.sources.messages import read_messages
 from forge_rl.data.sources.rows import Columns, Kind, problem_key
+from forge_rl.data.sources.tables import RowError
 from forge_rl.errors import TaskError
 
 ASKED = {"role": "user", "content": "2+3?"}
@@ -80,6 +81,16 @@ FORMS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "the former format's": ({"role": "assistant", "content": None, "function_call": FLAT}, TYPED),
     "ShareGPT's": ({"from": "function_call", "value": json.dumps(FLAT)}, TYPED),
     "untrained": ({**SAID, "weight": 0}, {**SAID, "weight": 0}),
+    "untrained in axolotl's words": ({**SAID, "training": False}, {**SAID, "weight": 0}),
+    "OpenRouter's thoughts": (
+        {**SAID, "reasoning_details": [{"type": "reasoning.text", "text": "2 and 3", "signature": "x"}]},
+        THOUGHT,
+    ),
+    "OpenRouter's thoughts, twice": (
+        {**SAID, "reasoning": "2 and 3", "reasoning_details": [{"type": "reasoning.summary", "summary": "Adds."}]},
+        THOUGHT,
+    ),
+    "OpenAI's refusal": ({"role": "assistant", "content": None, "refusal": "No."}, {**SAID, "content": "No."}),
     "untrained in ShareGPT's words": ({"from": "gpt", "value": "5", "train": False}, {**SAID, "weight": 0}),
     "trained": ({**SAID, "weight": 1.0}, SAID),
 }
@@ -107,7 +118,57 @@ def test_only_nulls_that_a_columnar_format_added_are_removed(tmp_path: Path) -> 
     assert "null" not in json.dumps([task.truth, task.messages, task.tools])
 
 
+SHAREGPT = {"conversations": [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]}
+FLAT_TOOL = {"name": "add", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize("kind", ["prompt", "conversation"])
+def test_a_rows_own_system_message_is_shown(kind: Kind) -> None:
+    row: dict[str, object] = {"question": "2+3?", "answer": "5"} if kind == "prompt" else SHAREGPT
+    columns = Columns(kind=kind, system="Add.")
+    task, problem = columns.read({**row, "system": "Be brief."}, "t")
+    assert task.messages == ({"role": "system", "content": "Be brief."}, ASKED)
+    assert "system" not in task.truth
+    assert problem == problem_key("2+3?")
+    for other in (None, "", " ", 5):
+        assert columns.read({**row, "system": other}, "t")[0].messages[0] == {"role": "system", "content": "Add."}
+    template = replace(columns, template="{{ system }}, {{ 2 }}+3?", answer="a", system="")
+    assert template.read({"system": "Sir", "a": "5"}, "t")[0].messages == ({**ASKED, "content": "Sir, 2+3?"},)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"tools": [TOOL]},
+        {"tools": json.dumps([FLAT_TOOL])},
+        {"tools": [{"type": "function", **FLAT_TOOL}]},
+        {"functions": [FLAT_TOOL]},
+    ],
+)
+def test_tools_have_one_form_in_all_data_sets(tools: dict[str, object]) -> None:
+    task, _ = Columns(kind="conversation").read({"messages": [ASKED, SAID], **tools}, "t")
+    assert task.tools == (TOOL,)
+    assert not task.truth.keys() & tools.keys()
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"images": ["a.png"]}, "column 'images' holds what is not text"),
+        ({"image": {"bytes": b"x", "path": None}}, "column 'image' holds what is not text"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "column 'chat_template_kwargs' has variables"),
+        ({"chat_template_kwargs": '{"enable_thinking": false}'}, "column 'chat_template_kwargs' has variables"),
+    ],
+)
+def test_columns_that_change_what_the_model_is_shown_are_refused(columns: dict[str, object], problem: str) -> None:
+    for kind, row in (("conversation", SHAREGPT), ("prompt", {"question": "2+3?"})):
+        with pytest.raises(RowError, match=problem):
+            Columns(kind=kind).read({**row, **columns}, "t")
+        Columns(kind=kind).read({**row, **dict.fromkeys(columns), "image": "debian:12"}, "t")
+
+
 PAIRS: list[dict[str, object]] = [
+    {"conversations": [{"from": "human", "value": "2+3?"}], "chosen": {"from": "gpt", "value": "5"}, "rejected": OTHER},
     {"prompt": "2+3?", "chosen": "5", "rejected": "6"},
     {"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER], "score": 1},
     {"question": "2+3?", "chosen": "5", "rejected": [OTHER]},

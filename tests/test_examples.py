@@ -226,6 +226,8 @@ TRAINED: list[tuple[str, dict[str, object], str]] = [
         "message 3's text beside its tool call would not be trained",
     ),
     ("arguments as text", {**assistant(""), "tool_calls": [CALL]}, 'add{"a": "x\\n"}<|im_end|>'),
+    ("shows all", {**assistant("FIVE"), "tool_plan": "TWO"}, "message 3's tool_plan would not be trained"),
+    ("shows all", {**assistant("FIVE"), "refusal": "TWO"}, "message 3's refusal would not be trained"),
     ("no system", assistant("FIVE"), "message 1's text would not be shown: the chat template leaves out 'SYS'"),
 ]
 
@@ -279,6 +281,16 @@ def test_a_run_says_which_row_lacks_text_and_how_many_have_rewritten_turns(folde
     unscanned = DataConfig(held_out_share=1e-9).build([str(path)], seed=0, kind="conversation")
     with pytest.raises(TaskError, match=place):
         asyncio.run(Examples(ResumableTaskStream(unscanned), unscanned.sources, maker, groups=2).next_batch())
+
+
+def test_a_run_names_the_columns_and_fields_that_it_does_not_train(folder: Path, tmp_path: Path) -> None:
+    chat = [{**user("2+3?"), "name": "Ann"}, {**assistant("It is 5."), "id": "m1"}]
+    columns = {"label": False, "documents": [{"text": "Two and three"}], "said": "It is 5.", "empty": ""}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat, **columns}) + "\n")
+    mixture = DataConfig(held_out_share=1e-9).build([f"{tmp_path}/a.jsonl"], seed=0, kind="conversation")
+    maker = ExampleMaker(conversation_episodes, Tokenizer(folder), longest=1000)
+    told = check_tasks(mixture, lambda: ExampleLengths(maker), cache=tmp_path)["a"].describe(1000)
+    assert told.endswith("neither shown to the model nor trained: documents, label, messages' name"), told
 
 
 def test_a_pair_whose_answers_the_template_writes_alike_is_refused(folder: Path) -> None:

@@ -129,6 +129,9 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ),
         ("grpo", "--schedule.max-replaced 9", "--schedule.max-replaced has no effect, as no group is replaced"),
         ("grpo", "--lora.alpha 64", "--lora.alpha has no effect, as --lora.rank 0"),
+        ("grpo", "--generator.max-lora-rank 32", "--generator.max-lora-rank has no effect, as engines have no room"),
+        ("grpo", "--generator.gpu-memory-utilization 0.5", "utilization has no effect, as engines would run on CPU"),
+        ("grpo", "--generator.enforce-eager", "--generator.enforce-eager has no effect, as engines would run on CPU"),
         ("grpo", "--weights.mirror-full-every 5", "has no effect, as no --weights.mirror"),
         (
             "grpo",
@@ -175,6 +178,7 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--job process:2 --generator.most-replicas 4", ""),
         ("grpo", "--job process:2,most_replaced=1 --trainer.wait-for-host-s 5", ""),
         ("grpo", "--lora.rank 4 --lora.alpha 64", ""),
+        ("grpo", "--generator.max-loras 2 --generator.max-lora-rank 32", ""),
         ("distill", "--teachers.models policy", ""),
         ("grpo", "--env game", ""),
         ("grpo", "--environment.replicas 2 --env tools --tasks chain_sum", ""),

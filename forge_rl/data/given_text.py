@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import TaskError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.message_form import THOUGHT_KEYS
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Message
+from forge_rl.types import Message, Task
 
 _TAGS = ("<think>", "</think>")
 _HINTS = {
     "thoughts": "change the model's chat_template.jinja so that it keeps them, or remove them from the row",
     "text beside its tool call": "move it to a message of its own, or change the model's chat_template.jinja",
 }
+_ANSWER_FIELDS = ("tool_plan", "refusal")
+"""Further fields of an answer that the model writes, where the chat template shows them."""
+_READ = ("role", "content", "tool_calls", "tool_call_id", "id", "weight", *THOUGHT_KEYS)
+_ANSWERS = ("completion", "chosen", "rejected")
+_LOOKED_AT = 2000
+"""Characters of a column that are looked for in what is trained and shown."""
 _HINT = "change the message, or the model's chat_template.jinja"
 
 
@@ -68,10 +75,59 @@ def check_context(
                 raise _left_out(number, passage, use)
 
 
+def unread_names(task: Task, token_ids: Iterable[TokenIds], tokenizer: Tokenizer) -> set[str]:
+    """Return the names of a task's columns, and of fields of its messages, that are in no tokens of its examples.
+
+        unread_names(task, [episode.segments[0].token_ids], tokenizer)  # {"label", "messages' name"}
+
+    Args:
+        token_ids: all sequences that are made of the task.
+    """
+    rendered = "\0".join(_joined(tokenizer.decode(ids, skip_special=False)) for ids in token_ids)
+
+    def is_read(value: object) -> bool:
+        texts = list(_texts(value))
+        return bool(texts) and all(_form_in(rendered, text[:_LOOKED_AT], tokenizer) is not None for text in texts)
+
+    names = {
+        name
+        for name, value in task.truth.items()
+        if name not in _ANSWERS and not _is_empty(value) and not is_read(value)
+    }
+    answers = (task.truth.get(name) for name in _ANSWERS)
+    messages = itertools.chain(task.messages, *(answer for answer in answers if isinstance(answer, list)))
+    for message in messages:
+        names |= {
+            f"messages' {name}"
+            for name, value in message.items()
+            if name not in _READ and isinstance(value, str) and value.strip() and not is_read(value)
+        }
+    return names
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts in a column's value, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for field in value.values():
+            yield from _texts(field)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
 def _of_answer(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
     thoughts = next((str(message[key]) for key in THOUGHT_KEYS if message.get(key)), "")
     if thoughts.strip():
         yield GivenText("thoughts", thoughts)
+    for field in _ANSWER_FIELDS:
+        if isinstance(text := message.get(field), str) and text.strip():
+            yield GivenText(field, text)
     yield from _of_content(message, tokenizer)
     calls = message.get("tool_calls") or ()
     assert isinstance(calls, Sequence)

@@ -26,7 +26,7 @@ from forge_rl.system.folders import make_private
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
-_VERSION = 3
+_VERSION = 4
 _ROWS_AT_ONCE = 1000
 _MEASURED = 200
 """Rows of a source to render before a run, to find what the chat template refuses or leaves out."""

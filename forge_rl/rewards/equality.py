@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from forge_rl.rewards.formula_values import evaluate, points
+from forge_rl.rewards.formula_values import evaluate, exact, points
 from forge_rl.rewards.formulas import Node, read_formula, symbols_of
 from forge_rl.rewards.quantities import plain, rounds
 
-_DIGITS = 60
+_DIGITS = 460
 """Decimal digits of the values that are compared."""
-_EQUAL_DIGITS = 45
+_EQUAL_DIGITS = 300
+_ZERO_DIGITS = 400
 _LEAST_POINTS = 3
 _MOST_PARTS = 100
 _MOST_DEPTH = 6
@@ -225,6 +226,8 @@ def _same_value(true: Structure, answer: Structure) -> bool:
     names = symbols_of(true.tree)
     if names != symbols_of(answer.tree):
         return False
+    if not names:
+        return _same_number(true, answer)
     num_points = 0
     with mpmath.workdps(_DIGITS):
         for values in points(names):
@@ -232,13 +235,33 @@ def _same_value(true: Structure, answer: Structure) -> bool:
                 true_value = evaluate(true.tree, values)
             except ZeroDivisionError:
                 continue
-            answer_value = evaluate(answer.tree, values)
-            if not _is_near(true_value, answer_value):
-                return not names and _is_rounded(answer.source, true_value)
+            if not _is_near(true_value, evaluate(answer.tree, values)):
+                return False
             num_points += 1
-            if not names:
-                return True
     return num_points >= _LEAST_POINTS
+
+
+def _same_number(true: Structure, answer: Structure) -> bool:
+    """Compare numbers: rational ones exactly, others to hundreds of digits, and by a decimal number that rounds one."""
+    import mpmath
+
+    try:
+        true_fraction = exact(true.tree)
+        answer_fraction = exact(answer.tree)
+        if true_fraction is not None and answer_fraction is not None:
+            return true_fraction == answer_fraction or _is_rounded(answer.source, true_fraction)
+        with mpmath.workdps(_DIGITS):
+            true_value, answer_value = evaluate(true.tree, {}), evaluate(answer.tree, {})
+            size = max(abs(true_value), abs(answer_value))
+            # What is left of terms that cancel is far smaller than any number that is written.
+            if size < mpmath.mpf(10) ** -_ZERO_DIGITS or abs(true_value - answer_value) <= size / 10**_EQUAL_DIGITS:
+                return True
+            if mpmath.im(true_value) != 0 or abs(true_value) > 10**15:
+                return False
+            approximation = Fraction(int(mpmath.nint(mpmath.re(true_value) * 10**40)), 10**40)
+    except ZeroDivisionError:
+        return False
+    return _is_rounded(answer.source, approximation)
 
 
 def _ratio(true: Node, answer: Node) -> float | None:
@@ -266,15 +289,9 @@ def _is_near(left: object, right: object) -> bool:
     return bool(distance <= mpmath.mpf(10) ** -_EQUAL_DIGITS * max(1, abs(left), abs(right)))  # type: ignore[arg-type]
 
 
-def _is_rounded(number: str, exact: object) -> bool:
+def _is_rounded(number: str, value: Fraction) -> bool:
     """Return whether a decimal number rounds an exact value, such as 1.414214 the root of 2."""
-    import mpmath
-
-    if not _DECIMAL_FORM.fullmatch(number) or mpmath.im(exact) != 0:
-        return False
-    decimals = _DECIMAL.fullmatch(number)
-    if decimals is None or abs(mpmath.re(exact)) > 10**15:
+    if not _DECIMAL_FORM.fullmatch(number) or (decimals := _DECIMAL.fullmatch(number)) is None:
         return False
     digits = len((decimals[1] + decimals[2]).lstrip("0"))
-    approximation = Fraction(int(mpmath.nint(mpmath.re(exact) * 10**40)), 10**40)
-    return rounds(len(decimals[2]), digits, Fraction(number), approximation)
+    return rounds(len(decimals[2]), digits, Fraction(number), value)

@@ -5,6 +5,7 @@ evaluate(read_formula(r"\frac{x+1}{2}"), {"x": Fraction(3)})  # mpf("2.0")
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -52,6 +53,59 @@ def evaluate(node: Node, values: Mapping[str, Fraction]) -> Any:
         case (operator, left, right):
             return _bounded(_OPERATORS[operator](evaluate(left, values), evaluate(right, values)))
     raise ValueError(f"{node[0]!r} has no value")
+
+
+def exact(node: Node) -> Fraction | None:
+    """Return the value of a formula of rational numbers, without rounding; None for any other formula.
+
+    Raises:
+        ValueError: a value is too large.
+        ZeroDivisionError: the formula divides by 0.
+    """
+    match node:
+        case ("num", Fraction() as number):
+            return _bounded_fraction(number)
+        case ("neg", inner):
+            value = exact(inner)
+            return None if value is None else -value
+        case ("%", inner):
+            value = exact(inner)
+            return None if value is None else value / 100
+        case ("!", inner):
+            value = exact(inner)
+            if value is None:
+                return None
+            if value.denominator != 1 or not 0 <= value <= _MOST_FACTORIAL:
+                raise ValueError("an operand is not a small integer")
+            return Fraction(math.factorial(int(value)))
+        case ("^", base, exponent):
+            return _exact_power(exact(base), exact(exponent))
+        case ("+" | "-" | "*" | "/" as operator, left, right):
+            left_value, right_value = exact(left), exact(right)
+            if left_value is None or right_value is None:
+                return None
+            return _bounded_fraction(_OPERATORS[operator](left_value, right_value))
+    return None
+
+
+def _exact_power(base: Fraction | None, exponent: Fraction | None) -> Fraction | None:
+    if base is None or exponent is None or exponent.denominator != 1:
+        return None
+    if base == 0 and exponent <= 0:
+        raise ZeroDivisionError
+    if _bits(base) * abs(exponent) > _MOST_BITS:
+        raise ValueError("the power is too large")
+    return base ** int(exponent)
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded_fraction(value: Fraction) -> Fraction:
+    if _bits(value) > _MOST_BITS:
+        raise ValueError("the value is too large")
+    return value
 
 
 def _root(value: Any, degree: int) -> Any:

@@ -296,6 +296,8 @@ def _unit_name(text: str) -> str:
 def _same_value(true: Quantity, answer: Quantity) -> bool:
     if true.value == answer.value:
         return True
+    if true.value.denominator == answer.value.denominator == 1:
+        return False  # integers are exact, however long
     if true.decimals is not None and answer.decimals is not None:
         # Two decimals: the shorter one may round the longer one, in either direction only if that is a printed double.
         if answer.decimals < true.decimals:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from forge_rl.data.given_text import unread_names
 from forge_rl.data.scan import template_digest
 from forge_rl.data.sources import Source
 from forge_rl.data.task_stream import ResumableTaskStream
@@ -24,6 +25,7 @@ _FEW_TASKS = 100
 """A share of unusable tasks is of at least this many."""
 _FRAME_TOKENS = 32
 """Maximum tokens that a chat template adds around a message."""
+_MAX_NAMES = 20
 _LONGER_ROWS = "raise --trainer.seq-len, or --trainer.context-parallel-degree to split rows over more devices"
 
 
@@ -105,6 +107,7 @@ class ExampleLengths:
         self.limit = maker.longest
         self._maker = maker
         self._made = self._rewritten = 0
+        self._unread: set[str] = set()
 
     def too_long(self, task: Task) -> bool:
         """Return whether a task's longest segment exceeds the limit.
@@ -122,18 +125,25 @@ class ExampleLengths:
         group = self._maker.any_length(task)
         self._made += 1
         self._rewritten += rewritten_turns(group) > 0
+        sequences = (segment.token_ids for episode in group.episodes for segment in episode.segments)
+        self._unread |= unread_names(task, sequences, self._maker.tokenizer)
         return row_tokens(group)
 
     def take_note(self) -> str:
         """Return what the examples made since the last call have in common, or ""."""
-        examples, rewritten = self._made, self._rewritten
+        examples, rewritten, unread = self._made, self._rewritten, sorted(self._unread)
         self._made = self._rewritten = 0
-        if not rewritten:
-            return ""
-        return (
-            f"{rewritten:,} of the {examples:,} looked at are trained turn by turn, as the chat template changes "
-            "earlier turns, such as by leaving out their thoughts"
-        )
+        self._unread = set()
+        notes: list[str] = []
+        if rewritten:
+            notes.append(
+                f"{rewritten:,} of the {examples:,} looked at are trained turn by turn, as the chat template changes "
+                "earlier turns, such as by leaving out their thoughts"
+            )
+        if unread:
+            names = ", ".join(unread[:_MAX_NAMES] + ["..."] * (len(unread) > _MAX_NAMES))
+            notes.append(f"neither shown to the model nor trained: {names}")
+        return "; ".join(notes)
 
     def digest(self) -> str:
         """Return a digest of the tokenizer, its chat template, and the function that makes the examples."""

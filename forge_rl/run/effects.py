@@ -1,4 +1,4 @@
-"""Flags that act only while another flag, their switch, is on."""
+"""Flags that act only while another flag, their switch, is on, or on another device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.curriculum import Curriculum
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import changed_flags
@@ -16,6 +17,7 @@ from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.job_flag import build_job
 from forge_rl.runtime.job_protocol import ReplacingJob
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.weight_store_config import WeightStoreConfig
 
 
@@ -30,6 +32,8 @@ class SwitchedRun(Protocol):
     def schedule(self) -> ScheduleConfig: ...
     @property
     def lora(self) -> LoRAConfig: ...
+    @property
+    def generator(self) -> GeneratorConfig: ...
     @property
     def evaluation(self) -> EvalConfig: ...
     @property
@@ -80,6 +84,18 @@ SWITCHES: Mapping[str, Switch] = {
         is_on=lambda config: config.lora.rank,
         why="--lora.rank 0 trains all weights, without adapters",
         hint="add --lora.rank 16",
+    ),
+    "--generator.max-loras": Switch(
+        flags=("generator.max_lora_rank",),
+        is_on=lambda config: config.generator.max_loras or config.lora.rank,
+        why="engines have no room for adapters",
+        hint="set --generator.max-loras above 0",
+    ),
+    "engines on GPUs": Switch(
+        flags=("generator.gpu_memory_utilization", "generator.enforce_eager"),
+        is_on=lambda config: device_type() != "cpu",
+        why="engines would run on CPU",
+        hint="run it on GPUs",
     ),
     "--evaluation.every": Switch(
         flags=("evaluation",),

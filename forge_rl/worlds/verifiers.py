@@ -73,7 +73,7 @@ class VerifiersEnv:
         async with start(config, sources=Mixture(environment.sources(0)), environment=environment, ...) as run:
 
     Its workers call the policy at the gateway with each episode's key. If several agents play the policy, the reward is
-    their mean.
+    their mean; games whose agents' rewards always add up to the same are refused, as it would never change.
 
     Args:
         name: the taskset, a module that the interpreter can import, such as `reverse_text` or `textarena`.

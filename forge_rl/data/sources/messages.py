@@ -14,11 +14,18 @@ _CALLED = ("function_call", "tool_call")
 """Roles of ShareGPT's messages whose text is a tool call."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key of the text of each type of part that is text."""
-_THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text"}
+_THOUGHT_PARTS = {
+    "thinking": "thinking",
+    "reasoning": "text",
+    "reasoning.text": "text",
+    "reasoning.summary": "summary",
+}
 """Key of the text of each type of part that is a thought."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's thoughts; the first is what a message has once it is read."""
-_TRAINED = ("weight", "train", "loss")
+_THOUGHT_LIST = "reasoning_details"
+"""Key of the parts of thoughts that OpenRouter writes, beside their text or in its place."""
+_TRAINED = ("weight", "train", "training", "loss")
 """Keys that say whether a message is trained: 0 or 1 in OpenAI's format, false or true in others."""
 _MAX_TEXT_LENGTH = 1 << 23
 """Largest text of a prompt or an answer, in characters: about two million tokens, whose encoding takes 1.2 GB."""
@@ -52,7 +59,8 @@ def read_messages(column: str, value: object, *, fillers: bool = False) -> list[
 
 
 def read_tools(column: str, value: object, *, fillers: bool = False) -> tuple[Mapping[str, object], ...]:
-    """Return the tool schemas in a cell; arguments and errors as for `read_messages`."""
+    """Return the tool schemas in a cell, each as {"type": "function", "function": {...}}, which OpenAI's Responses and
+    ShareGPT write without the inner level; arguments and errors as for `read_messages`."""
     if value is None:
         return ()
     schemas: list[Mapping[str, object]] = []
@@ -61,6 +69,9 @@ def read_tools(column: str, value: object, *, fillers: bool = False) -> tuple[Ma
             raise RowError(f"has a tool {number} that is not a JSON schema", column=column, value=schema)
         clean_schema = without_nulls(schema) if fillers and not isinstance(value, str) else dict(schema)
         assert isinstance(clean_schema, dict)
+        if isinstance(clean_schema.get("name"), str) and clean_schema.get("type", "function") == "function":
+            function = {name: field for name, field in clean_schema.items() if name != "type"}
+            clean_schema = {"type": "function", "function": function}
         schemas.append(clean_schema)
     return tuple(schemas)
 
@@ -141,7 +152,12 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
     else:
         calls = _calls(column, location, message.pop("tool_calls", None) or _former_call(message))
         message |= {"tool_calls": calls} if calls else {}
+    if message.get("content") is None and isinstance(message.get("refusal"), str):
+        message["content"] = message.pop("refusal")
     content, thoughts = _content(column, location, message.get("content"))
+    if _THOUGHT_LIST in message:
+        extra_thoughts = _content(column, location, message.pop(_THOUGHT_LIST))[1]
+        thoughts = thoughts or ([] if any(message.get(key) for key in _THOUGHTS) else extra_thoughts)
     for key in _THOUGHTS:
         if key in message:
             thoughts = [_text(column, location, key, message.pop(key)), *thoughts]

@@ -32,6 +32,12 @@ _QUESTIONS = ("question", "prompt")
 """Default columns of the question."""
 _COMPLETIONS = ("completion", "answer")
 """Default columns of a conversation's answer, unless the messages have it."""
+_TOOLS = ("tools", "functions")
+"""Default columns of tool schemas; the second is OpenAI's former name."""
+_SYSTEM = "system"
+"""Column of the system message in ShareGPT's and LLaMA-Factory's rows."""
+_MEDIA = ("images", "image", "videos", "audios")
+_TEMPLATE_ARGS = "chat_template_kwargs"
 _FOLDED = b"".join(b" " if chr(code).isspace() else bytes([code]).lower() for code in range(256))
 """Lower case of each ASCII character, and a space for each blank."""
 _MOST_NAMES = 20
@@ -70,7 +76,7 @@ class Columns:
     """Column of chat messages; defaults to the column messages, conversations or prompt, if it holds a list. ShareGPT's
     {"from": "human", "value": "..."} becomes {"role": "user", "content": "..."}; others are used unchanged."""
     tools: str = ""
-    """Column of tool schemas; defaults to the column tools, if it exists."""
+    """Column of tool schemas; defaults to the column tools or functions, if it exists."""
     rubric: str = ""
     """Column of the task's own rubric, see `criteria.read_criteria`, checked and stored in the truth as "rubric"."""
     id: str = ""
@@ -84,7 +90,7 @@ class Columns:
     instruction: str = ""
     """Text appended to the question, or to the last user message."""
     system: str = ""
-    """System message for tasks that have none."""
+    """System message for tasks that have none, neither in their messages nor as text in a column system."""
     chosen: str = ""
     """Column of a pair's preferred answer; defaults to the column chosen."""
     rejected: str = ""
@@ -105,11 +111,15 @@ class Columns:
         Raises:
             RowError: a column is missing or has an invalid value.
         """
+        _check_unread(row)
         prompt_column, messages, answers = self._example(row)
         problem = prompt_key(messages)
-        tools_column = self.tools or ("tools" if row.get("tools") is not None else "")
+        tools_column = self.tools or next((name for name in _TOOLS if row.get(name) is not None), "")
         tools = read_tools(tools_column, _get(row, tools_column), fillers=_fills(row)) if tools_column else ()
         truth = {name: value for name, value in row.items() if name not in (prompt_column, tools_column)}
+        system = self.system
+        if not self.template and prompt_column != _SYSTEM and messages[0]["role"] != "system":
+            system = _system(truth) or system
         if self.answer:
             truth["answer"] = _get(row, self.answer)
         if self.answer or self.kind == "prompt":
@@ -121,8 +131,8 @@ class Columns:
             problem = problem_key(json.dumps(_get(row, self.problem), sort_keys=True, default=str))
         if self.instruction:
             messages = _instructed(messages, self.instruction)
-        if self.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
+        if system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
         if self.id:
             value = _get(row, self.id)
             if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
@@ -314,6 +324,36 @@ def _fills(row: Mapping[str, object]) -> bool:
     return isinstance(row, FilledRow) or has_fillers(row)
 
 
+def _check_unread(row: Mapping[str, object]) -> None:
+    """Refuse columns that say what the model is shown in a way that training does not follow."""
+    for name in _MEDIA:
+        media = row.get(name)
+        is_media = isinstance(media, list | bytes) or (isinstance(media, Mapping) and "bytes" in media)
+        if media and is_media:
+            raise RowError(
+                "holds what is not text, which the model would not be shown",
+                column=name,
+                hint="models are trained on text: remove the row, or the column if the text does without it",
+            )
+    if template_args := _parsed(row.get(_TEMPLATE_ARGS)):
+        raise RowError(
+            "has variables of the chat template for one row, which are not supported",
+            column=_TEMPLATE_ARGS,
+            value=template_args,
+            hint="set them for all rows with --template-args, and remove the column",
+        )
+
+
+def _system(truth: dict[str, object]) -> str:
+    """Remove a row's system message from its other columns and return it; "" if there is none."""
+    system = truth.get(_SYSTEM)
+    if not isinstance(system, str) or not system.strip():
+        return ""
+    check_text(_SYSTEM, system)
+    del truth[_SYSTEM]
+    return system
+
+
 def _check_prompt(prompt_column: str, messages: Sequence[Message]) -> None:
     if messages[-1]["role"] == "assistant":
         raise RowError(
@@ -345,6 +385,7 @@ def _answer(column: str, row: Mapping[str, object]) -> list[Message]:
     if isinstance(value, str) and not (is_chat(value) and '"role"' in value):
         check_text(column, value)
         return [{"role": "assistant", "content": value}]
+    value = [value] if isinstance(value, Mapping) else value
     messages = read_messages(column, value, fillers=_fills(row))
     if messages[-1]["role"] != "assistant":
         raise RowError("does not end with an assistant message", column=column, value=messages[-1])

@@ -22,7 +22,8 @@ from typing import Any, TextIO
 
 import httpx
 import verifiers.v1 as vf
-from confined_runtime import confine  # beside this script
+from agent_credit import AgentCredit  # beside this script, as is confined_runtime
+from confined_runtime import confine
 from openai import APIStatusError, AsyncOpenAI
 from verifiers.v1.clients import EvalClient, EvalClientConfig, ModelContext
 from verifiers.v1.dialects.chat import message_to_wire
@@ -161,6 +162,7 @@ class Server:
         self.models: dict[str, str] = {}
         self.first: EvalClient | None = None
         self.keys: dict[str, str] = {}
+        self.credit = AgentCredit()
         interception.resolve_client = self.client_of
 
     def client_of(self, config: Any) -> Any:
@@ -185,7 +187,7 @@ class Server:
             episode = await self.env.run_slot(slot, ModelContext(model=model, client=client))
         finally:
             del self.keys[variable]
-        return result_of(episode)
+        return result_of(episode, self.credit)
 
     async def model_at(self, call: dict) -> str:
         """Ask the policy's server for its model name."""
@@ -238,7 +240,7 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def result_of(episode: Any) -> dict:
+def result_of(episode: Any, credit: AgentCredit) -> dict:
     """Return the mean reward of the trained traces, and their parts; raise the recorded error if the episode failed."""
     errors = [error for trace in episode.traces if not trace.ok for error in trace.errors[-1:]]
     if not episode.ok:
@@ -252,12 +254,7 @@ def result_of(episode: Any) -> dict:
         values |= {name: value for name, value in trace.metrics.items() if value is not None}
         for name, value in values.items():
             parts[seat + name] = float(value)
-    total = sum(trace.reward for trace in traces) / len(traces)
-    if len(traces) > 1 and abs(total) < 1e-9 < max(abs(trace.reward) for trace in traces):
-        names = ", ".join(trace.agent.name for trace in traces)
-        raise RuntimeError(
-            f"the rewards of {names} add up to 0, so their mean teaches nothing: let the environment train one of them"
-        )
+    total = credit.mean([trace.agent.name for trace in traces], [float(trace.reward) for trace in traces])
     return {"reward": float(total), "parts": parts, "answer": traces[-1].last_reply}
 
 

@@ -1,0 +1,43 @@
+"""The reward of an episode that several agents play with one policy; imports nothing from forge_rl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_TOLERANCE = 1e-9
+_EPISODES = 16
+"""Episodes with one and the same mean after which a game counts as one of a constant sum."""
+
+
+class AgentCredit:
+    """Averages the rewards of the policy's agents, and refuses games whose mean teaches nothing.
+
+    In a game of a constant sum, what one agent wins another loses, so that each episode has the same mean: the policy
+    would be given the same reward whatever it plays. A sum of 0 shows in one episode, another one in several.
+
+        AgentCredit().mean(["first", "second"], [1.0, 0.0])  # 0.5
+    """
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._episodes = 0
+        """Episodes in a row in which the agents' rewards differed and had this mean."""
+
+    def mean(self, names: Sequence[str], rewards: Sequence[float]) -> float:
+        """Return the mean reward of an episode's agents.
+
+        Raises:
+            RuntimeError: it is the same however they play.
+        """
+        mean = sum(rewards) / len(rewards)
+        if max(rewards) - min(rewards) <= _TOLERANCE:
+            self._episodes = self._episodes if abs(mean - self._mean) <= _TOLERANCE else 0
+            return mean
+        is_same = self._episodes > 0 and abs(mean - self._mean) <= _TOLERANCE
+        self._mean, self._episodes = mean, self._episodes + 1 if is_same else 1
+        if abs(mean) <= _TOLERANCE or self._episodes >= _EPISODES:
+            raise RuntimeError(
+                f"the rewards of {', '.join(names)} add up to {mean * len(rewards):g} whoever wins, so their mean "
+                "teaches nothing: let the environment train one of them"
+            )
+        return mean
