@@ -169,12 +169,6 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
     lora = settings.lora
     if not lora.rank:
         return
-    if architecture.family.general:
-        raise ConfigError(
-            f"--lora.rank {lora.rank} trains adapters, which a {architecture.family.model_type!r} on transformers' "
-            "code does not have",
-            hint="leave it out to train all weights; llama, qwen2, qwen3, qwen3_moe, gpt_oss and deepseek_v3 have them",
-        )
     adapted_modules(architecture, lora)
     if settings.pipeline_parallel_degree > 1:
         raise ConfigError(
@@ -196,6 +190,18 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
             f"--lora.dropout {lora.dropout:g} needs whole rows on each rank",
             hint="leave it out, or leave out --trainer.tensor-parallel-degree and --trainer.context-parallel-degree",
         )
+    if lora.dropout and _has_states(architecture):
+        raise ConfigError(
+            f"--lora.dropout {lora.dropout:g} needs whole rows in each layer, and layers with a state in a "
+            f"{architecture.family.model_type!r} see one episode at a time",
+            hint="leave it out",
+        )
+
+
+def _has_states(architecture: Architecture) -> bool:
+    from forge_rl.engines.families.general import has_states  # imports transformers
+
+    return architecture.folder is not None and has_states(architecture.folder)
 
 
 def _divides(field: str, degree: int, counts: dict[str, int]) -> None:
