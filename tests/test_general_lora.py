@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import layouts
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.families.general import file_names
@@ -20,7 +19,7 @@ from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.models.adapters import Adapter
 from tests.fakes import packed, random_batch, train_batch
-from tests.test_general_models import EP, TP, on_transformers, zoo_folder
+from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
 from tests.test_lora import saved
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
@@ -112,3 +111,52 @@ def test_peft_reads_what_is_saved_and_merges_what_is_published(name: str, tmp_pa
     for name in changed:
         torch.testing.assert_close(published[name], expected[name].double(), rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(files[name], published[name].to(files[name].dtype), rtol=1e-2, atol=1e-6)
+
+
+def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Path):
+    flags = (("lora", LORA), ("lora_seed", 5))
+    names = ("microsoft/Phi-3-mini-4k-instruct", "mistralai/Mixtral-8x7B-Instruct-v0.1", "google/gemma-2-2b-it")
+    phi, mixtral, gemma = (zoo_folder(name, tmp_path) for name in names)
+    cases = [
+        on_transformers(family, 2, {**layout, **dict(flags)})
+        for family, layout in (
+            (phi, {}),
+            (phi, TP),
+            (gemma, TP | {"activation_checkpointing": "full"}),
+            (mixtral, TP),
+            (mixtral, EP),
+        )
+    ]
+    check_layouts(tmp_path, cases, dict(flags))
+
+
+def test_a_checkpoint_of_adapters_goes_on_from_them(tmp_path: Path):
+    source, step = tmp_path / "hf", tmp_path / "step"
+    engine = adapted_engine("ibm-granite/granite-4.0-h-1b", source, activation_checkpointing="full")
+    batches = [packed(random_batch(seed, vocab=250), seq_len=128) for seed in (1, 2)]
+    train_batch(engine, batches[0])
+    saved(engine, source, step)
+    other = engine_of(source, lora=LORA)
+    other.load_training_state(step / "training")
+    for resumed in (engine, other):
+        train_batch(resumed, batches[1])
+    ends = [{shard.name: shard.values.clone() for shard in each.local_shards()} for each in (engine, other)]
+    assert all(torch.equal(values, ends[1][name]) for name, values in ends[0].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("zai-org/GLM-4.5-Air", {"targets": ("gate_proj",)}, "gate_proj: experts, routers, what shares a name"),
+        ("zai-org/GLM-4.5-Air", {"targets": ("q_proj", "experts")}, "experts: experts, routers"),
+        ("ibm-granite/granite-4.0-h-1b", {"targets": ("in_proj", "conv1d")}, "conv1d: experts, .* convolutions"),
+        ("ibm-granite/granite-4.0-h-1b", {"targets": ("out_proj",)}, "out_proj: .* Mamba's output have no adapters"),
+        ("ibm-granite/granite-4.0-h-1b", {"targets": ("query",)}, "has no such linear layer"),
+        ("ibm-granite/granite-4.0-h-1b", {"dropout": 0.1}, "layers with a state in a 'granitemoehybrid' see one"),
+    ],
+)
+def test_what_has_no_adapter_is_refused_by_name(name: str, settings: dict[str, Any], message: str, tmp_path: Path):
+    architecture = read_architecture(write(name, tmp_path / "hf"))
+    check_model(TrainSettings(lora=LORA), 1, architecture)
+    with pytest.raises(ConfigError, match=message):
+        check_model(TrainSettings(lora=replace(LORA, **settings)), 1, architecture)

@@ -216,9 +216,9 @@ def on_transformers(family: str, ranks: int, settings: Mapping[str, Any]) -> lay
     )
 
 
-def check_layouts(folder: Path, cases: list[layouts.Case]) -> None:
-    """Train in each layout, and in one process."""
-    alone = {family: on_transformers(family, 1, {}) for family in {case.family: None for case in cases}}
+def check_layouts(folder: Path, cases: list[layouts.Case], settings: Mapping[str, Any] | None = None) -> None:
+    """Train in each layout, and in one process of these settings."""
+    alone = {family: on_transformers(family, 1, settings or {}) for family in {case.family: None for case in cases}}
     expected = dict(zip(alone, layouts.train(folder, list(alone.values()), 3), strict=True))
     for case, result in zip(cases, layouts.train(folder, cases, 3), strict=True):
         deviation = layouts.compare(result, expected[case.family])

@@ -153,6 +153,11 @@ def _cause(architecture: Architecture, target: str) -> str:
         return f"{ALL_LINEAR} includes it"
     if target in ("lm_head", "embed_tokens", "score"):
         return "embeddings and heads have no adapters"
+    if architecture.folder is not None:
+        from forge_rl.engines.families.general import weight_shapes  # imports transformers
+
+        if any(f".{target}." in name for name in weight_shapes(architecture.folder)):
+            return "experts, routers, what shares a name with experts, convolutions and Mamba's output have no adapters"
     layer_names = _layer_names(architecture)
     matches = [
         name for name, hf_name in layer_names.items() if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")
