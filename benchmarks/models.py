@@ -205,13 +205,17 @@ def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
 
 def _compare(name: str, folder: Path) -> dict[str, object]:
     """Train a model and compare its packed rows and its files; the row has what was measured."""
+    from tests.zoo.general import LONG_TURNS
     from tests.zoo.packed import compare, engine_of, rows_of
     from tests.zoo.trained import ALL, modelling_of, prepare, round_trips
 
     prepare(name, folder)
     modelling = modelling_of(name)
     engine = engine_of(folder / "model", modelling)
-    deviations = [compare(engine, folder / "model", rows_of(share_prefixes=shared)) for shared in (True, False)]
+    turns = LONG_TURNS.get(name, 3)
+    deviations = [
+        compare(engine, folder / "model", rows_of(share_prefixes=shared, turns=turns)) for shared in (True, False)
+    ]
     return {
         "model": name,
         "family": ALL[name].family,

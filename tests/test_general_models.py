@@ -30,7 +30,7 @@ from tests.plain_trainer import share_angles
 from tests.test_layouts import relays
 from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
-from tests.zoo.general import GENERAL, UNSERVED
+from tests.zoo.general import GENERAL, LONG_TURNS, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
 from tests.zoo.trained import prepare
 
@@ -64,7 +64,8 @@ def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path
     assert not check_weights(folder, architecture)
     engine = engine_of(folder, modelling)
     for share_prefixes in (True, False):
-        deviation = compare(engine, folder, rows_of(share_prefixes=share_prefixes))
+        rows = rows_of(share_prefixes=share_prefixes, turns=LONG_TURNS.get(name, 3))
+        deviation = compare(engine, folder, rows)
         assert deviation.spread > 0.2, "the model must tell tokens apart for this to be a test"
         assert max(deviation.forward, deviation.gradient) < 1e-9, (share_prefixes, deviation)
 

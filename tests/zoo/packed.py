@@ -44,9 +44,9 @@ def engine_of(folder: Path, modelling: Modelling = "auto", **settings: Any) -> T
     )
 
 
-def rows_of(*, share_prefixes: bool, seed: int = 1) -> tuple[Row, ...]:
+def rows_of(*, share_prefixes: bool, seed: int = 1, turns: int = 3) -> tuple[Row, ...]:
     """Pack several episodes of several turns to a row, with padding at its end."""
-    batch = random_batch(seed, vocab=VOCABULARY, groups=3, turns=3)
+    batch = random_batch(seed, vocab=VOCABULARY, groups=3, turns=turns)
     return packed(batch, seq_len=128, share_prefixes=share_prefixes, pad_multiple=16).rows
 
 

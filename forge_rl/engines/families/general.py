@@ -409,6 +409,13 @@ def has_states(folder: Path) -> bool:
     return any(kind in _RECURRENT_KINDS for kind in getattr(config, "layer_types", None) or ())
 
 
+def computes_rows(folder: Path) -> bool:
+    """Return whether all of a model's linear layers that can have adapters are given whole rows, and no layer has
+    experts, in which a token's values could reach those of others."""
+    layers = inspected_model(folder).model.layers
+    return not has_states(folder) and not any(_has_experts(layer) for layer in layers)
+
+
 def _rope_types(config: Any) -> set[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
