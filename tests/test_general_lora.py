@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks import models
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.families.general import file_names
@@ -21,6 +22,7 @@ from forge_rl.models.adapters import Adapter
 from tests.fakes import packed, random_batch, train_batch
 from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
 from tests.test_lora import saved
+from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
 from tests.zoo.packed import engine_of, reference_of, rows_of, run_rows
@@ -113,6 +115,7 @@ def test_peft_reads_what_is_saved_and_merges_what_is_published(name: str, tmp_pa
         torch.testing.assert_close(files[name], published[name].to(files[name].dtype), rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.long
 def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Path):
     flags = (("lora", LORA), ("lora_seed", 5))
     names = ("microsoft/Phi-3-mini-4k-instruct", "mistralai/Mixtral-8x7B-Instruct-v0.1", "google/gemma-2-2b-it")
@@ -160,3 +163,38 @@ def test_what_has_no_adapter_is_refused_by_name(name: str, settings: dict[str, A
     check_model(TrainSettings(lora=LORA), 1, architecture)
     with pytest.raises(ConfigError, match=message):
         check_model(TrainSettings(lora=replace(LORA, **settings)), 1, architecture)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "adapters"),
+    [
+        ("ibm-granite/granite-4.0-h-1b", "merged"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "merged"),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "merged"),
+        ("microsoft/Phi-3-mini-4k-instruct", "served"),
+        ("google/gemma-3-1b-it", "served"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "served"),
+    ],
+)
+def test_a_whole_run_trains_publishes_and_saves_adapters(name: str, adapters: str, tmp_path: Path):
+    """Versions are attested; the frozen reference is the base without adapters."""
+    source = write(name, tmp_path / "zoo" / "model")
+    flags = ("--lora.rank", "4", "--generator.adapters", adapters, "--loss", "clipped:kl_coef=0.1")
+    lines, failure = models.run_steps(name, tmp_path / "zoo", 900, flags)
+    assert not failure
+    gaps = [line["logprob_gap/max"] for line in lines if "logprob_gap/max" in line]
+    assert len(gaps) == 2
+    if dtype_of(tmp_path / "zoo") == "float32":
+        assert max(gaps) < 1e-2
+    assert min(line["weights/written_share"] for line in lines if "weights/written_share" in line) < 0.5
+    adapter = Adapter.read(tmp_path / "zoo" / "run" / "checkpoints" / "step-000002" / "model")
+    (tmp_path / "merged").mkdir()
+    adapter.merge(source, tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    adapted = peft.PeftModel.from_pretrained(base, adapter.folder).eval()
+    token_ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(token_ids).logits, ours(token_ids).logits, rtol=0.1, atol=0.1)
+    assert all(bool(b.any()) for _, b in adapter.factors().values()), "all adapters were trained"
