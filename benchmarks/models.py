@@ -205,13 +205,17 @@ def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
 
 def _compare(name: str, folder: Path) -> dict[str, object]:
     """Train a model and compare its packed rows and its files; the row has what was measured."""
+    from tests.zoo.general import LONG_TURNS
     from tests.zoo.packed import compare, engine_of, rows_of
     from tests.zoo.trained import ALL, modelling_of, prepare, round_trips
 
     prepare(name, folder)
     modelling = modelling_of(name)
     engine = engine_of(folder / "model", modelling)
-    deviations = [compare(engine, folder / "model", rows_of(share_prefixes=shared)) for shared in (True, False)]
+    turns = LONG_TURNS.get(name, 3)
+    deviations = [
+        compare(engine, folder / "model", rows_of(share_prefixes=shared, turns=turns)) for shared in (True, False)
+    ]
     return {
         "model": name,
         "family": ALL[name].family,
@@ -243,21 +247,29 @@ def whole_run(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ())
     Args:
         flags: further flags of the recipe.
     """
+    from tests.zoo.trained import check_files
+
+    lines, failure = run_steps(name, zoo, timeout_s, flags)
+    if failure:
+        return {"whole_run": False, "run_failed": failure}
+    check_files(name, (zoo / "model").resolve(), zoo / "run" / "checkpoints" / "step-000002" / "model")
+    return {"whole_run": True, "run_gap": max(line.get("logprob_gap/max", 0.0) for line in lines)}
+
+
+def run_steps(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ()) -> tuple[list[dict[str, Any]], str]:
+    """Run GRPO for two steps on a folder of the zoo; return the metrics, and what failed, empty if nothing did."""
     from tests.zoo.engine import dtype_of
-    from tests.zoo.trained import check_files, modelling_of
+    from tests.zoo.trained import modelling_of
 
     model, out = (zoo / "model").resolve(), zoo / "run"
     command = [sys.executable, "-m", "recipes.grpo", "--model", str(model), "--out", str(out), *_RUN.split()]
     command += ["--trainer.modelling", modelling_of(name), "--generator.dtype", dtype_of(zoo), *flags]
     process = _finished(command, timeout_s, {})
     if process.returncode:
-        return {"whole_run": False, "run_failed": _last_line(process)}
+        return [], _last_line(process)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     trained = sum(line.get("grad_norm", 0.0) > 0 for line in lines)
-    if trained < 2:
-        return {"whole_run": False, "run_failed": f"it trained in {trained} of 2 steps"}
-    check_files(name, model, out / "checkpoints" / "step-000002" / "model")
-    return {"whole_run": True, "run_gap": max(line.get("logprob_gap/max", 0.0) for line in lines)}
+    return lines, "" if trained == 2 else f"it trained in {trained} of 2 steps"
 
 
 def _finished(command: list[str], timeout_s: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan.general_model import GeneralModel
 from forge_rl.packing.rows import Minibatch
 from forge_rl.token_arrays import Segment
 from forge_rl.types import Batch
@@ -66,11 +67,15 @@ def share_angles(model: Any, titan: torch.nn.Module) -> None:
 
 
 def in_float64(model: torch.nn.Module, titan: torch.nn.Module) -> Any:
-    """Copy transformers' model, as `fakes.make_model` returned it, to compare with torchtitan's; see share_angles."""
-    copied: Any = copy.deepcopy(model).double()
+    """Copy transformers' model, as `fakes.make_model` returned it, to compare with the engine's; see share_angles."""
+    copied: Any = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data = parameter.double()
     if hasattr(copied.config, "num_experts_per_tok"):
         copied.set_experts_implementation("eager")  # torch's product of groups has no float64
-    share_angles(copied, titan)
+    if not isinstance(titan, GeneralModel):
+        copied.double()  # buffers too
+        share_angles(copied, titan)
     return copied
 
 

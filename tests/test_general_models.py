@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,22 +17,32 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import layouts, models
 from benchmarks.ranks import run_ranks
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.value_loss import ValueLoss
 from forge_rl.engines.architecture import check_weights, read_architecture, read_served
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.general import COMPARED
 from forge_rl.engines.families.tensor_plan import TENSOR_COMPARED, expert_routers
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import Modelling, TrainSettings
 from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError, ModelError
+from forge_rl.metrics import reduce
+from forge_rl.packing.pack import pack
+from forge_rl.packing.rows import Layout
+from forge_rl.run.plan.memory import show_plan
+from forge_rl.services.generator_config import GeneratorConfig
+from recipes.grpo import Config
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import share_angles
 from tests.test_layouts import relays
 from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
-from tests.zoo.general import GENERAL, UNSERVED
+from tests.zoo.general import GENERAL, LONG_TURNS, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
 from tests.zoo.trained import prepare
 
@@ -51,6 +63,7 @@ MIXTURES = (
     "Qwen/Qwen3-30B-A3B, on transformers' code",
 )
 """Those with experts that can be on several ranks."""
+HYBRID = "ibm-granite/granite-4.0-h-1b"
 SHARED = [name for name, checkpoint in GENERAL.items() if checkpoint.family in TENSOR_COMPARED]
 """Those whose matrices tensor-parallel ranks share."""
 
@@ -64,23 +77,29 @@ def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path
     assert not check_weights(folder, architecture)
     engine = engine_of(folder, modelling)
     for share_prefixes in (True, False):
-        deviation = compare(engine, folder, rows_of(share_prefixes=share_prefixes))
+        rows = rows_of(share_prefixes=share_prefixes, turns=LONG_TURNS.get(name, 3))
+        deviation = compare(engine, folder, rows)
         assert deviation.spread > 0.2, "the model must tell tokens apart for this to be a test"
         assert max(deviation.forward, deviation.gradient) < 1e-9, (share_prefixes, deviation)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_transformers_code_trains_as_the_native_family_does(family: str, tmp_path: Path):
+    """With a penalty for the distance from a frozen reference."""
     make_model(tmp_path, family, tie_word_embeddings=True)
-    engines = [engine_of(tmp_path, "native"), engine_of(tmp_path, "transformers")]
+    settings = TrainSettings(dtype="float64", seq_len=128, optimizer=OptimizerConfig(lr=1e-2))
+    codes: tuple[Modelling, ...] = ("native", "transformers")
+    engines = [TitanEngine(tmp_path, replace(settings, modelling=code), reference=True) for code in codes]
     assert [engine.architecture.family.general for engine in engines] == [False, True]
     share_angles(engines[1].model, engines[0].model)
-    measured = []
+    share_angles(engines[1]._reference, engines[0].model)
+    loss, measured = ClippedSurrogate(kl_coef=0.3), []
     for engine in engines:
         for seed in (1, 2):
-            result = train_batch(engine, packed(random_batch(seed, vocab=43), seq_len=128))
-        measured.append(result["grad_norm"].total)  # type: ignore[union-attr]
+            result = reduce(train_batch(engine, packed(random_batch(seed, vocab=43), seq_len=128), loss))
+        measured.append({name: result[name] for name in ("grad_norm", "loss", "kl_reference/k2")})
     assert measured[0] == pytest.approx(measured[1], rel=1e-9)
+    assert measured[0]["kl_reference/k2"] > 1e-4, "the policy must differ from the reference for this to be a test"
     native, general = (hf_weights(engine.model) for engine in engines)
     assert native.keys() == general.keys()
     for name, values in native.items():
@@ -216,9 +235,9 @@ def on_transformers(family: str, ranks: int, settings: Mapping[str, Any]) -> lay
     )
 
 
-def check_layouts(folder: Path, cases: list[layouts.Case]) -> None:
-    """Train in each layout, and in one process."""
-    alone = {family: on_transformers(family, 1, {}) for family in {case.family: None for case in cases}}
+def check_layouts(folder: Path, cases: list[layouts.Case], settings: Mapping[str, Any] | None = None) -> None:
+    """Train in each layout, and in one process of these settings."""
+    alone = {family: on_transformers(family, 1, settings or {}) for family in {case.family: None for case in cases}}
     expected = dict(zip(alone, layouts.train(folder, list(alone.values()), 3), strict=True))
     for case, result in zip(cases, layouts.train(folder, cases, 3), strict=True):
         deviation = layouts.compare(result, expected[case.family])
@@ -256,6 +275,45 @@ def test_stacked_experts_are_named_as_the_files_have_them(tmp_path: Path):
     published = hf_weights(engine.model)
     assert {spec.name: spec.shape for spec in engine.specs()} == {name: tuple(stored[name].shape) for name in stored}
     assert all(torch.equal(published[name].float(), values) for name, values in stored.items())
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_a_checkpoint_goes_on_as_training_that_was_not_interrupted(values: bool, tmp_path: Path):
+    source, step = write(HYBRID, tmp_path / "hf"), tmp_path / "step"
+    settings = TrainSettings(dtype="float64", seq_len=128, optimizer=OptimizerConfig(lr=1e-2))
+    engines = [TitanEngine(source, settings, values=values) for _ in range(2)]
+    batch = random_batch(1, vocab=250)
+    columns = {
+        name: [[np.ones(e.response_tokens, np.float32) for e in group.episodes] for group in batch.groups]
+        for name in ("returns", "old_values")
+    }
+    laid = pack(batch, batch.rewards, Layout(seq_len=128), drop_uniform=False, columns=columns)
+    loss = ValueLoss() if values else ClippedSurrogate()
+    train_batch(engines[0], laid, loss)
+    for part in ("training", "model"):
+        (step / part).mkdir(parents=True)
+    engines[0].save(step, source, version=1).result()
+    engines[1].load_training_state(step / "training")
+    for engine in engines:
+        train_batch(engine, laid, loss)
+    ends = [hf_weights(engine.model) for engine in engines]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    again = TitanEngine(step / "model", settings, values=values)
+    assert ("score.weight" in hf_weights(again.model)) == values
+    train_batch(again, laid, loss)
+
+
+def test_the_plan_of_a_run_counts_a_model_on_transformers_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = write(HYBRID, tmp_path / "hf")
+    generator = GeneratorConfig(max_model_len=128, kv_cache_gib=0.1)
+    config = Config(model=str(folder), out=tmp_path / "run", generator=generator)
+    loss = ("clipped:kl_coef=0.1",)
+    for lora in (LoRAConfig(), LoRAConfig(rank=4)):
+        show_plan(replace(config, lora=lora, loss=loss))
+    whole, adapted = capsys.readouterr().out.split("memory of a run of")[1:]
+    assert "frozen reference" in whole
+    assert "LoRA adapters of rank 4" in adapted
+    assert "frozen reference" not in adapted
 
 
 def test_a_trained_value_model_has_its_own_head(tmp_path: Path):
@@ -301,7 +359,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict, 
         ({"expert_parallel_degree": 2}, "--trainer.expert-parallel-degree 2: a 'mistral' .* has no experts"),
         (
             {"context_parallel_degree": 2, "pipeline_parallel_degree": 2},
-            "--trainer.context-parallel-degree 2 --trainer",
+            r"degree 2 --trainer.pipeline-parallel-degree 2: .* 'mistral' .* is laid out by FSDP, HSDP, TP\n",
         ),
         ({"expert_balance": "bias"}, "--trainer.expert-balance is set, which a 'mistral' on transformers' code"),
         (
@@ -421,9 +479,6 @@ def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float |
     if softcap is None and mask.is_causal:
         trees = general_attention.attend_trees(q, k, v, mask.trees, 0.3)
         assert (trees[0] - dense[0]).abs().max() < 1e-12
-
-
-HYBRID = "ibm-granite/granite-4.0-h-1b"
 
 
 @pytest.mark.long

@@ -129,3 +129,30 @@ def test_slices_bound_for_a_device_are_fingerprinted_in_one_batch(
     assert [shard.fingerprint for shard in shards] == [fingerprint(WHOLE[4:8], (12, 16), ROWS)] * 4
     assert taken[0] == 4
     assert not any(taken[1:])
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["at-once", "in-a-later-bucket"])
+def test_square_matrices_that_a_loader_transposes_arrive_transposed(held: bool) -> None:
+    """As experts of Llama 4 and gpt-oss are, whose files hold [inputs, outputs]."""
+    square = WHOLE[:, :12].contiguous()
+    model = torch.nn.Module()
+    model.square = torch.nn.Parameter(torch.empty(12, 12, device="meta"), requires_grad=False)
+    watch = SliceWatch(model, {"square": torch.empty(144)})
+    entry = TensorEntry(name="a", shape=(12, 12), dtype="float32", bucket="0/0", offset=0)
+    tensor = square.clone()
+    with watch.reading({entry: tensor}):
+        view = tensor.t()
+        with watch:
+            model.square.data.copy_(view)
+        if held:
+            view = watch.keep(view)
+            tensor.fill_(-1)
+        model.square = torch.nn.Parameter(torch.empty(12, 12), requires_grad=False)
+        with watch:
+            model.square.data.copy_(view)
+    assert torch.equal(model.square, square.t())
+    whole = TensorSlice.whole((12, 12))
+    assert [(shard.tensor_slice, shard.fingerprint) for shard in watch.shards()] == [
+        (whole, fingerprint(square, (12, 12), whole))
+    ]
+    assert watch.repacked == ["a"]

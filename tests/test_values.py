@@ -83,7 +83,7 @@ def plain_values(reference: Any, head: torch.Tensor, batch: Batch) -> list[torch
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "granite", "olmo2"])
 def test_values_and_their_gradients_are_those_of_transformers(family: str, tmp_path: Path):
     model, head = make_value_model(tmp_path, family)
     engine = engine_of(tmp_path)

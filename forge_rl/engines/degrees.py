@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING
 
@@ -90,12 +91,11 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
 
 def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError for what a model on transformers' code cannot do."""
-    name = architecture.family.model_type
+    a, name = architecture, architecture.family.model_type
     degrees = [f"{kind}_parallel_degree" for kind in ("context", "pipeline")]
     if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in degrees if getattr(settings, field) > 1]:
         raise ConfigError(
-            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by FSDP, HSDP, tensor and expert "
-            "parallelism",
+            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by {', '.join(_general_layouts(a))}",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
         )
     if settings.tensor_parallel_degree > 1:
@@ -120,6 +120,19 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
             "whole row by other angles",
             hint=f"set --trainer.seq-len to {original} or less",
         )
+
+
+def _general_layouts(architecture: Architecture) -> list[str]:
+    """List the layouts of a model on transformers' code."""
+    from forge_rl.engines.families.general import inspected_model  # imports transformers
+    from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
+
+    assert architecture.folder is not None, "read_general gives it"
+    causal, layouts = inspected_model(architecture.folder), ["FSDP", "HSDP"]
+    with contextlib.suppress(LookupError):
+        module_styles(causal)
+        layouts.append("TP")
+    return [*layouts, "EP"] if architecture.experts and expert_modules(causal) else layouts
 
 
 def _check_tensor_plan(settings: TrainSettings, architecture: Architecture) -> None:
@@ -169,12 +182,6 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
     lora = settings.lora
     if not lora.rank:
         return
-    if architecture.family.general:
-        raise ConfigError(
-            f"--lora.rank {lora.rank} trains adapters, which a {architecture.family.model_type!r} on transformers' "
-            "code does not have",
-            hint="leave it out to train all weights; llama, qwen2, qwen3, qwen3_moe, gpt_oss and deepseek_v3 have them",
-        )
     adapted_modules(architecture, lora)
     if settings.pipeline_parallel_degree > 1:
         raise ConfigError(
@@ -196,6 +203,18 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
             f"--lora.dropout {lora.dropout:g} needs whole rows on each rank",
             hint="leave it out, or leave out --trainer.tensor-parallel-degree and --trainer.context-parallel-degree",
         )
+    if lora.dropout and _has_states(architecture):
+        raise ConfigError(
+            f"--lora.dropout {lora.dropout:g} needs whole rows in each layer, and layers with a state in a "
+            f"{architecture.family.model_type!r} see one episode at a time",
+            hint="leave it out",
+        )
+
+
+def _has_states(architecture: Architecture) -> bool:
+    from forge_rl.engines.families.general import has_states  # imports transformers
+
+    return architecture.folder is not None and has_states(architecture.folder)
 
 
 def _divides(field: str, degree: int, counts: dict[str, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -12,6 +12,7 @@ from forge_rl.flags.categories import Operational
 
 if TYPE_CHECKING:
     from forge_rl.engines.families.family import Architecture
+    from forge_rl.engines.families.general import LinearModule
     from forge_rl.weights.names import Names
 
 LR_FACTOR = 10.0
@@ -74,8 +75,10 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
     by torchtitan's, such as attention.qkv_linear.wq.
 
     In models with experts only attention has them: there, peft takes gate_proj and the like to be stacks of experts,
-    even in a dense layer.
+    even in a dense layer. On transformers' code the keys are its own names, and a layer may lack some of the modules.
     """
+    if architecture.family.general:
+        return {module.name: module.file_name for module in _general_modules(architecture)}
     a, names = architecture, _layer_names(architecture)
     has_latent_q = a.latent is not None and a.latent.q_rank > 0
     absent = {"attention.wq"} if has_latent_q else {"attention.wq_a", "attention.wq_b"}
@@ -114,6 +117,9 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     if not lora.rank:
         return 0
     a, latent = architecture, architecture.latent
+    if a.family.general:
+        names = adapted_modules(a, lora)
+        return lora.rank * sum(module.features for module in _general_modules(a) if module.name in names)
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     sizes = {"attention.wo": (a.heads * latent.value_dim if latent else q, a.dim)}
     if latent is not None:
@@ -125,6 +131,14 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     sizes |= {"feed_forward.w1": (a.dim, a.hidden_dim), "feed_forward.w3": (a.dim, a.hidden_dim)}
     sizes |= {"feed_forward.w2": (a.hidden_dim, a.dim)}
     return a.layers * lora.rank * sum(sum(sizes[name]) for name in adapted_modules(architecture, lora))
+
+
+def _general_modules(architecture: Architecture) -> Iterable[LinearModule]:
+    """List the modules of all layers of a model on transformers' code that can have adapters."""
+    from forge_rl.engines.families.general import linear_modules as modules_of  # imports transformers
+
+    assert architecture.folder is not None, "read_general gives it"
+    return modules_of(architecture.folder)
 
 
 def _layer_names(architecture: Architecture) -> Mapping[str, str]:
@@ -139,6 +153,11 @@ def _cause(architecture: Architecture, target: str) -> str:
         return f"{ALL_LINEAR} includes it"
     if target in ("lm_head", "embed_tokens", "score"):
         return "embeddings and heads have no adapters"
+    if architecture.folder is not None:
+        from forge_rl.engines.families.general import weight_shapes  # imports transformers
+
+        if any(f".{target}." in name for name in weight_shapes(architecture.folder)):
+            return "experts, routers, what shares a name with experts, convolutions and Mamba's output have no adapters"
     layer_names = _layer_names(architecture)
     matches = [
         name for name, hf_name in layer_names.items() if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")

@@ -67,7 +67,7 @@ class SameNames:
         """List the published tensors that a block of a weight holds; see `Names.parts`."""
         tensor_slice = tensor_slice or TensorSlice.whole(shape)
         if name not in self.stacks:
-            hf_name = self.head if name == "lm_head.weight" else self.renamed.get(name, name)
+            hf_name = self.to_hf(name)
             float32 = name.endswith(ROUTER_BIASES)
             yield Part(name=hf_name, shape=tuple(shape), tensor_slice=tensor_slice, float32=float32)
             return
@@ -84,6 +84,10 @@ class SameNames:
                     index=index,
                     rows=slice(number * count, (number + 1) * count),
                 )
+
+    def to_hf(self, name: str) -> str:
+        """Return the name in the files of a weight that is no stack."""
+        return self.head if name == "lm_head.weight" else self.renamed.get(name, name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,13 +180,13 @@ GENERAL_FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3NextForCausalLM"],
         "decoder_sparse_step": 1,
         "full_attention_interval": 2,
-        "head_dim": 32,
+        "head_dim": 64,
         "layer_types": ["linear_attention", "full_attention"],
         "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_value_head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_value_head_dim": 128,
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
         "num_experts": 4,
@@ -322,7 +322,7 @@ GENERAL_FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {
         "architectures": ["Llama4ForCausalLM"],
         "attention_bias": False,
-        "attention_chunk_size": 8,
+        "attention_chunk_size": 32,
         "attn_scale": 0.1,
         "attn_temperature_tuning": True,
         "floor_scale": 4,
@@ -470,7 +470,9 @@ GENERAL: dict[str, Checkpoint] = {
 UNSERVED = {
     "Qwen/Qwen3.5-4B, its text model": "failed to be inspected",
     "Qwen/Qwen3.5-35B-A3B, its text model": "failed to be inspected",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model": "attn_chunk_size 8 is not divisible by block_size",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "is_act_and_mul=False is supported only for",
 }
-"""Those that vLLM's CPU build cannot serve, and what it says: its code of Qwen3.5 imports torchvision, and Llama 4's
-chunks, which are short here, must be whole blocks of its cache."""
+"""Those that vLLM's CPU build cannot serve, and what it says: its code of Qwen3.5 imports torchvision, and experts on
+CPU must have gates, which those of Nemotron 3 do not."""
+LONG_TURNS = {"meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model": 9}
+"""Turns of an episode that is longer than a chunk, which has to be whole blocks of the engine's cache, of 32 tokens."""

@@ -44,31 +44,62 @@ def engine_of(folder: Path, modelling: Modelling = "auto", **settings: Any) -> T
     )
 
 
-def rows_of(*, share_prefixes: bool, seed: int = 1) -> tuple[Row, ...]:
+def rows_of(*, share_prefixes: bool, seed: int = 1, turns: int = 3) -> tuple[Row, ...]:
     """Pack several episodes of several turns to a row, with padding at its end."""
-    batch = random_batch(seed, vocab=VOCABULARY, groups=3, turns=3)
+    batch = random_batch(seed, vocab=VOCABULARY, groups=3, turns=turns)
     return packed(batch, seq_len=128, share_prefixes=share_prefixes, pad_multiple=16).rows
 
 
 def compare(engine: TitanEngine, folder: Path, rows: tuple[Row, ...]) -> Deviation:
     """Compare logits and gradients of rows with those of transformers, which sees each episode alone."""
+    reference = reference_of(folder)
+    if not engine.architecture.family.general:
+        share_angles(reference, engine.model)
+    forward, spread = run_rows(engine, reference, rows)
+    expected_gradients = {
+        part.name: part.of(weight.grad)
+        for name, weight in reference.named_parameters()
+        if weight.grad is not None
+        for part in file_names(folder).parts(name, weight.shape)
+    }
+    gradient = 0.0
+    for name, weight in named_weights(engine.model):
+        if not weight.requires_grad:
+            continue
+        assert weight.grad is not None, name
+        for part in names_of(engine.model).parts(name, weight.shape):
+            expected_gradient = expected_gradients[part.name]
+            if (largest := expected_gradient.abs().max()) > 0:
+                gradient = max(gradient, float((part.of(weight.grad) - expected_gradient).abs().max() / largest))
+    engine.optimizer.zero_grad()
+    return Deviation(forward=forward, gradient=gradient, spread=spread)
+
+
+def reference_of(folder: Path) -> Any:
+    """Load transformers' own model of a folder, in float64."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = engine.model
-    window = engine.architecture.window
     reference = AutoModelForCausalLM.from_pretrained(
         folder, config=transformers_config(folder), dtype=torch.float64, attn_implementation="eager"
     ).eval()
     for parameter in reference.parameters():  # routers that ask for float32
         parameter.data = parameter.double()
     reference.set_experts_implementation("eager")  # torch's product of groups has no float64
-    if not engine.architecture.family.general:
-        share_angles(reference, model)
+    return reference
+
+
+def run_rows(engine: TitanEngine, reference: Any, rows: tuple[Row, ...]) -> tuple[float, float]:
+    """Run both passes of a random sum of logits in engine and reference, which sees each episode alone.
+
+    Returns:
+        The largest difference of a logit, and the standard deviation of the logits.
+    """
+    model: Any = engine.model
     generator = torch.Generator().manual_seed(0)
     engine.optimizer.zero_grad()
     forward, spread = 0.0, 0.0
     for row in rows:
-        masks = row if engine.architecture.family.general else attention_mask(row, window=window)
+        masks = row if engine.architecture.family.general else attention_mask(row, window=engine.architecture.window)
         logits = model(row.token_ids[None], row.positions[None], masks)[0]
         weights = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
         weights[row.trees < 0] = 0
@@ -82,23 +113,7 @@ def compare(engine: TitanEngine, folder: Path, rows: tuple[Row, ...]) -> Deviati
         is_token = row.trees >= 0
         forward = max(forward, float((logits - expected).detach()[is_token].abs().max()))
         spread = max(spread, float(logits.detach()[is_token].std()))
-    expected_gradients = {
-        part.name: part.of(weight.grad)
-        for name, weight in reference.named_parameters()
-        if weight.grad is not None
-        for part in file_names(folder).parts(name, weight.shape)
-    }
-    gradient = 0.0
-    for name, weight in named_weights(model):
-        if not weight.requires_grad:
-            continue
-        assert weight.grad is not None, name
-        for part in names_of(model).parts(name, weight.shape):
-            expected_gradient = expected_gradients[part.name]
-            if (largest := expected_gradient.abs().max()) > 0:
-                gradient = max(gradient, float((part.of(weight.grad) - expected_gradient).abs().max() / largest))
-    engine.optimizer.zero_grad()
-    return Deviation(forward=forward, gradient=gradient, spread=spread)
+    return forward, spread
 
 
 def _paths(row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:

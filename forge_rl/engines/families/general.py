@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -165,6 +165,48 @@ def _experts(folder: Path) -> Experts | None:
         top_k=router.top_k,
         hidden_dim=next((size for size in sizes if type(size) is int), config.hidden_size),
         normalized=bool(getattr(config, "norm_topk_prob", False)),
+    )
+
+
+class LinearModule(NamedTuple):
+    """A linear layer of one of a decoder's layers, which can have an adapter."""
+
+    name: str
+    """Its name in the layer."""
+    file_name: str
+    """The same, in the folder's files."""
+    features: int
+    """Sum of its inputs and outputs."""
+
+
+def linear_modules(folder: Path) -> Iterator[LinearModule]:
+    """Yield the linear layers of all of a model's layers, except routers, experts and what stands beside or in place of
+    experts under the same name, and the output of Mamba 2.
+
+    Such names, as gate_proj, peft takes to be those of stacked experts, also in a dense layer. Mamba 2's fused kernels
+    multiply by the weight itself, so that an adapter of it would not act.
+    """
+    causal, names = inspected_model(folder), file_names(folder)
+    blocks = [dict(layer.named_children()) for layer in causal.model.layers]
+    sparse_names = {name for block in blocks for name, child in block.items() if _has_experts(child)}
+    for index, block in enumerate(blocks):
+        for child_name, child in block.items():
+            is_mixer = hasattr(child, "layer_idx") and not _has_experts(child)  # as of attention, never of an MLP
+            if child_name in sparse_names and not is_mixer:
+                continue
+            for name, module in child.named_modules(prefix=child_name):
+                is_bypassed = name.endswith(".out_proj") and "mamba" in type(child).__name__.lower()
+                if type(module) is nn.Linear and not is_bypassed:
+                    file_name = names.to_hf(f"model.layers.{index}.{name}.weight").removesuffix(".weight")
+                    in_layer = file_name.partition("layers.")[2].partition(".")[2]
+                    yield LinearModule(name, in_layer, module.in_features + module.out_features)
+
+
+def _has_experts(child: nn.Module) -> bool:
+    """Return whether a part of a layer chooses or holds experts."""
+    return any(
+        "router" in type(module).__name__.lower() or type(getattr(module, "num_experts", None)) is int
+        for module in child.modules()
     )
 
 
@@ -365,6 +407,13 @@ def has_states(folder: Path) -> bool:
     except ModelError:
         return False
     return any(kind in _RECURRENT_KINDS for kind in getattr(config, "layer_types", None) or ())
+
+
+def computes_rows(folder: Path) -> bool:
+    """Return whether all of a model's linear layers that can have adapters are given whole rows, and no layer has
+    experts, in which a token's values could reach those of others."""
+    layers = inspected_model(folder).model.layers
+    return not has_states(folder) and not any(_has_experts(layer) for layer in layers)
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -62,7 +62,7 @@ def module_styles(causal: Any) -> Mapping[str, str]:
         if module is None and pattern not in {_pattern(name) for name, _ in causal.model.named_parameters()}:
             continue  # a plan may name what only other models of its type have
         if style in (*COLUMNS, *ROWS):
-            is_known = type(module) is nn.Linear
+            is_known = type(module) is nn.Linear or hasattr(module, "lora_A")
         elif style == EXPERTS:  # transformers marks experts that can leave out those of other ranks
             is_known = hasattr(module, "_is_expert_parallel")
         else:

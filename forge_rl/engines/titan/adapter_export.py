@@ -14,7 +14,7 @@ from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.models.adapters import write_adapter
 from forge_rl.runtime.far_files import Folder, filled
-from forge_rl.weights.names import Names
+from forge_rl.weights.names import Names, SameNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class AdapterExport:
     """
 
     lora: LoRAConfig
-    names: Names
+    names: Names | SameNames
 
     def write(self, training: Folder, source: Path, folder: Folder) -> None:
         """Write the adapters of a training state into an existing folder, in float32.

@@ -54,7 +54,7 @@ def load_model(
     model: PolicyModel | GeneralModel
     if architecture.family.general:
         with set_default_dtype(state_dtype):
-            model = build_general(architecture, values=values)
+            model = build_general(architecture, settings, values=values)
     else:
         with torch.device("meta" if is_sharded or is_cast else device), set_default_dtype(state_dtype):
             model = build_model(architecture, settings, values=values)

@@ -20,6 +20,7 @@ from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.general import causal_model, recurrent_mixers
 from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
 from forge_rl.engines.titan.general_parallel import (
     TensorPeers,
@@ -32,6 +33,7 @@ from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.general_state import ROW, RowContext, restart_places, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies
+from forge_rl.engines.titan.lora import AdapterSwitch, add_adapters
 from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.packing.rows import Row
 from forge_rl.weights.names import VALUE_HEAD, SameNames
@@ -55,8 +57,8 @@ class GeneralModel(nn.Module):
 
     steers = False
     offloads: HostCopies | None = None
-    adapters: None = None
-    """It has no adapters: `check_model` refuses them."""
+    adapters: AdapterSwitch | None = None
+    """See `PolicyModel`."""
     masters: MasterWeights | None = None
     """See `PolicyModel`."""
     spans_tie = copies_embedding = False
@@ -185,8 +187,8 @@ class GeneralModel(nn.Module):
         disable_fsdp_gradient_division(self)
 
 
-def build_general(architecture: Architecture, *, values: bool = False) -> GeneralModel:
-    """Build a model with its weights on the meta device and its buffers in memory.
+def build_general(architecture: Architecture, settings: TrainSettings, *, values: bool = False) -> GeneralModel:
+    """Build a model with its weights on the meta device and its buffers in memory, ready to be parallelised.
 
     Args:
         values: build a value model.
@@ -194,7 +196,10 @@ def build_general(architecture: Architecture, *, values: bool = False) -> Genera
     assert architecture.folder is not None, "read_general gives it"
     register()
     causal = causal_model(architecture.folder, tied=architecture.tied, implementation=IMPLEMENTATION)
-    return GeneralModel(causal, architecture, values=values)
+    model = GeneralModel(causal, architecture, values=values)
+    if settings.lora.rank:
+        add_adapters(model, architecture, settings.lora, settings.lora_seed)
+    return model
 
 
 class _StandIn(nn.Module):

@@ -57,11 +57,12 @@ def split_module(module: Any, style: str, peers: TensorPeers) -> None:
     """Leave a rank its part of a module's weights, and have the module return what the whole one would, or, if its
     outputs are split, this rank's part of them."""
     if style in COLUMNS:
-        for name in list(module._parameters):
+        for name in [name for name in module._parameters if name != "lora_A"]:
             _shard(module, name, 0, peers)
         module.forward = _columns(module, module.forward, peers, gathers=style != "colwise")
     elif style in ROWS:
-        _shard(module, "weight", 1, peers)
+        for name in [name for name in ("weight", "lora_A") if name in module._parameters]:
+            _shard(module, name, 1, peers)
         module.forward = _rows(module, module.forward, peers, splits=style != "rowwise")
     elif style == EXPERTS:
         for name in list(module._parameters):
@@ -125,7 +126,7 @@ def sum_outputs(values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
 def _columns(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, gathers: bool) -> Callable[..., Any]:
     @functools.wraps(compute)
     def forward(values: torch.Tensor) -> torch.Tensor:
-        with _local_weights(module):
+        with _local_weights(module, **_summed_factor(module, "lora_A", peers)):
             outputs: torch.Tensor = compute(sum_gradients(values, peers))
         return cast(torch.Tensor, _GatherOutputs.apply(outputs, peers)) if gathers else outputs
 
@@ -135,12 +136,18 @@ def _columns(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, ga
 def _rows(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, splits: bool) -> Callable[..., Any]:
     @functools.wraps(compute)
     def forward(values: torch.Tensor) -> torch.Tensor:
-        with _local_weights(module, bias=None):
+        with _local_weights(module, bias=None, **_summed_factor(module, "lora_B", peers)):
             outputs = sum_outputs(compute(_SplitInputs.apply(values, peers) if splits else values), peers)
         bias = module._parameters.get("bias")
         return outputs if bias is None else outputs + bias
 
     return forward
+
+
+def _summed_factor(module: Any, name: str, peers: TensorPeers) -> dict[str, torch.Tensor]:
+    """Return the factor of a module's adapter that each rank holds whole and multiplies with a part; none without."""
+    factor = module._parameters.get(name)
+    return {} if factor is None else {name: sum_gradients(factor, peers)}
 
 
 def _summed(module: Any, compute: Callable[..., Any], peers: TensorPeers) -> Callable[..., Any]:

@@ -84,9 +84,10 @@ def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed:
     modules = adapted_modules(architecture, lora)
     model.requires_grad_(False)
     model.adapters = AdapterSwitch(lora, seed, travel=lora.publish == "adapters")
-    for layer in model.layers.values():
-        for name in modules:
-            _adapt(layer.get_submodule(name), model.adapters)
+    for layer in model.get_submodule("layers").children():
+        for name, module in list(layer.named_modules()):
+            if name in modules:
+                _adapt(module, model.adapters)
 
 
 def _adapt(module: Any, switch: AdapterSwitch) -> None:
@@ -97,6 +98,8 @@ def _adapt(module: Any, switch: AdapterSwitch) -> None:
     module.adapters = switch
     kind: Any = type(module)
     module.__class__ = _adapted_class(kind)
+    if not isinstance(module, Linear):
+        return  # of transformers
     module._param_init = dict(module._param_init or {}) | dict.fromkeys(ADAPTERS, skip_param_init)
     sharding = module._sharding_config
     placement = sharding.state_shardings.get("weight") if sharding is not None else None
@@ -113,7 +116,7 @@ def _adapt(module: Any, switch: AdapterSwitch) -> None:
 
 
 @functools.cache
-def _adapted_class(kind: type[Linear]) -> type[Linear]:
+def _adapted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
     """Derive a class of linear layers whose instances have an adapter."""
 
     class AdaptedLinear(kind):

@@ -172,7 +172,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     """Build the model on the meta device and run a row through it."""
     model: PolicyModel | GeneralModel
     if architecture.family.general:
-        model = build_general(architecture, values=values).to("meta")
+        model = build_general(architecture, settings, values=values).to("meta")
     else:
         with torch.device("meta"):
             model = build_model(architecture, settings, values=values)

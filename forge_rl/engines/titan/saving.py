@@ -77,7 +77,6 @@ class CheckpointWriter:
         names, switch = names_of(model), getattr(model, "adapters", None)
         adapters = None
         if switch is not None:
-            assert isinstance(names, Names), "`check_model` refuses adapters of models on transformers' code"
             adapters = AdapterExport(lora=switch.lora, names=names)
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names, adapters)
         return self._last

@@ -62,6 +62,7 @@ def engine_arguments(
         max_logprobs=MOST_TOP,
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
         hf_overrides={"head_dtype": "float32", **_scaled_queries(folder)},
+        override_generation_config=_scaled_attention(folder),
         # vLLM caches the states of such layers only with prompts in chunks.
         enable_prefix_caching=not (on_cpu and has_states(folder)),
         kv_transfer_config=read_kv_transfer(settings.kv_transfer_config),
@@ -91,6 +92,17 @@ def _scaled_queries(folder: Path) -> dict[str, Any]:
         return {}
     name = "original_max_position_embeddings"
     return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], name: rope[name]}}
+
+
+def _scaled_attention(folder: Path) -> dict[str, Any]:
+    """Return whether a Llama 4 scales queries of layers without RoPE by position, under the key that vLLM reads.
+
+    vLLM takes it from generation_config.json, which says nothing of it, and else scales only if `max_model_len` is
+    above 32768: it would serve shorter episodes past `floor_scale` tokens by another model than is trained.
+    """
+    path, name = folder / "config.json", "attn_temperature_tuning"
+    config = read_object(path) if path.is_file() else {}
+    return {name: bool(config.get(name, True))} if config.get("model_type") == "llama4_text" else {}
 
 
 def _where(part: EnginePart | None) -> dict[str, Any]:

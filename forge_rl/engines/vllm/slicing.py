@@ -39,6 +39,11 @@ class _SliceValues(NamedTuple):
     tensor_slice: TensorSlice
     values: torch.Tensor
 
+    def are_shown_by(self, view: torch.Tensor) -> bool:
+        """Return whether a view shows the values as they are: square ones may be transposed."""
+        strides = zip(view.shape, view.stride(), self.values.stride(), strict=False)
+        return view.shape == self.values.shape and all(count == 1 or step == own for count, step, own in strides)
+
 
 class _Place(NamedTuple):
     """Part of a parameter."""
@@ -135,7 +140,7 @@ class SliceWatch(TorchDispatchMode):
     def keep(self, values: torch.Tensor) -> torch.Tensor:
         """Copy the needed slices of a tensor that is about to be freed; the rest takes no memory."""
         located = self._locate(values)
-        if located is None or located.tensor_slice.size != tuple(values.shape):
+        if located is None or not located.are_shown_by(values):
             with self:
                 return values.clone()
         entry, block = located.memory.entry, located.tensor_slice
@@ -166,7 +171,8 @@ class SliceWatch(TorchDispatchMode):
         entry, tensor_slice = located.memory.entry, located.tensor_slice
         places = self._places[entry.name]
         key = entry.name, tensor_slice
-        same_format = tuple(target.shape) == tuple(source.shape) == tensor_slice.size and target.dtype == source.dtype
+        is_same = located.are_shown_by(source)
+        same_format = is_same and target.shape == source.shape and target.dtype == source.dtype
         if target.is_meta:
             name = self._names.get(id(target.untyped_storage()), "")
             keeps = same_format and self._keeps.get(name, False)

@@ -376,7 +376,7 @@ def _adapter_slots(config: RunConfig, architecture: Architecture) -> dict[str, i
     """Return the bytes that an engine reserves for adapters, if it serves any: vLLM does so for every linear layer that
     could have one, on the device and, for the adapters' own copies, on the host, which are one on CPU."""
     generator = config.generator
-    if not generator.max_loras or architecture.family.general:
+    if not generator.max_loras:
         return {}
     lora = LoRAConfig(rank=served_rank(generator.max_lora_rank))
     adapter_bytes = adapter_parameters(architecture, lora) * resolve_dtype(generator.dtype).itemsize

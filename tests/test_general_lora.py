@@ -1,0 +1,200 @@
+"""Adapters of models without a native family: gradients of peft, files that peft reads, layouts, refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import models
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.families.general import file_names
+from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.shards import ADAPTERS
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ConfigError
+from forge_rl.models.adapters import Adapter
+from tests.fakes import packed, random_batch, train_batch
+from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
+from tests.test_lora import saved
+from tests.zoo.engine import dtype_of
+from tests.zoo.folders import write
+from tests.zoo.general import GENERAL
+from tests.zoo.packed import engine_of, reference_of, rows_of, run_rows
+from tests.zoo.trained import stored
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LORA = LoRAConfig(rank=3, alpha=5.0, publish="merged")
+OFTEN = (
+    "ibm-granite/granite-4.0-h-1b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "google/gemma-3-1b-it",
+    "microsoft/Phi-3-mini-4k-instruct",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+)
+"""Checkpoints whose adapted modules differ most: states, experts, two RoPEs, fused matrices, other names in files."""
+
+
+def adapters_of(engine: TitanEngine) -> dict[str, torch.nn.Parameter]:
+    """Return an engine's adapters by the names that peft gives them in memory."""
+    return {
+        f"base_model.model.{name}.default.weight": parameter
+        for name, parameter in engine.model.named_parameters()
+        if name.endswith(ADAPTERS)
+    }
+
+
+def adapted_engine(name: str, folder: Path, **settings: Any) -> TitanEngine:
+    """Return an engine of a checkpoint of the zoo, with random adapters."""
+    write(name, folder)
+    engine = engine_of(folder, "transformers", lora=LORA, **settings)
+    with torch.no_grad():
+        for number, parameter in enumerate(adapters_of(engine).values()):
+            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(number))
+    return engine
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in GENERAL]
+)
+def test_gradients_of_adapters_on_packed_rows_are_those_of_peft(name: str, tmp_path: Path):
+    folder = tmp_path / "hf"
+    engine = adapted_engine(name, folder)
+    factors = adapters_of(engine)
+    modules = {factor.removeprefix("base_model.model.").partition(".lora_")[0] for factor in factors}
+    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=sorted(modules))
+    reference = peft.get_peft_model(reference_of(folder), config)
+    trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    assert trained.keys() == factors.keys()
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.data = factors[name].detach().clone()
+    forward, spread = run_rows(engine, reference, rows_of(share_prefixes=True))
+    assert spread > 0.2, "the model must tell tokens apart for this to be a test"
+    assert forward < 1e-9
+    for name, parameter in trained.items():
+        expected, gradient = parameter.grad, factors[name].grad
+        assert expected is not None
+        assert gradient is not None, name
+        assert expected.abs().max() > 0, name
+        assert (gradient - expected).abs().max() / expected.abs().max() < 1e-9, name
+    assert [name for name, p in engine.model.named_parameters() if p.grad is not None and "lora_" not in name] == []
+    assert adapter_parameters(engine.architecture, LORA) == sum(factor.numel() for factor in factors.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in GENERAL]
+)
+def test_peft_reads_what_is_saved_and_merges_what_is_published(name: str, tmp_path: Path):
+    source = tmp_path / "hf"
+    engine = adapted_engine(name, source)
+    train_batch(engine, packed(random_batch(1, vocab=250), seq_len=128))
+    folder = saved(engine, source, tmp_path / "step")
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
+    merged = peft.PeftModel.from_pretrained(base, folder / "model").merge_and_unload()
+    expected = {
+        part.name: part.of(weight.detach())
+        for name, weight in merged.named_parameters()
+        for part in file_names(source).parts(name, weight.shape)
+    }
+    (tmp_path / "merged").mkdir()
+    Adapter.read(folder / "model").merge(source, tmp_path / "merged")
+    first, files = stored(source), stored(tmp_path / "merged")
+    published = {shard.name: shard.values for shard in engine.local_shards()}
+    changed = {name for name in files if not torch.equal(files[name], first[name])}
+    assert changed == {spec.name for spec in engine.specs() if spec.changed}
+    for name in changed:
+        torch.testing.assert_close(published[name], expected[name].double(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(files[name], published[name].to(files[name].dtype), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.long
+def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Path):
+    flags = (("lora", LORA), ("lora_seed", 5))
+    names = ("microsoft/Phi-3-mini-4k-instruct", "mistralai/Mixtral-8x7B-Instruct-v0.1", "google/gemma-2-2b-it")
+    phi, mixtral, gemma = (zoo_folder(name, tmp_path) for name in names)
+    cases = [
+        on_transformers(family, 2, {**layout, **dict(flags)})
+        for family, layout in (
+            (phi, {}),
+            (phi, TP),
+            (gemma, TP | {"activation_checkpointing": "full"}),
+            (mixtral, TP),
+            (mixtral, EP),
+        )
+    ]
+    check_layouts(tmp_path, cases, dict(flags))
+
+
+def test_a_checkpoint_of_adapters_goes_on_from_them(tmp_path: Path):
+    source, step = tmp_path / "hf", tmp_path / "step"
+    engine = adapted_engine("ibm-granite/granite-4.0-h-1b", source, activation_checkpointing="full")
+    batches = [packed(random_batch(seed, vocab=250), seq_len=128) for seed in (1, 2)]
+    train_batch(engine, batches[0])
+    saved(engine, source, step)
+    other = engine_of(source, lora=LORA)
+    other.load_training_state(step / "training")
+    for resumed in (engine, other):
+        train_batch(resumed, batches[1])
+    ends = [{shard.name: shard.values.clone() for shard in each.local_shards()} for each in (engine, other)]
+    assert all(torch.equal(values, ends[1][name]) for name, values in ends[0].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("zai-org/GLM-4.5-Air", {"targets": ("gate_proj",)}, "gate_proj: experts, routers, what shares a name"),
+        ("zai-org/GLM-4.5-Air", {"targets": ("q_proj", "experts")}, "experts: experts, routers"),
+        ("ibm-granite/granite-4.0-h-1b", {"targets": ("in_proj", "conv1d")}, "conv1d: experts, .* convolutions"),
+        ("ibm-granite/granite-4.0-h-1b", {"targets": ("out_proj",)}, "out_proj: .* Mamba's output have no adapters"),
+        ("ibm-granite/granite-4.0-h-1b", {"targets": ("query",)}, "has no such linear layer"),
+        ("ibm-granite/granite-4.0-h-1b", {"dropout": 0.1}, "layers with a state in a 'granitemoehybrid' see one"),
+    ],
+)
+def test_what_has_no_adapter_is_refused_by_name(name: str, settings: dict[str, Any], message: str, tmp_path: Path):
+    architecture = read_architecture(write(name, tmp_path / "hf"))
+    check_model(TrainSettings(lora=LORA), 1, architecture)
+    with pytest.raises(ConfigError, match=message):
+        check_model(TrainSettings(lora=replace(LORA, **settings)), 1, architecture)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "adapters"),
+    [
+        ("ibm-granite/granite-4.0-h-1b", "merged"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "merged"),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "merged"),
+        ("microsoft/Phi-3-mini-4k-instruct", "served"),
+        ("google/gemma-3-1b-it", "served"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "served"),
+    ],
+)
+def test_a_whole_run_trains_publishes_and_saves_adapters(name: str, adapters: str, tmp_path: Path):
+    """Versions are attested; the frozen reference is the base without adapters."""
+    source = write(name, tmp_path / "zoo" / "model")
+    flags = ("--lora.rank", "4", "--generator.adapters", adapters, "--loss", "clipped:kl_coef=0.1")
+    lines, failure = models.run_steps(name, tmp_path / "zoo", 900, flags)
+    assert not failure
+    gaps = [line["logprob_gap/max"] for line in lines if "logprob_gap/max" in line]
+    assert gaps
+    if dtype_of(tmp_path / "zoo") == "float32":
+        assert max(gaps) < 1e-2
+    assert min(line["weights/written_share"] for line in lines if "weights/written_share" in line) < 0.5
+    adapter = Adapter.read(tmp_path / "zoo" / "run" / "checkpoints" / "step-000002" / "model")
+    (tmp_path / "merged").mkdir()
+    adapter.merge(source, tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    adapted = peft.PeftModel.from_pretrained(base, adapter.folder).eval()
+    token_ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(token_ids).logits, ours(token_ids).logits, rtol=0.1, atol=0.1)
+    assert all(bool(b.any()) for _, b in adapter.factors().values()), "all adapters were trained"
