@@ -101,7 +101,7 @@ class ProviderPlace:
 
     async def open(self) -> RentedSession:
         """Start the model's container, and list its root."""
-        provider = _provider(asyncio.get_running_loop(), self._provider)
+        provider, _ = _provider(asyncio.get_running_loop(), self._provider)
         session = await RentedSession.open(provider, self._reference, self._limits, watched=True)
         self._before = session.before or self._before
         return session
@@ -109,7 +109,7 @@ class ProviderPlace:
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[RentedSession]:
         """Start a fresh container."""
-        provider = _provider(asyncio.get_running_loop(), self._provider)
+        provider, _ = _provider(asyncio.get_running_loop(), self._provider)
         async with await RentedSession.open(provider, self._reference, self._limits, watched=False) as session:
             yield session
 
@@ -122,6 +122,14 @@ class ProviderPlace:
 
 
 @functools.lru_cache(maxsize=8)
-def _provider(loop: asyncio.AbstractEventLoop, name: str) -> ContainerProvider:
-    """Return the provider of this name that all episodes of an event loop share."""
-    return container_provider(name)
+def _provider(loop: asyncio.AbstractEventLoop, name: str) -> tuple[ContainerProvider, asyncio.Task[None]]:
+    """Return the provider of this name that all episodes of an event loop share, and what closes it with the loop."""
+    provider = container_provider(name)
+    return provider, loop.create_task(_closed_at_end(provider))
+
+
+async def _closed_at_end(provider: ContainerProvider) -> None:
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        await provider.close()

@@ -140,7 +140,7 @@ class HarborEnv:
     local: bool = False
     """Take images in files of this machine that tasks name (`docker_image = "oci:FOLDER"`): only for your own."""
     provider: str = ""
-    """Who runs the containers of images: docker; "" for sandbox sessions of this machine."""
+    """Who runs the containers of images: docker, daytona, e2b or modal; "" for sandbox sessions of this machine."""
     tool: bool = False
     """Show the model the schema of `shell`, for models trained to call tools. Blocks work as well."""
     held_out_share: float = 0.1

@@ -77,7 +77,7 @@ class SweBenchEnv:
     local: bool = False
     """Take images in files of this machine that rows name (`oci:FOLDER`): only for rows of your own."""
     provider: str = ""
-    """Who runs the containers of images: docker; "" for sandbox sessions of this machine."""
+    """Who runs the containers of images: docker, daytona, e2b or modal; "" for sandbox sessions of this machine."""
     max_turns: int = 50
     """Maximum completions per episode; after the last, the tests run on the files as they are."""
     timeout_s: float = 120.0

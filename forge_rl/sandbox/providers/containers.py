@@ -1,4 +1,4 @@
-"""Sessions of images in containers that others run: of a Docker daemon, or rented.
+"""Sessions of images in containers that others run: of a Docker daemon, or rented from Daytona, E2B or Modal.
 
 A provider is one file: it starts a container of an image, runs a program in it, writes and reads files, and ends it.
 Here is what all have in common: shells, time limits, variables, outputs of bounded size, changes and their application.
@@ -25,6 +25,9 @@ from forge_rl.sandbox.workspaces.changes import Change, Changes
 
 PROVIDERS = {
     "docker": "forge_rl.sandbox.providers.docker_containers:DockerContainers",
+    "daytona": "forge_rl.sandbox.providers.daytona:DaytonaContainers",
+    "e2b": "forge_rl.sandbox.providers.e2b_containers:E2BContainers",
+    "modal": "forge_rl.sandbox.providers.modal:ModalContainers",
 }
 """By name, the class of each provider."""
 _SHELL = 'if command -v bash > /dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
@@ -81,6 +84,9 @@ class ContainerProvider(Protocol):
         Raises:
             SandboxError: the provider cannot be reached, has no such image, or refuses.
         """
+
+    async def close(self) -> None:
+        """Close its connections; containers are closed before."""
 
 
 def check_provider(name: str, flag: str) -> None:

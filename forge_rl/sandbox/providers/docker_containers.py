@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from forge_rl.errors import ConfigError
@@ -33,6 +34,10 @@ class DockerContainers:
         if image not in self._pools:
             self._pools[image] = DockerPool(image=image, sessions=_MOST_SESSIONS, user="0:0", **self._socket)
         return DockerContainer(await self._pools[image].open(limits=limits))
+
+    async def close(self) -> None:
+        """End all containers, and close the connections."""
+        await asyncio.gather(*(pool.__aexit__() for pool in self._pools.values()))
 
 
 class DockerContainer:
