@@ -288,9 +288,6 @@ def test_other_providers_and_images_of_this_machine_are_refused(tmp_path: Path, 
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match="only unix:// sockets"):
         container_provider("docker")
-    monkeypatch.setitem(sys.modules, "e2b", None)
-    with pytest.raises(ConfigError, match=r'needs the package e2b.*\n.*pip install "forge_rl\[e2b\]"'):
-        container_provider("e2b")
     monkeypatch.setitem(sys.modules, "modal", ModalPackage(None))  # type: ignore[arg-type]
     monkeypatch.delenv("MODAL_TOKEN_ID", raising=False)
     with pytest.raises(ConfigError, match="MODAL_TOKEN_ID is not set"):

@@ -34,7 +34,7 @@ class E2BContainers:
     """
 
     def __init__(self) -> None:
-        self._sdk = provider_package("e2b", "e2b")
+        self._sdk = provider_package("e2b")
         self._key = api_key("provider=e2b", "E2B_API_KEY")
         self._sweeper = Sweeper()
         self._templates = dict[str, asyncio.Lock]()

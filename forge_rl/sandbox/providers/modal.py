@@ -32,7 +32,7 @@ class ModalContainers:
     """
 
     def __init__(self) -> None:
-        self._sdk = provider_package("modal", "modal")
+        self._sdk = provider_package("modal")
         for variable in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
             api_key("provider=modal", variable)  # which the package reads itself
         self._sweeper = Sweeper()

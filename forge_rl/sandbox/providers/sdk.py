@@ -8,7 +8,7 @@ import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import ModuleType
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import check_installed
 from forge_rl.sandbox.limits import SandboxError
 from forge_rl.sandbox.providers.base import TransferError
 from forge_rl.sandbox.providers.owners import has_ended
@@ -22,18 +22,14 @@ START_S = 1800.0
 REQUEST_S = 300.0
 
 
-def provider_package(name: str, extra: str) -> ModuleType:
+def provider_package(name: str) -> ModuleType:
     """Import a provider's package.
 
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"provider={extra} needs the package {name}: {error}", hint=f'pip install "forge_rl[{extra}]"'
-        ) from None
+    check_installed(f"provider={name}", name, name)
+    return importlib.import_module(name)
 
 
 async def bounded(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
