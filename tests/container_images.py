@@ -17,7 +17,7 @@ import pytest
 from forge_rl.sandbox.images import ContainerImage, ImageSettings
 from tests.images import image, write_layout
 
-_PROGRAMS = (
+PROGRAMS = (
     *("bash", "cat", "chmod", "cp", "env", "grep", "head", "id", "ln", "ls", "mkdir", "mkfifo", "mv", "od", "pwd"),
     *("rm", "rmdir", "sed", "seq", "sleep", "sort", "stat", "tail", "touch", "true", "uname", "wc", "yes"),
 )
@@ -58,7 +58,7 @@ def layer(store: Path, name: str, files: Mapping[str, str | bytes | None]) -> Pa
     return folder
 
 
-def host_layer(store: Path, programs: Sequence[str] = _PROGRAMS) -> Path:
+def host_layer(store: Path, programs: Sequence[str] = PROGRAMS) -> Path:
     """A layer with a shell and small programs of this machine, and the libraries that they need."""
     folder = layer(store, "host", {"etc/passwd": "root:x:0:0:root:/root:/bin/sh\nbob:x:1001:1002::/home/bob:/bin/sh\n"})
     paths = [str(path) for name in programs if (path := shutil.which(name, path="/usr/bin:/bin"))]

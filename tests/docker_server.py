@@ -1,4 +1,5 @@
-"""A stand-in of Docker's Engine API on a Unix socket: containers are folders, whose commands run on this machine."""
+"""A stand-in of Docker's Engine API on a Unix socket: containers are folders, whose commands run on this machine, or
+sessions of images of this machine's sandbox."""
 
 import asyncio
 import contextlib
@@ -19,13 +20,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.container_machine import ContainerMachine
+
 
 class DockerServer:
-    """Serves the requests that `DockerPool` makes; `async with DockerServer(folder) as server:`."""
+    """Serves the requests that `DockerPool` makes; `async with DockerServer(folder) as server:`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        machine: whose images and containers it has, instead of folders.
+    """
+
+    def __init__(self, folder: Path, machine: ContainerMachine | None = None) -> None:
         self.folder, self.socket = folder, str(folder / "docker.sock")
-        self.images = {"it:1"}
+        self.machine = machine
+        self.images = {"it:1"} if machine is None else set(machine.images)
         self.containers: dict[str, dict[str, Any]] = {}
         self.commands: dict[str, dict[str, Any]] = {}
         self.processes: list[tuple[str, asyncio.subprocess.Process]] = []
@@ -77,15 +85,23 @@ class DockerServer:
                 return JSONResponse({"message": f"No such container: {name}"}, 404)
             case "POST", "containers", name, "start":
                 self.containers[name]["running"] = True
+                if self.machine is not None:
+                    await self.machine.start(name, self.containers[name]["Image"])
                 return Response(status_code=204)
             case "POST", "containers", name, "exec" if self.containers[name]["running"]:
                 command = os.urandom(32).hex()
-                self.commands[command] = {"folder": self.folder / name, **await request.json()}
+                self.commands[command] = {"folder": self.folder / name, "name": name, **await request.json()}
                 return JSONResponse({"Id": command}, 201)
             case "POST", "exec", command, "start":
                 return StreamingResponse(self._output(self.commands[command]))
             case "GET", "exec", command, "json":
                 return JSONResponse({"ExitCode": self.commands[command].get("status")})
+            case "PUT", "containers", name, "archive" if self.machine is not None:
+                await self.machine.unpack(name, await request.body())
+                return Response()
+            case "GET", "containers", name, "archive" if self.machine is not None:
+                path = request.query_params["path"]
+                return self._archive(path.rpartition("/")[2], await self.machine.get(name, path))
             case "PUT", "containers", name, "archive":
                 with tarfile.open(fileobj=io.BytesIO(await request.body())) as archive:
                     archive.extractall(self.folder / name, filter="data")
@@ -95,6 +111,8 @@ class DockerServer:
         return JSONResponse({"message": "page not found"}, 404)
 
     async def _kill(self, name: str) -> None:
+        if self.machine is not None:
+            await self.machine.end(name)
         for container, process in self.processes:
             if container == name:
                 with contextlib.suppress(ProcessLookupError):
@@ -102,17 +120,32 @@ class DockerServer:
                 await process.wait()
 
     async def _output(self, command: dict[str, Any]) -> AsyncIterator[bytes]:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command["Cmd"], cwd=command["folder"], stdout=pipe, stderr=pipe, start_new_session=True
-        )
-        self.processes.append((command["folder"].name, process))
-        outputs = await asyncio.shield(process.communicate())
-        command["status"] = process.returncode
+        outputs: tuple[bytes, ...]
+        if self.machine is not None:
+            command["status"], *outputs = await self.machine.run(command["name"], command["Cmd"])
+        else:
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(
+                *command["Cmd"], cwd=command["folder"], stdout=pipe, stderr=pipe, start_new_session=True
+            )
+            self.processes.append((command["folder"].name, process))
+            outputs = await asyncio.shield(process.communicate())
+            command["status"] = process.returncode
         for stream, output in enumerate(outputs, start=1):
             frame = bytes([stream, 0, 0, 0]) + len(output).to_bytes(4, "big") + output
-            for start in range(0, len(frame), 5):  # frames come in any parts
-                yield frame[start : start + 5]
+            step = max(5, len(frame) // 100)
+            for start in range(0, len(frame), step):  # frames come in any parts
+                yield frame[start : start + step]
+
+    def _archive(self, name: str, data: bytes | None) -> Response:
+        if data is None:
+            return JSONResponse({"message": f"Could not find the file {name}"}, 404)
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        return Response(file.getvalue())
 
     def _packed(self, path: Path) -> Response:
         if not path.exists():

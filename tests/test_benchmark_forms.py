@@ -62,7 +62,7 @@ WITHOUT_FORM = {"gpu": "test_benchmark_gpu", "speculation": "test_speculation"}
 """Benchmarks with tests of their own: one that needs a device, and one whose small form is held to more than names."""
 SAME = {"chaos_process", "chaos_strict"}
 """Figures of a benchmark with another value of one flag, and the same results."""
-OTHER_RESULTS = {"models_native"}
+OTHER_RESULTS = {"chaos_images", "models_native"}
 """Figures of a benchmark with a flag by which it measures something else."""
 COPIED = {"evaluation", "weights_model"}
 """Figures that were copied from a page, which had some of the results."""

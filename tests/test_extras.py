@@ -18,6 +18,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.metrics import TensorBoardSink, WandbSink
 from forge_rl.models import bundled
 from forge_rl.rewards.reward_flag import build_reward
+from forge_rl.sandbox.providers.containers import container_provider
 from tests.commands import Command, actor_of, tiny_run
 from tests.fake_engine import FOLDER
 
@@ -31,6 +32,7 @@ OPTIONAL = ("IPython", "accelerate", "gguf", "gymnasium", "mcp", "openai", "reas
     [
         ("accelerate", "bundled", bundled._find_gguf),
         ("gguf", "bundled", bundled._find_gguf),
+        *((name, name, lambda name=name: container_provider(name)) for name in ("daytona", "e2b", "modal")),
         ("gymnasium", "gymnasium", lambda: build_environment("gymnasium:FrozenLake-v1")),
         ("mcp", "mcp", lambda: build_environment("mcp:python server.py")),
         ("openai", "openai", lambda: build_environment("user:model=m,api_key_env=")),

@@ -12,7 +12,7 @@ from forge_rl.envs.protocol import reset_env, step_env
 from forge_rl.errors import TaskError
 from forge_rl.sandbox.images.image import ImageSettings
 from forge_rl.sandbox.workspaces.changes import Change, Entry
-from forge_rl.sandbox.workspaces.image_changes import counted
+from forge_rl.sandbox.workspaces.image_changes import LayerNames, counted
 from tests.container_images import host_layer, image_of, layer, written_layout
 from tests.harbor_tasks import FILES, TASKS, TRICKS, write_tasks
 from tests.sandbox_pool import loop_with_pool
@@ -128,7 +128,7 @@ def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
     changes += [Change(path="opt/venv/lib/python3.12/site-packages/a/b.py", before=file, after=file)]
     changes += [Change(path="usr/local/later", before=None, after=file)]  # below what does not count
     paths = [path for path, counts in added.items() if counts] + ["usr/local/lib"]
-    assert [change.path for change in counted(changes, image)] == paths
+    assert [change.path for change in counted(changes, LayerNames(image))] == paths
 
 
 @pytest.mark.parametrize(

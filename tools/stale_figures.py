@@ -20,6 +20,7 @@ from pathlib import Path
 DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "answers": ("forge_rl/rewards",),
     "chaos": ("forge_rl/sandbox", "forge_rl/envs"),
+    "chaos_images": ("forge_rl/sandbox", "benchmarks/chaos_images.py"),
     "chaos_process": ("forge_rl/sandbox", "forge_rl/envs"),
     "chaos_strict": ("forge_rl/sandbox", "forge_rl/envs"),
     "conformance": ("forge_rl/algorithms", "forge_rl/packing"),

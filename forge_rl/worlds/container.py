@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from forge_rl.errors import TaskError
-from forge_rl.sandbox import (
-    DurableSession,
-    DurableSessions,
-    Limits,
-    Pool,
-    PoolSession,
-    Result,
-    SandboxError,
-    shared_pool,
-)
-from forge_rl.sandbox.images import ContainerImage, ImageError
+from forge_rl.sandbox import DurableSession, Limits, PoolSession, Result, SandboxError
+from forge_rl.sandbox.images import ImageError
 from forge_rl.sandbox.images.references import LocalReference, parse_reference
+from forge_rl.sandbox.providers.containers import RentedSession
+from forge_rl.sandbox.providers.roots import UnreadableRootError
 from forge_rl.sandbox.workspaces.changes import Change
+from forge_rl.sandbox.workspaces.image_changes import RootNames
 from forge_rl.worlds.code_world import CodeSession
-from forge_rl.worlds.image_lookahead import image_lookahead
+from forge_rl.worlds.container_places import place_of
 from forge_rl.worlds.shell import shown_commands
 
 _MOST_LOST = 8
@@ -29,7 +23,7 @@ _MOST_LOST = 8
 _MOST_FAILURES = 2
 """How often their session may fail while its server lives."""
 
-_SPENT = "error: files and processes exceeded the session's memory limit, and it has ended"
+_SPENT = "error: files and processes exceeded the session's limits, and it has ended"
 
 
 class _TestsEndedError(SandboxError):
@@ -54,18 +48,23 @@ class Container:
     """Variables of commands, besides the image's."""
     folder: str = ""
     """Where commands start; "" for the image's working folder."""
+    provider: str = ""
+    """Who runs containers; "" for sessions of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """What the model has done, for the tests."""
 
-    image: ContainerImage
+    root: RootNames
+    """Of the image."""
     changes: Sequence[Change]
     """All that it has changed of the image's root."""
 
 
-Judge = Callable[[PoolSession, Attempt], Awaitable[tuple[float, Mapping[str, float]]]]
+JudgeSession: TypeAlias = PoolSession | RentedSession
+"""A fresh session, in which tests run."""
+Judge = Callable[[JudgeSession, Attempt], Awaitable[tuple[float, Mapping[str, float]]]]
 """Runs the tests of a task in a fresh session; returns the reward and its parts."""
 
 
@@ -83,12 +82,14 @@ class ContainerSession(CodeSession):
         judge: Judge,
         *,
         hidden: Sequence[str] = (),
-        session: DurableSession | None = None,
+        session: DurableSession | RentedSession | None = None,
     ) -> None:
         self._container, self._judge = container, judge
         self._hidden = hidden
         self._session = session
-        self._held = contextlib.AsyncExitStack()
+        self._place = place_of(
+            container.reference, container.limits, store=container.store, provider=container.provider
+        )
         self._is_spent = False
         """Whether commands have ended the session."""
 
@@ -130,6 +131,9 @@ class ContainerSession(CodeSession):
         if not session.alive and result.error is not None and result.error.name == "OutOfMemory":
             self._is_spent = True  # by files in memory: the model's doing, and no failure of the sandbox
             return None
+        if isinstance(session, RentedSession) and not session.alive:  # a command took too long, and its container too
+            self._is_spent = True
+            return None
         if not session.alive:  # it was lost with the same commands again and again, which cannot end it
             raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
         return result
@@ -140,7 +144,7 @@ class ContainerSession(CodeSession):
         fork = ContainerSession(self._container, self._judge, hidden=self._hidden, session=session)
         fork._is_spent = self._is_spent
         if session is not None:
-            await fork._image()
+            await fork._place.hold()
         return fork
 
     async def close(self) -> None:
@@ -149,11 +153,10 @@ class ContainerSession(CodeSession):
             if self._session is not None:
                 await self._session.close()
         finally:
-            await self._held.aclose()
+            await self._place.close()
 
-    async def _open(self) -> DurableSession:
-        pool, image = await self._image()
-        self._session = DurableSessions(pool).open(limits=self._container.limits, image=image)
+    async def _open(self) -> DurableSession | RentedSession:
+        self._session = await self._place.open()
         if self._hidden:
             result = await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
             if result.status != 0:
@@ -163,35 +166,33 @@ class ContainerSession(CodeSession):
                 )
         return self._session
 
-    async def _image(self) -> tuple[Pool, ContainerImage]:
-        """Fetch the image, which the store keeps until this session is closed."""
-        lookahead = image_lookahead(self._container.store)
-        image = await self._held.enter_async_context(lookahead.use(self._container.reference))
-        return await shared_pool(profile="process", images=str(lookahead.store.folder)), image
-
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Stop the model's session, and judge its changes in a fresh one; return the reward and its parts."""
         if self._is_spent:
             return 0.0, {}
         changes: Sequence[Change] = ()
-        pool, image = await self._image()
+        await self._place.hold()
         if self._session is not None:
             model, self._session = self._session, None
-            async with model:
-                changes = (await model.changes()).changes
+            try:
+                async with model:
+                    changes = (await model.changes()).changes
+            except UnreadableRootError:
+                return 0.0, {}
+        root = self._place.root()
         try:
-            return await self._judged(pool, Attempt(image=image, changes=changes))
+            return await self._judged(Attempt(root=root, changes=changes))
         except (TaskError, _TestsEndedError):
             if not changes:
                 raise
             # Tests that cannot judge what the model left, but the image as it was, failed because of the model.
-            await self._judged(pool, Attempt(image=image, changes=()))
+            await self._judged(Attempt(root=root, changes=()))
             return 0.0, {}
 
-    async def _judged(self, pool: Pool, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
+    async def _judged(self, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         failures = 0
         for retries_left in range(_MOST_LOST, -1, -1):
-            async with pool.session(limits=self._container.limits, image=attempt.image) as session:
+            async with self._place.session() as session:
                 try:
                     return await self._judge(session, attempt)
                 except SandboxError as error:
@@ -203,15 +204,18 @@ class ContainerSession(CodeSession):
         raise AssertionError("unreachable")
 
 
-def task_image(reference: str, *, local: bool) -> str:
+def task_image(reference: str, *, local: bool, provider: str = "") -> str:
     """Return the name of an image that a task gives.
 
     Whoever writes it would decide what this machine reads and, with a Dockerfile, runs.
 
     Raises:
-        ImageError: it is not an image of a registry, and either not a file of this machine, or `local` is False.
+        ImageError: it is not an image of a registry, and either not a file of this machine, or `local` is False, or a
+            provider is to fetch it.
     """
     parsed = parse_reference(reference)
+    if provider and isinstance(parsed, LocalReference):
+        raise ImageError(f"a task names the image {reference!r:.200}", hint=f"{provider} needs one of a registry")
     if isinstance(parsed, LocalReference) and (parsed.kind == "dockerfile" or not local):
         raise ImageError(
             f"a task names the image {reference!r:.200}, which is not a registry's",

@@ -16,6 +16,7 @@ from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
 from forge_rl.sandbox.images import ImageError
+from forge_rl.sandbox.providers.containers import check_provider, container_provider
 from forge_rl.sandbox.session import check_folders
 from forge_rl.types import Message, Task
 from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
@@ -138,6 +139,8 @@ class HarborEnv:
     """URL or file of the registry of data sets."""
     local: bool = False
     """Take images in files of this machine that tasks name (`docker_image = "oci:FOLDER"`): only for your own."""
+    provider: str = ""
+    """Who runs the containers of images: docker, daytona, e2b or modal; "" for sandbox sessions of this machine."""
     tool: bool = False
     """Show the model the schema of `shell`, for models trained to call tools. Blocks work as well."""
     held_out_share: float = 0.1
@@ -149,6 +152,7 @@ class HarborEnv:
     def __post_init__(self) -> None:
         minimums = {"memory_mib": 64, "held_out_share": 0}
         check_flags(self, "--env harbor:", minimum=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
+        check_provider(self.provider, "--env harbor:")
         settings = CodeSettings(
             flag="--env harbor:",
             max_turns=self.max_turns,
@@ -187,12 +191,18 @@ class HarborEnv:
         """
         if not task.truth.get("image"):
             raise TaskError(f"{task.id} has no image", hint="give it a docker_image, or a Dockerfile")
-        return harbor_container(task, timeout_s=self.timeout_s, memory_mib=self.memory_mib, store=self.images)
+        return harbor_container(
+            task,
+            timeout_s=self.timeout_s,
+            memory_mib=self.memory_mib,
+            store=self.images,
+            provider=self.provider,
+        )
 
     def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
         """Begin to fetch the images of coming tasks; see `ImageLookahead.prepare`."""
         references = [str(task.truth["image"]) for task in tasks if task.truth.get("image")]
-        return image_lookahead(self.images).prepare(references) if references else {}
+        return image_lookahead(self.images).prepare(references) if references and not self.provider else {}
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
@@ -203,7 +213,7 @@ class HarborEnv:
             SandboxError: this machine cannot isolate the sessions that the others need.
         """
         for task in self.tasks:
-            _check_image(task, local=self.local)
+            _check_image(task, local=self.local, provider=self.provider)
         refused_tasks = [task for task in self.tasks if task.needs]
         usable_tasks = [task for task in self.tasks if not task.needs]
         if refused_tasks and not (self.skip and usable_tasks):
@@ -215,8 +225,10 @@ class HarborEnv:
                 f"{task_lines}{more}",
                 hint=f"{skip_hint}run them with your own agent, start(agent=...)",
             )
-        if any(task.has_script for task in usable_tasks):
+        if any(task.has_script and not (self.provider and task.image) for task in usable_tasks):
             check_layers("process")
+        if self.provider:
+            container_provider(self.provider)
         name = f"harbor:{Path(self.folder).expanduser().name}"
         tasks = [_task(task, name) for task in usable_tasks]
         train, held_out = split(tasks, self.held_out_share, key=lambda task: task.prompt)
@@ -281,10 +293,11 @@ def _read(folder: Path) -> HarborTask:
     return HarborTask(name=str(name or folder.name), folder=folder, instructions=instructions, config=config)
 
 
-def _check_image(task: HarborTask, *, local: bool) -> None:
-    if image := (task.config.get("environment") or {}).get("docker_image"):
+def _check_image(task: HarborTask, *, local: bool, provider: str) -> None:
+    image = task.image if provider else (task.config.get("environment") or {}).get("docker_image")
+    if image:
         try:
-            task_image(str(image), local=local)
+            task_image(str(image), local=local, provider=provider)
         except ImageError as error:
             raise TaskError(f"{task.folder / 'task.toml'}: {error.message}", hint=error.hint) from None
 

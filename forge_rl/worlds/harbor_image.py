@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import TaskError
-from forge_rl.sandbox import Limits, PoolSession, SandboxError
+from forge_rl.sandbox import Limits, SandboxError
 from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.sandbox.workspaces.image_changes import counted, folder_changes
 from forge_rl.types import Task
-from forge_rl.worlds.container import Attempt, Container, ContainerSession
+from forge_rl.worlds.container import Attempt, Container, ContainerSession, JudgeSession
 from forge_rl.worlds.harbor_trial import TESTS_S, UNTRUSTED, parsed_reward
 
 _LOGS = ("/logs/verifier", "/logs/agent", "/logs/artifacts")
@@ -22,13 +22,16 @@ _SIGNALS = 128
 """Exit statuses above this say which signal ended a program."""
 
 
-def harbor_container(task: Task, *, timeout_s: float, memory_mib: int, store: str) -> ContainerSession:
+def harbor_container(
+    task: Task, *, timeout_s: float, memory_mib: int, store: str, provider: str = ""
+) -> ContainerSession:
     """Return the shell of one episode of a task with an image.
 
     Args:
         timeout_s: seconds that the commands of one completion may run.
         memory_mib: memory of a session whose task sets none; half of it is for files.
         store: folder of images.
+        provider: who runs containers; "" for this machine.
     """
     truth: Mapping[str, Any] = task.truth
     about: Mapping[str, Any] = truth["config"].get("environment") or {}
@@ -48,6 +51,7 @@ def harbor_container(task: Task, *, timeout_s: float, memory_mib: int, store: st
         timeout_s=timeout_s,
         env={str(name): str(value) for name, value in (about.get("env") or {}).items()},
         folder=str(about.get("workdir") or ""),
+        provider=provider,
     )
     return ContainerSession(container, _Verifier(task, container))
 
@@ -61,10 +65,10 @@ class _Verifier:
         self._tests = Path(truth["folder"]) / "tests"
         self._settings: Mapping[str, Any] = truth["config"].get("verifier") or {}
 
-    async def __call__(self, session: PoolSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
+    async def __call__(self, session: JudgeSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
         try:
-            await session.apply(counted(attempt.changes, attempt.image))
+            await session.apply(counted(attempt.changes, attempt.root))
         except SandboxError:
             if session.lost or not session.alive:
                 raise
@@ -93,7 +97,7 @@ class _Verifier:
             hint="tests run without a network: see docs/doors/world.md",
         )
 
-    async def _put_tests(self, session: PoolSession) -> None:
+    async def _put_tests(self, session: JudgeSession) -> None:
         changes: list[Change] = folder_changes(self._tests, "/tests")
         for folder in _LOGS:
             changes += folder_changes(self._tests, folder)[: folder.count("/")]
@@ -106,7 +110,7 @@ class _Verifier:
                 f"{self._tests} does not fit into the session: {error.message}", hint="raise memory_mb in task.toml"
             ) from None
 
-    async def _output(self, session: PoolSession, otherwise: str) -> str:
+    async def _output(self, session: JudgeSession, otherwise: str) -> str:
         try:
             text = (await session.get(_OUTPUT)).decode("utf-8", "replace")
         except SandboxError:

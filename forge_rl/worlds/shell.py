@@ -9,6 +9,7 @@ from forge_rl.envs.tool import Tool
 from forge_rl.sandbox import DurableSession, DurableSessions, Result, SandboxError, shared_pool
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.providers.containers import RentedSession
 from forge_rl.types import Message, Task
 from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld, shown_output
 
@@ -103,7 +104,7 @@ SHELL_TOOL = Tool(ShellSession.run, is_method=True, alias="shell")
 """The tool of episodes in which command lines run."""
 
 
-def shown_commands(session: DurableSession, result: Result) -> str:
+def shown_commands(session: DurableSession | RentedSession, result: Result) -> str:
     """Return a result as the model sees it, like a terminal.
 
     Raises:

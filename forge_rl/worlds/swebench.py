@@ -13,15 +13,16 @@ from typing import Any
 
 from forge_rl.envs.task_list import TaskList, split
 from forge_rl.errors import InfrastructureError, check_flags
-from forge_rl.sandbox import Limits, PoolSession, SandboxError
+from forge_rl.sandbox import Limits, SandboxError
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.providers.containers import check_provider, container_provider
 from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.sandbox.workspaces.repository_tests import RepositoryTests
 from forge_rl.system.interpreters import interpreter
 from forge_rl.types import Task
 from forge_rl.worlds.code_world import CodeSettings, CodeWorld
-from forge_rl.worlds.container import Attempt, Container, ContainerSession
+from forge_rl.worlds.container import Attempt, Container, ContainerSession, JudgeSession, task_image
 from forge_rl.worlds.image_lookahead import image_lookahead
 from forge_rl.worlds.shell import SHELL_TOOL
 from forge_rl.worlds.swebench_rows import END, EXIT_CODE, START, RowSettings, passed_tests, read_rows, statuses_of
@@ -75,6 +76,8 @@ class SweBenchEnv:
     """Folder of images, shared by runs."""
     local: bool = False
     """Take images in files of this machine that rows name (`oci:FOLDER`): only for rows of your own."""
+    provider: str = ""
+    """Who runs the containers of images: docker, daytona, e2b or modal; "" for sandbox sessions of this machine."""
     max_turns: int = 50
     """Maximum completions per episode; after the last, the tests run on the files as they are."""
     timeout_s: float = 120.0
@@ -94,6 +97,7 @@ class SweBenchEnv:
     def __post_init__(self) -> None:
         limits = {"minimum": {"memory_mib": 64, "held_out_share": 0}, "above": {"tests_timeout_s": 0}}
         check_flags(self, "--env swebench:", **limits, below={"held_out_share": 1})
+        check_provider(self.provider, "--env swebench:")
         settings = CodeSettings(
             flag="--env swebench:",
             max_turns=self.max_turns,
@@ -128,12 +132,14 @@ class SweBenchEnv:
             limits=limits,
             timeout_s=self.timeout_s,
             folder=self.folder,
+            provider=self.provider,
         )
         return ContainerSession(container, _RowTests(task, self), hidden=truth["hidden"])
 
     def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
         """Begin to fetch the images of coming tasks; see `ImageLookahead.prepare`."""
-        return image_lookahead(self.images).prepare([str(task.truth["image"]) for task in tasks])
+        references = [str(task.truth["image"]) for task in tasks]
+        return {} if self.provider else image_lookahead(self.images).prepare(references)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
@@ -142,7 +148,12 @@ class SweBenchEnv:
             SandboxError: this machine cannot isolate sessions.
             ConfigError: no interpreter with swebench can be made, and a row needs one.
         """
-        check_layers("process")
+        for task in self.tasks:
+            task_image(task.truth["image"], local=self.local, provider=self.provider)
+        if self.provider:
+            container_provider(self.provider)
+        else:
+            check_layers("process")
         if any(task.truth["parser"] for task in self.tasks):
             self.parser_python()
         train, held_out = split(self.tasks, self.held_out_share, key=lambda task: task.prompt)
@@ -161,7 +172,7 @@ class _RowTests:
         self._truth: Mapping[str, Any] = task.truth
         self._config = config
 
-    async def __call__(self, session: PoolSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
+    async def __call__(self, session: JudgeSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
         tests = [*self._truth["fail_to_pass"], *self._truth["pass_to_pass"]]
         # First, as what the model left may fill the session.

@@ -14,6 +14,14 @@ from forge_rl.sandbox.providers.web import WebClient
 S = TypeVar("S", bound="ProviderSession")
 
 
+class ContainerEndedError(SandboxError):
+    """The container has ended, while its provider answers: out of memory, or its first process was killed."""
+
+
+class TransferError(SandboxError):
+    """A file that a container does not have, or cannot take; the provider itself works."""
+
+
 class ProviderPool(ABC, Generic[S]):
     """Holds at most `sessions` open sessions of a provider; a subclass opens and ends them by its API."""
 

@@ -15,23 +15,26 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import ClassVar
 
 import httpx
 
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
-from forge_rl.sandbox.providers.base import ProviderPool, ProviderSession
-from forge_rl.sandbox.providers.web import HttpError, HttpRequest, WebClient, json_object
+from forge_rl.sandbox.providers.base import ContainerEndedError, ProviderPool, ProviderSession, TransferError
+from forge_rl.sandbox.providers.owners import has_ended, this_owner
+from forge_rl.sandbox.providers.web import HttpError, HttpRequest, LargeAnswerError, WebClient, json_object
 
 _API = "http://docker/v1.41"
 _OWNER = "forge-rl.owner"
 _ID = re.compile(r"[0-9a-f]{12,64}")
 _START_S, _PULL_S, _REQUEST_S, _GRACE_S = 60.0, 1800.0, 60.0, 10.0
 _MOST_SMALL, _MOST_PULL = 4 << 20, 64 << 20
+_GONE = (404, 409)
+"""Statuses of answers about a container that does not exist any more, or has ended."""
 _STREAM_HEADER = 8
 _STDOUT, _STDERR = 1, 2
 _TAR_SLACK = 1 << 16
@@ -63,6 +66,8 @@ class DockerPool(ProviderPool["DockerSession"]):
     """The daemon's Unix socket."""
     runtime: str = ""
     """Runtime of containers, such as "runsc" or "crun"; the daemon's default by default."""
+    user: str = ""
+    """User of commands; the image's by default."""
 
     def __post_init__(self) -> None:
         check_flags(self, "DockerPool:", minimum={"sessions": 1, "idle_s": 1})
@@ -114,7 +119,8 @@ class DockerPool(ProviderPool["DockerSession"]):
 
     def refusal(self, error: HttpError) -> SandboxError:
         """Return the error of an answer."""
-        return SandboxError(f"Docker refused ({error.status}): {error.text[:500]}")
+        kind = ContainerEndedError if error.status in _GONE else SandboxError
+        return kind(f"Docker refused ({error.status}): {error.text[:500]}")
 
     async def _prepare(self) -> None:
         """Have the image, and remove the containers of programs that were killed, once."""
@@ -156,8 +162,9 @@ class DockerPool(ProviderPool["DockerSession"]):
             "Image": self.image,
             "Entrypoint": ["sleep"],
             "Cmd": [str(math.ceil(self.idle_s))],
-            "Labels": {_OWNER: _owner()},
+            "Labels": {_OWNER: this_owner()},
             "HostConfig": host,
+            **({"User": self.user} if self.user else {}),
         }
         name = json_object(await self.api("POST", "/containers/create", body, limit_s=_START_S), "Docker").get("Id")
         if not (isinstance(name, str) and _ID.fullmatch(name)):
@@ -180,7 +187,7 @@ class DockerPool(ProviderPool["DockerSession"]):
             labels = container.get("Labels") if isinstance(container, dict) else None
             owner = labels.get(_OWNER) if isinstance(labels, dict) else None
             name = container.get("Id") if isinstance(container, dict) else None
-            if isinstance(owner, str) and isinstance(name, str) and _ID.fullmatch(name) and _has_ended(owner):
+            if isinstance(owner, str) and isinstance(name, str) and _ID.fullmatch(name) and has_ended(owner):
                 await self._remove(name)
 
 
@@ -201,12 +208,16 @@ class DockerSession(ProviderSession):
         wall_s = self.limits.wall_s if wall_s is None else wall_s
         if cpu_s is not None or self.limits.cpu_s is not None:
             raise SandboxError("Docker cannot limit a cell's CPU time", hint="limit wall_s instead of cpu_s")
+        return await self.execute(["/bin/sh", "-c", code], wall_s=wall_s, output_bytes=self.limits.output_bytes)
+
+    async def execute(self, command: Sequence[str], *, wall_s: float, output_bytes: int) -> Result:
+        """Run a program; see `ProviderContainer.execute`."""
         if not (0 < wall_s < math.inf):
             raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
         async with self._lock:
             self._check_alive()
             try:
-                return await self._run(code, wall_s)
+                return await self._run(command, wall_s, output_bytes)
             except HttpError as error:
                 await self.close()
                 raise self._pool.refusal(error) from None
@@ -214,14 +225,14 @@ class DockerSession(ProviderSession):
                 await asyncio.shield(self.close())
                 raise
 
-    async def _run(self, code: str, wall_s: float) -> Result:
+    async def _run(self, command: Sequence[str], wall_s: float, output_bytes: int) -> Result:
         began = time.perf_counter()
-        body = {"Cmd": ["/bin/sh", "-c", code], "AttachStdout": True, "AttachStderr": True}
+        body = {"Cmd": list(command), "AttachStdout": True, "AttachStderr": True}
         answer = json_object(await self._pool.api("POST", f"/containers/{self.name}/exec", body), "Docker")
         name = answer.get("Id")
         if not (isinstance(name, str) and _ID.fullmatch(name)):
             raise SandboxError("Docker's answer names no command")
-        heard = _CommandOutput(self.limits.output_bytes)
+        heard = _CommandOutput(output_bytes)
         request = HttpRequest(
             method="POST", url=f"{_API}/exec/{name}/start", headers={}, body={"Detach": False, "Tty": False}
         )
@@ -244,6 +255,10 @@ class DockerSession(ProviderSession):
     async def put(self, path: str, data: bytes) -> None:
         """Write a file; a relative path is below the root. Its folder is made."""
         self._check_size(path, data)
+        await self.write(path, data)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file of any size; see `put`."""
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode="w") as archive:
             info = tarfile.TarInfo(str(PurePosixPath("/", path)).lstrip("/"))
@@ -251,20 +266,27 @@ class DockerSession(ProviderSession):
             archive.addfile(info, io.BytesIO(data))
         await self._archive("PUT", path, "/", file.getvalue())
 
-    async def get(self, path: str) -> bytes:
-        """Read a file; a relative path is below the root."""
-        packed = await self._archive("GET", path, str(PurePosixPath("/", path)), None)
+    async def get(self, path: str, *, max_bytes: int | None = None) -> bytes:
+        """Read a file; a relative path is below the root.
+
+        Args:
+            max_bytes: instead of the limits' `transfer_bytes`.
+        """
+        max_bytes = self.limits.transfer_bytes if max_bytes is None else max_bytes
+        packed = await self._archive("GET", path, str(PurePosixPath("/", path)), None, most_bytes=max_bytes)
         try:
             with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as archive:
                 member = archive.next()
                 file = archive.extractfile(member) if member is not None and member.isreg() else None
                 if file is None:
-                    raise SandboxError(f"{path} is not a file")
+                    raise TransferError(f"{path} is not a file")
                 return file.read()
         except (tarfile.TarError, KeyError, OSError):
             raise SandboxError(f"Docker answered with no archive of {path}") from None
 
-    async def _archive(self, method: str, path: str, place: str, data: bytes | None) -> bytes:
+    async def _archive(
+        self, method: str, path: str, place: str, data: bytes | None, *, most_bytes: int = _MOST_SMALL
+    ) -> bytes:
         async with self._lock:
             self._check_alive()
             request = HttpRequest(
@@ -275,10 +297,11 @@ class DockerSession(ProviderSession):
                 content=data,
             )
             try:
-                most_bytes = self.limits.transfer_bytes + _TAR_SLACK
-                return await self._pool.client.ask(request, most_bytes=most_bytes, limit_s=_REQUEST_S)
+                return await self._pool.client.ask(request, most_bytes=most_bytes + _TAR_SLACK, limit_s=_REQUEST_S)
+            except LargeAnswerError:
+                raise TransferError(f"{path} has more than {most_bytes} bytes") from None
             except HttpError as error:
-                raise SandboxError(
+                raise TransferError(
                     f"the session could not transfer {path} ({error.status}): {error.text[:500]}"
                 ) from None
 
@@ -317,28 +340,3 @@ class _CommandOutput:
         return Result(
             stdout=stdout, stderr=stderr, error=error, usage=Usage(wall_s=seconds), cut=self.cut, status=status
         )
-
-
-def _owner() -> str:
-    """Return what tells this process from all others, of other machines too."""
-    return f"{_machine()} pid {os.getpid()} {_start_time(os.getpid())}"
-
-
-def _machine() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + f" {os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _start_time(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-
-
-def _has_ended(owner: str) -> bool:
-    """Return whether an owner was a process of this machine that runs no more."""
-    machine, _, process = owner.partition(" pid ")
-    pid, _, start_time = process.partition(" ")
-    if machine != _machine() or not pid.isdecimal():
-        return False
-    try:
-        return _start_time(int(pid)) != start_time
-    except FileNotFoundError:
-        return True

@@ -16,6 +16,10 @@ _CONNECT_S = 20.0
 _MOST_ERROR = 4096
 
 
+class LargeAnswerError(SandboxError):
+    """An answer with more bytes than its request allows."""
+
+
 @dataclass(eq=False)
 class HttpError(Exception):
     """An answer with an error's status."""
@@ -71,14 +75,15 @@ class WebClient:
 
         Raises:
             HttpError: the answer's status is an error's.
-            SandboxError: the answer is too large, or incomplete at the deadline.
+            LargeAnswerError: the answer is too large.
+            SandboxError: it is incomplete at the deadline, or there is none.
         """
         parts = bytearray()
         async with self.stream(request, limit_s=limit_s) as chunks:
             async for part in chunks:
                 parts += part
                 if len(parts) > most_bytes:
-                    raise SandboxError(f"{self.service} answered with more than {most_bytes} bytes")
+                    raise LargeAnswerError(f"{self.service} answered with more than {most_bytes} bytes")
         return bytes(parts)
 
     @asynccontextmanager

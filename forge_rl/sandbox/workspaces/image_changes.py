@@ -12,8 +12,10 @@ import functools
 import os
 import posixpath
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from forge_rl.sandbox.images.image import ContainerImage
 from forge_rl.sandbox.inside import kernel
@@ -44,10 +46,35 @@ _MODULE_FOLDERS = ("", "lib-dynload", "site-packages", "dist-packages")
 _DEFAULT_HOMES = ("root", "home/*")
 
 
-def counted(changes: Sequence[Change], image: ContainerImage) -> list[Change]:
+class RootNames(Protocol):
+    """What is asked of an image's root: here its layers are on this machine, elsewhere its names were listed."""
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The image's PATH and PYTHONPATH, as far as it sets them."""
+
+    def names_in(self, folder: str) -> Collection[str]:
+        """Return the names in a folder, relative to the root; none if there is no such folder."""
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """The names in an image's layers on this machine. Also those that a higher layer deletes."""
+
+    image: ContainerImage
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        return self.image.settings.env
+
+    def names_in(self, folder: str) -> Collection[str]:
+        return [name for layer in self.image.layers for name in _names_in(layer, folder)]
+
+
+def counted(changes: Sequence[Change], root: RootNames) -> list[Change]:
     """Return the changes that count when tests judge them, in order."""
-    folders = [posixpath.normpath(path).lstrip("/") for path in image.settings.env.get("PATH", PATH).split(":")]
-    programs, modules = _ProgramFolders(image, frozenset(folders)), _PythonModules(image, folders)
+    folders = [posixpath.normpath(path).lstrip("/") for path in root.variables.get("PATH", PATH).split(":")]
+    programs, modules = _ProgramFolders(root, frozenset(folders)), _PythonModules(root, folders)
     counted_changes, dropped_folders = list[Change](), list[str]()
     for change in changes:
         is_below = any(change.path.startswith(f"{folder}/") for folder in dropped_folders)
@@ -66,17 +93,19 @@ class _ProgramFolders:
         folders: in which they are looked up.
     """
 
-    def __init__(self, image: ContainerImage, folders: frozenset[str]) -> None:
-        self.image, self.folders = image, folders
+    def __init__(self, root: RootNames, folders: frozenset[str]) -> None:
+        self._root, self.folders = root, folders
+
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(name for folder in self.folders for name in self._root.names_in(folder))
 
     def hides(self, path: str) -> bool:
         """Return True if a new file would be run in place of one of the image's programs, or of one that is missing."""
         folder, name = posixpath.split(path)
         if folder not in self.folders:
             return False
-        return name in _RUNNERS or any(
-            os.path.lexists(layer / other / name) for layer in self.image.layers for other in self.folders
-        )
+        return name in _RUNNERS or name in self._names
 
     def holds(self, path: str) -> bool:
         """Return True if a path is a folder of programs, or above one."""
@@ -90,10 +119,10 @@ class _PythonModules:
         folders: of the image's programs; each Python has its modules next to them.
     """
 
-    def __init__(self, image: ContainerImage, folders: Sequence[str]) -> None:
-        self._layers = image.layers
+    def __init__(self, root: RootNames, folders: Sequence[str]) -> None:
+        self._root = root
         self._prefixes = {posixpath.dirname(folder) for folder in folders} | {"usr", "usr/local"}
-        paths = image.settings.env.get("PYTHONPATH", "").split(":")
+        paths = root.variables.get("PYTHONPATH", "").split(":")
         self._paths = [posixpath.normpath(path).lstrip("/") for path in paths if path.startswith("/")]
         self._stems: dict[str, frozenset[str]] = {}
 
@@ -134,7 +163,7 @@ class _PythonModules:
     def _stems_in(self, folder: str, *, keeps_suffixes: bool = False) -> frozenset[str]:
         """Return the names in a folder of the image, without what follows the first dot unless `keeps_suffixes`."""
         if folder not in self._stems:
-            self._stems[folder] = frozenset(name for layer in self._layers for name in _names_in(layer, folder))
+            self._stems[folder] = frozenset(self._root.names_in(folder))
         names = self._stems[folder]
         return names if keeps_suffixes else frozenset(name.partition(".")[0] for name in names)
 

@@ -1,0 +1,31 @@
+"""Labels by which what was rented or started elsewhere is told from that of programs that were killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def this_owner() -> str:
+    """Return what tells this process from all others, of other machines too."""
+    return f"{_machine()} pid {os.getpid()} {_start_time(os.getpid())}"
+
+
+def has_ended(owner: str) -> bool:
+    """Return whether an owner was a process of this machine that runs no more."""
+    machine, _, process = owner.partition(" pid ")
+    pid, _, start_time = process.partition(" ")
+    if machine != _machine() or not pid.isdecimal():
+        return False
+    try:
+        return _start_time(int(pid)) != start_time
+    except FileNotFoundError:
+        return True
+
+
+def _machine() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + f" {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _start_time(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -1,0 +1,230 @@
+"""What commands have changed in a root on another machine: it is listed before and after, and files come in archives.
+
+The first listing is made before anything untrusted runs. The second, and the archive, are made by programs that the
+commands may have replaced: both may say anything about what the commands left, as these could have left anything. They
+are bounded, name no path outside of the root, and none through a link.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import posixpath
+import re
+import stat
+import tarfile
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forge_rl.sandbox.limits import SandboxError
+from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry
+
+_PATH = "PATH=/usr/bin:/bin:$PATH;"
+"""Commands may have put other programs before those of the image."""
+LIST = (
+    _PATH + " find / -xdev '(' -path /proc -o -path /sys -o -path /dev -o -path '/tmp/.forge-rl*' ')' -prune -o -print0"
+    ' | xargs -0 stat -c "%f %s %Y %Z %n" > "$0" 2> /dev/null; test -s "$0"'
+)
+"""Shell script that lists a root into the file $0."""
+DESCRIBE = (
+    'printf "%s\\n%s\\n%s\\n%s\\n" "$(command -v timeout)" "$(command -v env)" "$PATH" "$PYTHONPATH"; IFS=:; set -f;'
+    " for f in $PATH:/usr/bin:/usr/local/bin; do for g in $f ${f%/*}/lib ${f%/*}/lib64; do"
+    ' r=$(cd -P "$g" 2> /dev/null && pwd) && printf "%s\\n%s\\n" "$g" "$r"; done; done; true'
+)
+"""Shell script that prints where `timeout` and `env` are, PATH, PYTHONPATH, and folders with where they lead."""
+ARCHIVE = (
+    _PATH + ' case "$(tar --version 2> /dev/null)" in *GNU*) set -- --no-unquote;; esac;'
+    ' tar -c -f "$0" -C / "$@" -T "$0.list" 2> /dev/null; test -s "$0"'
+)
+"""Shell script that packs the files listed in $0.list into the archive $0."""
+APPLY = (
+    _PATH + ' if [ -s "$0.files" ]; then xargs -0 rm -f < "$0.files" || exit 1; fi;'
+    ' if [ -s "$0.folders" ]; then xargs -0 rmdir < "$0.folders" || exit 1; fi; tar -x -o -f "$0" -C /'
+)
+"""Shell script that deletes the files and folders listed in $0.files and $0.folders, and unpacks $0."""
+_LINE = re.compile(rb"([0-9a-f]{1,8}) (\d{1,19}) (-?\d{1,19}) (-?\d{1,19}) /([^\n]+)")
+_MOUNTED = ("etc/hosts", "etc/hostname", "etc/resolv.conf")
+"""Files that container engines mount."""
+
+
+class UnreadableRootError(SandboxError):
+    """A root that cannot be read any more, as what ran in it took away what reading needs."""
+
+
+class FileFacts(NamedTuple):
+    """What a listing says of a file."""
+
+    mode: int
+    size: int
+    modified_s: int
+    changed_s: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootListing:
+    """A root as it was at some time: the names of `RootNames`, and what changed since."""
+
+    packed: bytes
+    """Lines of mode in hexadecimal, bytes, both times, and path; compressed, as an image can have 200,000."""
+    variables: Mapping[str, str]
+    real_folders: Mapping[str, str]
+    """Where folders of programs and libraries lead, relative to the root."""
+
+    @classmethod
+    def of(cls, listed: bytes, described: Sequence[str]) -> RootListing:
+        """Read the output of LIST, and the lines of DESCRIBE behind the first two."""
+        path, python_path, *folders = [*described, "", ""]
+        pairs = zip(folders[::2], folders[1::2], strict=False)
+        return cls(
+            packed=zlib.compress(listed, 1),
+            variables={"PATH": path, "PYTHONPATH": python_path},
+            real_folders={name.strip("/"): target.strip("/") for name, target in pairs},
+        )
+
+    def names_in(self, folder: str) -> Collection[str]:
+        """Return the names in a folder; see `RootNames`."""
+        parts = folder.strip("/").split("/")
+        for depth in range(len(parts), 0, -1):
+            if (target := self.real_folders.get("/".join(parts[:depth]))) is not None:
+                parts = [*target.split("/"), *parts[depth:]]
+                break
+        return self._names["/".join(parts)]
+
+    @functools.cached_property
+    def _names(self) -> Mapping[str, Collection[str]]:
+        names = defaultdict[str, list[str]](list)
+        for path in _facts(zlib.decompress(self.packed)):
+            folder, name = posixpath.split(path)
+            names[folder].append(name)
+        return names
+
+    def changed_to(self, listed: bytes) -> list[tuple[str, FileFacts | None, FileFacts | None]]:
+        """Compare with a later listing; return paths with what is said of them before and after, folders first.
+
+        Paths in something else than a folder are left out.
+        """
+        before, after = _facts(zlib.decompress(self.packed)), _facts(listed)
+        changed = []
+        for path in sorted(before.keys() | after.keys()):
+            old, new = before.get(path), after.get(path)
+            if old == new or path in _MOUNTED or (old and new and stat.S_ISDIR(old.mode) and stat.S_ISDIR(new.mode)):
+                continue
+            if new is None or all(folder in after and stat.S_ISDIR(after[folder].mode) for folder in _above(path)):
+                changed.append((path, old, new))
+        return changed
+
+
+def _facts(listed: bytes) -> dict[str, FileFacts]:
+    facts = {}
+    for line in listed.split(b"\n"):
+        if (match := _LINE.fullmatch(line)) is None:
+            continue  # the root, or a part of a name with a newline
+        path = match[5].decode("utf-8", "surrogateescape")
+        if all(part not in ("", ".", "..") for part in path.split("/")):
+            facts[path] = FileFacts(int(match[1], 16), int(match[2]), int(match[3]), int(match[4]))
+    return facts
+
+
+def _above(path: str) -> Iterator[str]:
+    while path := posixpath.dirname(path):
+        yield path
+
+
+def to_fetch(
+    changed: Sequence[tuple[str, FileFacts | None, FileFacts | None]], *, most_bytes: int, most_changes: int
+) -> list[str]:
+    """Return the paths whose content is needed: files and links, as many as fit."""
+    paths, left_bytes = list[str](), most_bytes
+    for path, _, facts in changed[:most_changes]:
+        if facts is not None and (stat.S_ISLNK(facts.mode) or (stat.S_ISREG(facts.mode) and facts.size <= left_bytes)):
+            left_bytes -= facts.size
+            paths.append(path)
+    return paths
+
+
+def listed_paths(paths: Sequence[str]) -> bytes:
+    """Return what ARCHIVE reads from $0.list."""
+    return b"".join(b"./%s\n" % path.encode("utf-8", "surrogateescape") for path in paths)
+
+
+def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
+    """Return the content of files, and the targets of links, that an archive has of these paths.
+
+    Raises:
+        UnreadableRootError: it is no archive.
+    """
+    contents, known_paths = dict[str, bytes](), frozenset(paths)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", encoding="utf-8", errors="surrogateescape") as file:
+            for member in file:
+                path = posixpath.normpath(member.name)
+                if path not in known_paths:
+                    continue
+                if member.issym():
+                    contents[path] = member.linkname.encode("utf-8", "surrogateescape")
+                elif member.islnk():
+                    contents[path] = contents.get(posixpath.normpath(member.linkname), b"")
+                elif member.isreg() and not member.issparse() and (content := file.extractfile(member)) is not None:
+                    contents[path] = content.read()
+    except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError, MemoryError) as error:
+        raise UnreadableRootError(f"the changed files came in no archive: {error!r:.200}") from None
+    return contents
+
+
+def changes_of(
+    changed: Sequence[tuple[str, FileFacts | None, FileFacts | None]], contents: Mapping[str, bytes], most_changes: int
+) -> Changes:
+    """Return changes with their content; content of what was there before is not known."""
+    changes, left_out = list[Change](), list[str]()
+    if len(changed) > most_changes:
+        left_out.append(f"{changed[most_changes][0]} and what follows: more changes than are listed")
+    for path, old, new in changed[:most_changes]:
+        before, after = _entry(old, None), _entry(new, contents.get(path))
+        if after is not None and after.data is None and not stat.S_ISDIR(after.mode):
+            left_out.append(f"content of {path}: too large, or not readable")
+        changes.append(Change(path=path, before=before, after=after))
+    return Changes(changes=changes, left_out=left_out)
+
+
+def _entry(facts: FileFacts | None, data: bytes | None) -> Entry | None:
+    if facts is None:
+        return None
+    kind = stat.S_IFMT(facts.mode)
+    if stat.S_ISREG(kind):
+        return Entry(mode=0o100755 if facts.mode & stat.S_IXUSR else 0o100644, data=data)
+    return Entry(mode=kind, data=data if stat.S_ISLNK(kind) else None)
+
+
+def packed_changes(changes: Sequence[Change]) -> tuple[bytes, bytes, bytes]:
+    """Return what APPLY reads: the archive, the files and the folders to delete before it is unpacked."""
+    files, folders, archive = list[str](), list[str](), io.BytesIO()
+    with tarfile.open(
+        fileobj=archive, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
+    ) as file:
+        for change in changes:
+            before, after = change.before, change.after
+            if after is not None and not stat.S_ISDIR(after.mode) and after.data is None:
+                continue
+            old, new = (0 if entry is None else stat.S_IFMT(entry.mode) for entry in (before, after))
+            if old and (old != new or stat.S_ISLNK(old)):
+                (folders if stat.S_ISDIR(old) else files).append(change.path)
+            if after is None:
+                continue
+            member = tarfile.TarInfo(change.path)
+            if stat.S_ISDIR(after.mode):
+                member.type, member.mode = tarfile.DIRTYPE, 0o755
+                file.addfile(member)
+            elif stat.S_ISLNK(after.mode):
+                member.type, member.linkname = tarfile.SYMTYPE, (after.data or b"").decode("utf-8", "surrogateescape")
+                file.addfile(member)
+            else:
+                member.mode, member.size = after.mode & 0o777, len(after.data or b"")
+                file.addfile(member, io.BytesIO(after.data or b""))
+    return archive.getvalue(), _terminated(files), _terminated(reversed(folders))
+
+
+def _terminated(paths: Collection[str] | Iterator[str]) -> bytes:
+    return b"".join(b"/%s\0" % path.encode("utf-8", "surrogateescape") for path in paths)
