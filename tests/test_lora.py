@@ -329,10 +329,8 @@ def test_adapters_have_ten_times_the_learning_rate_unless_set(tmp_path: Path):
     assert (config.trainer.lora.rank, config.trainer.lora.targets) == (16, ("q_proj", "v_proj"))
     assert replace(config, seed=3).trainer.lora_seed == 3
     assert replace(config, seed=3).trainer.optimizer.lr == pytest.approx(3e-4)
-    assert "10 times the 3e-05 of full training" in lora_lines(config, values=False)[1]
     named = parse(grpo.Config, "grpo", ["--lora.rank", "16", "--trainer.optimizer.lr", "1e-4"])
     assert named.trainer.optimizer.lr == 1e-4
-    assert "as given" in lora_lines(named, values=False)[1]
     file = tmp_path / "run.toml"
     file.write_text("[lora]\nrank = 16\n[trainer.optimizer]\nlr = 3e-5\n")
     for words in (["--lora.rank", "16", "--trainer.optimizer.lr", "3e-5"], ["--config", str(file)]):

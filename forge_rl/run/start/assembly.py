@@ -137,6 +137,7 @@ async def _checkpointing(prepared: PreparedRun, checked: CheckedRun[C], parts: R
         prepared.checkpoints,
         parts,
         models=(checked.models.policy, checked.models.critic_folder),
+        choices=checked.choices,
         warn=log.warn,
         saved=mirror.follow if mirror else None,
     )
