@@ -130,7 +130,7 @@ def show_plan(config: object) -> None:
     table.add_row("this machine has", f"{host_bytes() / 2**30:.2f}")
     console = Console(highlight=False)
     for line in [*lora_lines(config, values=values), *(f"chosen: {line}" for line in (*scaled_lines, *choices))]:
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     console.print(table)
     if loss is None:
         console.print(
