@@ -305,6 +305,7 @@ class RunAdapters:
                 await self._trainer.adapters.save(adapter.name, Path(folder))
                 await self._generator.load_adapter(adapter.name, Path(folder))
             adapter.version = adapter.updates
+            await self._trainer.probe_adapter(adapter.name, adapter.version)
 
     async def save(self, folder: Path) -> None:
         """Write all adapters into a checkpoint's folder."""
