@@ -73,7 +73,7 @@ docs: $(STAMP)  ## build the site into .site, offline; a broken link or name is 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
-	$(BIN)/python -m recipes.grpo --steps 10 --evaluation.every 10 --evaluation.tasks 64 --trainer.minibatches 2 $(ARGS)
+	$(BIN)/python -m recipes.grpo --steps 10 --evaluation.every 10 --evaluation.tasks 64 --trainer.minibatches 2 --trainer.optimizer.lr 3e-5 --generator.max-tokens 16 --generator.max-model-len 1024 $(ARGS)
 
 # A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py; one takes all of the gateway.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0

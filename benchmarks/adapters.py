@@ -28,10 +28,25 @@ from benchmarks.adapter_updates import (
 )
 from benchmarks.ranks import run_ranks
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.platform import init_distributed
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
+
+_LLAMA: dict[str, object] = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e5}
+_QWEN3: dict[str, object] = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "head_dim": 128}
+_SIZES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+_MODELS: dict[str, tuple[dict[str, object], tuple[int, ...], int, bool]] = {
+    "SmolLM2-135M": (_LLAMA, (576, 1536, 30, 9, 3), 49152, True),
+    "SmolLM2-360M": (_LLAMA, (960, 2560, 32, 15, 5), 49152, True),
+    "Qwen3-0.6B": (_QWEN3, (1024, 3072, 28, 16, 8), 151936, True),
+    "SmolLM2-1.7B": (_LLAMA, (2048, 8192, 24, 32, 32), 49152, True),
+    "Qwen3-1.7B": (_QWEN3, (2048, 6144, 28, 16, 8), 151936, True),
+    "Llama-3.1-8B": (_LLAMA, (4096, 14336, 32, 32, 8), 128256, False),
+    "Qwen3-8B": (_QWEN3, (4096, 12288, 36, 32, 8), 151936, False),
+}
+"""Family, sizes, vocabulary and whether embedding and head are tied, as the models' config.json have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +71,8 @@ class Config(BenchmarkConfig):
     """Families whose gradients are compared with peft's."""
     engine: bool = True
     """Whether a real engine is given wrong adapters, too."""
+    bytes_only: bool = False
+    """Only count the bytes of versions of published models, which takes a second."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "groups", "prompt_tokens", "answer_tokens", "repeats"):
@@ -67,7 +84,10 @@ class Config(BenchmarkConfig):
 
 
 def measure(config: Config, report: Report) -> None:
-    """Measure in child processes, then compare gradients, then make mistakes."""
+    """Count bytes, measure in child processes, then compare gradients, then make mistakes."""
+    _count_bytes(config, report)
+    if config.bytes_only:
+        return
     folder = resolve_model(config.model, default_cache()).resolve()
     lora = LoRAConfig(rank=config.rank)
     shape = {
@@ -96,6 +116,19 @@ def measure(config: Config, report: Report) -> None:
     _compare_gradients(config, report)
     if config.engine:
         _make_mistakes(report)
+
+
+def _count_bytes(config: Config, report: Report) -> None:
+    """Count the parameters of adapters and of their models."""
+    for name, (family, sizes, vocab, tied) in _MODELS.items():
+        values = family | dict(zip(_SIZES, sizes, strict=True)) | {"vocab_size": vocab, "tie_word_embeddings": tied}
+        with tempfile.TemporaryDirectory(prefix="adapters-") as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 8192}))
+            architecture = read_architecture(Path(folder))
+        for rank in (8, 16, 32):
+            count = adapter_parameters(architecture, LoRAConfig(rank=rank))
+            share = count / architecture.weights
+            report.rows.append({"model": name, "rank": rank, "adapter_parameters": count, "bytes_share": share})
 
 
 def _compare_gradients(config: Config, report: Report) -> None:

@@ -21,7 +21,8 @@ from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_bench
 
 DEMO = (
     *("recipes.grpo", "--steps", "10", "--evaluation.every", "10"),
-    *("--evaluation.tasks", "64", "--trainer.minibatches", "2"),
+    *("--evaluation.tasks", "64", "--trainer.minibatches", "2", "--trainer.optimizer.lr", "3e-5"),
+    *("--generator.max-tokens", "16", "--generator.max-model-len", "1024"),
 )
 """Arguments of `make demo`."""
 _SMOKE = ("--steps", "1", "--evaluation.every", "1", "--evaluation.tasks", "2", "--groups-per-batch", "2")

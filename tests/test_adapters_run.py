@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file
 
@@ -15,6 +17,13 @@ pytestmark = pytest.mark.long
 TASKS = ("sums=chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1", "letters=letter_counting:max_words=6")
 NAMES = ("sums", "letters")
 STEPS = 6
+LORA = ("--reward", "tests.tiny:share_of_vowels", "--lora.rank", "4", "--evaluation.every", "0")
+
+
+def read_sources(out: Path, step: int) -> list[str]:
+    """The source of each episode that a step trained on."""
+    table = pyarrow.parquet.read_table(out / "episodes" / f"{step:06d}-trained.parquet", columns=["source"])
+    return [str(source) for source in table["source"].to_pylist()]
 
 
 @pytest.mark.timeout(1800)
@@ -22,9 +31,8 @@ def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_traine
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    flags = ["--tasks", *TASKS, "--reward", "tests.tiny:share_of_vowels", "--lora.rank", "4"]
+    flags = ["--tasks", *TASKS, *LORA, "--trainer.optimizer.lr", "0.03"]
     flags += ["--groups-per-batch", "4", "--group-size", "4", "--steps", str(STEPS), "--checkpoint-every", "2"]
-    flags += ["--evaluation.every", "0", "--trainer.optimizer.lr", "0.03"]
     command = tiny_run(commands, tiny_model, out, *flags, recipe="recipes.adapters")
     command.wait_for("step +3/")
     processes_of(command, "generator", 0)[-1].kill()
@@ -41,3 +49,20 @@ def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_traine
     factors = [load_file(last / name / "adapter_model.safetensors") for name in NAMES]
     assert all(json.loads((last / name / "training.json").read_text())["updates"] == STEPS for name in NAMES)
     assert any(not factors[0][key].equal(factors[1][key]) for key in factors[0]), "each learns from its own source"
+
+
+@pytest.mark.timeout(900)
+def test_a_failed_adapters_source_gets_no_more_episodes(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    out, bad = tmp_path / "run", TASKS[1].replace("letters", "bad", 1)
+    flags = ["--tasks", TASKS[0].replace("sums", "good", 1), bad, *LORA, "--trainer.max-skipped-updates", "2"]
+    flags += ["--groups-per-batch", "4", "--group-size", "4", "--steps", "4", "--checkpoint-every", "0"]
+    command = tiny_run(commands, tiny_model, out, *flags, recipe="tests.failing_adapter")
+    assert command.end(600) == 0, command.output
+    assert "adapter bad is trained no more, after 2 skipped updates" in command.output
+    rows = [row for row in metrics(out) if "good/updates" in row]
+    assert [row["good/updates"] for row in rows] == [1, 2, 3, 4]
+    assert [row.get("bad/tokens/trained", 0) for row in rows] == [0, 0, 0, 0]
+    episodes = [Counter(read_sources(out, row["step"])) for row in rows]
+    assert episodes == [{"good": 8, "bad": 8}] * 2 + [{"good": 16}] * 2

@@ -186,6 +186,8 @@ def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(dtype
     start = load_file(tmp_path / "model.safetensors")
     assert all(values.equal(start[name].to(values.dtype)) for name, values in published.items() if name in start)
     drafted = draft(specs, version=3, dtype=getattr(torch, dtype))
+    # Readers get all tensors in the version's dtype, and the trainer attests the sums that they compute of those.
+    published = {name: values.to(getattr(torch, dtype)) for name, values in published.items()}
     expected = {}
     for name in adapted:
         a, b = (published[factor] for factor in factor_names(name))
@@ -329,10 +331,8 @@ def test_adapters_have_ten_times_the_learning_rate_unless_set(tmp_path: Path):
     assert (config.trainer.lora.rank, config.trainer.lora.targets) == (16, ("q_proj", "v_proj"))
     assert replace(config, seed=3).trainer.lora_seed == 3
     assert replace(config, seed=3).trainer.optimizer.lr == pytest.approx(3e-4)
-    assert "10 times the 3e-05 of full training" in lora_lines(config, values=False)[1]
     named = parse(grpo.Config, "grpo", ["--lora.rank", "16", "--trainer.optimizer.lr", "1e-4"])
     assert named.trainer.optimizer.lr == 1e-4
-    assert "as given" in lora_lines(named, values=False)[1]
     file = tmp_path / "run.toml"
     file.write_text("[lora]\nrank = 16\n[trainer.optimizer]\nlr = 3e-5\n")
     for words in (["--lora.rank", "16", "--trainer.optimizer.lr", "3e-5"], ["--config", str(file)]):

@@ -80,6 +80,21 @@ def test_a_weight_of_zero_gives_nothing() -> None:
     assert [_quotas(mixture, 3) for _ in range(4)] == [{"a": 3}] * 4
 
 
+def test_sources_that_are_left_out_give_nothing_and_the_others_keep_their_proportions() -> None:
+    mixture, changes = _mixture(a=1, b=2, c=1), list[str]()
+    mixture.changed.add(changes.append)
+    mixture.leave_out(["b", "no source"])
+    assert [_quotas(mixture, 4), mixture["b"]] == [{"a": 2, "c": 2}, 2]
+    assert "draws nothing from b" in changes[-1]
+    restored = _mixture(a=1, b=1, c=1)
+    restored.restore(mixture.state())
+    assert _quotas(restored, 4) == {"a": 1, "b": 2, "c": 1}, "whoever left it out says so again"
+    with pytest.raises(TaskError, match="above 0 without a, b, c"):
+        mixture.leave_out("abc")
+    mixture.leave_out([])
+    assert _quotas(mixture, 4) == {"a": 1, "b": 2, "c": 1}
+
+
 def test_weights_change_while_live() -> None:
     mixture = _mixture(math=1, words=1)
     mixture["math"] = 3

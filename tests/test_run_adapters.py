@@ -82,11 +82,12 @@ async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart
     config = with_adapters(rl.RunConfig(lora=LORA, schedule=SYNCHRONOUS, steps=2 * STEPS), LOSS, ["a", "b"])
     warnings: list[str] = []
     checkpoints: list[Path] = []
+    left_out: list[list[str]] = []
 
     async with open_trainer(tmp_path, ranks=1, lora=LORA, dtype="float32") as (trainer, _):
 
         async def opened(*names: str) -> tuple[RunAdapters, Engines, Any]:
-            engines, rollouts = Engines(), SimpleNamespace(adapters={})
+            engines, rollouts = Engines(), SimpleNamespace(adapters={}, leave_out=left_out.append)
             adapters = RunAdapters(
                 config,
                 trainer,
@@ -128,6 +129,7 @@ async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart
         assert "not finite" in beside["b"].failure
         assert "adapter b is trained no more" in warnings[-1]
         assert engines.loaded["b"] == first, "engines keep what it had"
+        assert left_out[-4:] == [[], [], [], ["b"]], "no episodes are generated for it from then on"
         assert (stats["a/updates"], stats["b/updates"], stats["b/skipped"]) == (STEPS, 0, STEPS)
         assert stats["tokens/trained"] == stats["a/tokens/trained"] > 0
         with pytest.raises(rl.ForgeError, match="no adapter is left to train"):
@@ -142,10 +144,14 @@ async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart
         await trainer.restart(None)
         beside.load_state_dict(noted)
         await beside.restore()
+        assert left_out[-1] == ["b"], "as the checkpoint has it"
         assert engines.loaded["a"] != later
         again = of("a", await saved(beside, tmp_path / "again"))
         assert all(torch.equal(again[key], expected[key]) for key in expected)
         assert (trainer.updates, trainer.version) == (0, 0), "the trainer's own adapter was never trained"
+        beside.load_state_dict({"a": {"updates": STEPS}})
+        await beside.restore()
+        assert left_out[-1] == [], "the checkpoint is of before its failure"
         beside.load_state_dict({"a": {"updates": STEPS + 1}})
         with pytest.raises(CheckpointError, match="holds 3 updates of adapter 'a', but a state of 4"):
             await beside.restore()

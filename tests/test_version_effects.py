@@ -12,7 +12,8 @@ from forge_rl.weights.effects import Logprobs, ProbedVersion, VersionEffects
 
 NOISE = {"float32": 2e-6, "bfloat16": 0.02}
 """Usual difference of a logprob between trainer and engine."""
-TOKENS = 48
+TOKENS = {"float32": 16, "bfloat16": 48}
+"""Of all texts, as a run has them by default."""
 
 
 class Run:
@@ -21,18 +22,18 @@ class Run:
     def __init__(self, dtype: str, step: float, seed: int = 0) -> None:
         self.effects = VersionEffects(engines=dtype, trainer=dtype, changed="adapters of q_proj")
         self.drawn = np.random.default_rng(seed)
-        self.noise, self.step = NOISE[dtype], step
-        self.trainer = [-5 * self.drawn.random(TOKENS)]
+        self.noise, self.step, self.tokens = NOISE[dtype], step, TOKENS[dtype]
+        self.trainer = [-5 * self.drawn.random(self.tokens)]
 
     def next(self) -> None:
-        self.trainer.append(self.trainer[-1] + self.step * self.drawn.standard_normal(TOKENS))
+        self.trainer.append(self.trainer[-1] + self.step * self.drawn.standard_normal(self.tokens))
 
     def rounded(self, logprobs: Logprobs) -> Logprobs:
-        return logprobs + self.noise * self.drawn.standard_normal(TOKENS)
+        return logprobs + self.noise * self.drawn.standard_normal(self.tokens)
 
     def flipped(self, logprobs: Logprobs) -> Logprobs:
         """Some tokens went to other experts."""
-        return logprobs + (self.drawn.random(TOKENS) < 0.04) * self.drawn.standard_normal(TOKENS)
+        return logprobs + (self.drawn.random(self.tokens) < 0.04) * self.drawn.standard_normal(self.tokens)
 
     def attest(self, logprobs: Logprobs, engine: str = "engine 0") -> float:
         probed = ProbedVersion(version=len(self.trainer) - 1, logprobs=self.trainer[-1])
@@ -66,8 +67,8 @@ MISTAKES: dict[str, Callable[[Run], Logprobs]] = {
     "the first version": lambda run: run.rounded(run.trainer[0]),
     "half the scale": lambda run: run.rounded((run.trainer[0] + run.trainer[-1]) / 2),
     "twice the scale": lambda run: run.rounded(2 * run.trainer[-1] - run.trainer[0]),
-    "some other": lambda run: run.rounded(run.trainer[-1] + run.step * run.drawn.standard_normal(TOKENS)),
-    "NaN": lambda run: np.full(TOKENS, np.nan),
+    "some other": lambda run: run.rounded(run.trainer[-1] + run.step * run.drawn.standard_normal(run.tokens)),
+    "NaN": lambda run: np.full(run.tokens, np.nan),
 }
 
 
@@ -117,9 +118,11 @@ def test_weights_that_do_not_move_accuse_nobody() -> None:
 
 
 def test_a_first_version_far_off_is_refused_unless_engines_round_weights() -> None:
-    probed = ProbedVersion(version=0, logprobs=-np.ones(TOKENS))
+    probed = ProbedVersion(version=0, logprobs=-np.ones(TOKENS["float32"]))
     with pytest.raises(AttestationError, match=r"more than rounding.s 0\.05"):
-        VersionEffects(engines="float32", trainer="float32").attest("engine 0", 0, probed, -2 * np.ones(TOKENS))
+        VersionEffects(engines="float32", trainer="float32").attest(
+            "engine 0", 0, probed, -2 * np.ones(TOKENS["float32"])
+        )
     VersionEffects(engines="bfloat16", trainer="bfloat16", rounded=True).attest(
-        "engine 0", 0, probed, -2 * np.ones(TOKENS)
+        "engine 0", 0, probed, -2 * np.ones(TOKENS["float32"])
     )

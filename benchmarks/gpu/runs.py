@@ -24,6 +24,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.run.live.attach import attach
 
 _ROOMY = ("--trainer.seq-len", "4096", "--generator.max-num-seqs", "256", "--evaluation.every", "0")
+_DEMO = ("--generator.max-tokens", "16", "--generator.max-model-len", "1024", *_ROOMY)
 _EXPERTS: dict[str, object] = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -48,13 +49,13 @@ _WAIT_S = 600.0
 
 def demo() -> dict[str, float]:
     """Run the demo on one device, shared by trainer and engine."""
-    return _run("--steps", "10", "--placement", "colocated", *_ROOMY)
+    return _run("--steps", "10", "--placement", "colocated", *_DEMO)
 
 
 def quantised() -> dict[str, float]:
     """Run the demo with engines that round each version to FP8, and correct for it."""
     rounded = ("--generator.quantization", "fp8", "--loss", "clipped:correction=tis")
-    return _run("--steps", "10", "--placement", "colocated", *_ROOMY, *rounded)
+    return _run("--steps", "10", "--placement", "colocated", *_DEMO, *rounded)
 
 
 def large() -> dict[str, float]:
@@ -85,12 +86,12 @@ def _random_run(kind: str, shape: dict[str, object], tokens: str, *arguments: st
 
 def sharded() -> dict[str, float]:
     """Run the demo with FSDP over all GPUs except the engine's."""
-    return _run("--steps", "10", "--placement", "separate", "--trainer.ranks", str(gpus() - 1), *_ROOMY)
+    return _run("--steps", "10", "--placement", "separate", "--trainer.ranks", str(gpus() - 1), *_DEMO)
 
 
 def split() -> dict[str, float]:
     """Run the demo with context parallelism, and with tensor parallelism of 3 if there are enough GPUs."""
-    shared = ("--steps", "5", "--placement", "colocated", *_ROOMY)
+    shared = ("--steps", "5", "--placement", "colocated", *_DEMO)
     figures = {
         f"context_{name}": value for name, value in _run(*shared, "--trainer.context-parallel-degree", "2").items()
     }
@@ -104,7 +105,7 @@ def killed() -> dict[str, float]:
     """Kill the engine while the trainer has the device, then a rank, then the run, and resume it."""
     with tempfile.TemporaryDirectory(prefix="forge_rl-run-") as scratch:
         out = Path(scratch) / "run"
-        arguments = ("--steps", "30", "--placement", "colocated", "--checkpoint-every", "3", *_ROOMY)
+        arguments = ("--steps", "30", "--placement", "colocated", "--checkpoint-every", "3", *_DEMO)
         figures: dict[str, float] = {}
         with _running(out, *arguments) as process:
             _wait(process, lambda: _steps(out) >= 4)

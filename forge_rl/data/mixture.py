@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from forge_rl.data.adaptive import Adapting, AdaptiveShares
@@ -58,6 +58,7 @@ class Mixture:
             )
         self._weights = self._checked({name: source_weights[name] for name in self._sources})
         self._owed = dict.fromkeys(self._sources, 0.0)
+        self._left_out: frozenset[str] = frozenset()
         self.evaluation = dict(evaluation or {})
         self.holds_out = holds_out
         self.overlap = overlap
@@ -96,9 +97,10 @@ class Mixture:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Weights scaled to sum to 1."""
-        total = math.fsum(self._weights.values())
-        return {name: weight / total for name, weight in self._weights.items()}
+        """Weights scaled to sum to 1; 0 for sources that are left out."""
+        weights = {name: 0.0 if name in self._left_out else weight for name, weight in self._weights.items()}
+        total = math.fsum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -131,6 +133,26 @@ class Mixture:
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
         for name, weight in weights.items():
             self.changed.tell(f"mixture {name} {old_weights[name]:g} -> {weight:g}")
+
+    def leave_out(self, sources: Collection[str]) -> None:
+        """Draw nothing from some sources, and from all others, from the next batch on; weights stay, and the other
+        sources keep their proportions. Names of no source have no effect. Not part of the state.
+
+        Raises:
+            TaskError: no other source has a weight above 0.
+        """
+        left_out = frozenset(self._sources.keys() & set(sources))
+        if left_out == self._left_out:
+            return
+        if not any(weight for name, weight in self._weights.items() if name not in left_out):
+            raise TaskError(
+                f"no source has a weight above 0 without {', '.join(sorted(left_out))}",
+                hint="give another source a weight above 0",
+            )
+        self._left_out = left_out
+        self._owed = dict.fromkeys(self._sources, 0.0)
+        names = ", ".join(sorted(left_out))
+        self.changed.tell(f"mixture draws nothing from {names}" if names else "mixture draws from all sources")
 
     def adapt(self, config: Adapting) -> None:
         """Adapt all weights from the next batch on, even those set by hand; with "off", keep the current weights.

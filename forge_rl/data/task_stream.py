@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from forge_rl.data.curriculum import DifficultyPools
@@ -51,6 +51,10 @@ class ResumableTaskStream:
         """Allot the next batch's groups to sources."""
         self._checkpoints.append((self._position(), len(self._drawn)))
         return self._mixture.source_order(groups)
+
+    def leave_out(self, sources: Collection[str]) -> None:
+        """Draw nothing from some sources from the next batch on; see `Mixture.leave_out`."""
+        self._mixture.leave_out(sources)
 
     def draw_from(self, source: str) -> Task:
         """Return the next unconsumed task of a source."""

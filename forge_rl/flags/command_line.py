@@ -59,7 +59,8 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
             raise ConfigError(f"{name} is no longer a flag", hint=f"leave it out: it is always {constant}")
         else:
             rest.append(word)
-            given_flags.add(name.removeprefix("--").replace("-", "_"))
+            if name.startswith("--"):
+                given_flags.add(name.removeprefix("--").replace("-", "_"))
     with giving(given_flags):
         config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
     assert config is not None

@@ -16,6 +16,11 @@ def is_given(flag: str) -> bool:
     return flag in _GIVEN.get()
 
 
+def given_flags() -> tuple[str, ...]:
+    """Return the flags that the command line or config file that is being parsed sets; none outside of parsing."""
+    return tuple(sorted(_GIVEN.get()))
+
+
 @contextlib.contextmanager
 def giving(flags: Collection[str]) -> Iterator[None]:
     """Let `is_given` know the flags that the user has set, while the body makes a config of them."""

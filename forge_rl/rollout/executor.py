@@ -11,7 +11,7 @@ import contextvars
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -369,6 +369,14 @@ class RolloutExecutor:
         self._scheduler.tasks.restore(mixture, used)
         self._scheduler.reconfigure(self.config)
         self._scheduler.reset(batches)
+
+    def leave_out(self, sources: Collection[str]) -> None:
+        """Generate nothing for some sources from the next batch on, such as those whose adapter has failed.
+
+        Raises:
+            TaskError: no other source is left.
+        """
+        self._scheduler.tasks.leave_out(sources)
 
     def only_evaluate(self) -> None:
         """Start evaluations' episodes only, and draw no tasks: nobody will ask for a batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +28,18 @@ TEXTS = (
     "SELECT name, COUNT(*) FROM orders WHERE total > 10 GROUP BY name ORDER BY 2 DESC LIMIT 5; -- five names",
 )
 """What is scored; any text shows a change of weights."""
-_TOKENS = 12
-"""Scored tokens of a text: few, as a step pays for them, and enough for a median."""
 
 
 class VersionProbes:
     """Has engines answer the probes of the trainer's latest version while a batch is generated.
 
-        probes = VersionProbes(trainer, generator, tokenizer, effects, count=4)
+        probes = VersionProbes(trainer, generator, tokenizer, effects, count=4, tokens=12)
         await probes.attest()  # while the engines decode
 
     Args:
         trainer: gets the probes, which it scores at each publish.
         count: number of texts, at most `len(TEXTS)`.
+        tokens: scored tokens of a text.
         clock: monotonic seconds.
     """
 
@@ -51,10 +51,11 @@ class VersionProbes:
         effects: VersionEffects,
         *,
         count: int,
+        tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         start = tokenizer.render([{"role": "user", "content": "go"}])[:1]
-        longest = min(_TOKENS, generator.max_model_len - 2)
+        longest = min(tokens, generator.max_model_len - 2)
         self._texts = [np.array([*start, *tokenizer.encode(text)[:longest]], np.int32) for text in TEXTS[:count]]
         groups = tuple(_group(number, ids) for number, ids in enumerate(self._texts))
         batch = Batch(groups=groups, version=0)
@@ -63,37 +64,62 @@ class VersionProbes:
         self._generator = generator
         self._effects = effects
         self._clock = clock
-        self._attested: ProbedVersion | None = None
+        self._adapter_effects: dict[str, VersionEffects] = {}
+        self._attested: dict[str, ProbedVersion] = {}
+        """By the adapter's name; "" is the policy."""
         self._loads = trainer.loads
         self._metrics: dict[str, float] = {}
         self._seconds = 0.0
 
     async def attest(self) -> None:
-        """Compare every engine with the trainer, once for each version.
+        """Compare every engine with the trainer, once for each version of the policy and of each adapter by name.
 
         Raises:
             AttestationError: an engine computes with other weights than the version it was asked to load.
         """
-        probed = self._trainer.probed
-        if probed is None or self._generator.version != probed.version:
-            return
-        if probed is self._attested or not np.isfinite(probed.logprobs).all():  # a policy that is NaN fails elsewhere
-            return
         if self._trainer.loads != self._loads:  # a rollback: numbers of versions are used again
             self._loads = self._trainer.loads
             self._effects.forget()
+            self._adapter_effects.clear()
+        probed = self._trainer.probed
+        if probed is not None and self._generator.version == probed.version:
+            await self._compare(probed, lambda: self._trainer.probed if self._is_loaded(probed) else None)
+        for name in list(self._trainer.adapters_probed):
+            await self._compare(
+                self._trainer.adapters_probed[name], partial(self._trainer.adapters_probed.get, name), adapter=name
+            )
+
+    def _is_loaded(self, probed: ProbedVersion) -> bool:
+        return self._generator.version == probed.version
+
+    async def _compare(
+        self, probed: ProbedVersion, latest: Callable[[], ProbedVersion | None], *, adapter: str = ""
+    ) -> None:
+        """Compare every engine with what the trainer scored with the policy or an adapter, once for each version.
+
+        Args:
+            latest: returns what is probed by now; an engine may have begun to load it before it answered.
+        """
+        if probed is self._attested.get(adapter):
+            return
+        if not np.isfinite(probed.logprobs).all():  # a policy that is NaN fails elsewhere
+            return
+        effects = self._effects
+        if adapter:
+            effects = self._adapter_effects.setdefault(adapter, self._effects.of(f"the adapter {adapter!r:.80}"))
         began = self._clock()
-        answers = await self._generator.score_on_each(self._texts)
+        answers = await self._generator.score_on_each(self._texts, adapter=adapter)
         self._seconds += self._clock() - began
-        if self._trainer.probed is not probed or self._generator.version != probed.version:
-            return  # an engine may have begun to load the next one before it answered
+        if latest() is not probed:
+            return
         gaps = [
-            self._effects.attest(f"engine {index}", incarnation, probed, logprobs)
+            effects.attest(f"engine {index}", incarnation, probed, logprobs)
             for (index, incarnation), logprobs in answers.items()
         ]
-        self._attested = probed
+        self._attested[adapter] = probed
         if gaps:
-            self._metrics["weights/probe_gap"] = max(gaps)
+            name = f"weights/probe_gap/{adapter}" if adapter else "weights/probe_gap"
+            self._metrics[name] = max(gaps)
 
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics since the last call: the largest gap of an engine, the trainer's seconds, which the step waits

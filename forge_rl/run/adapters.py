@@ -187,6 +187,11 @@ class RunAdapters:
             adapter.version = -1
         await self.publish()
         self._rollouts.adapters = {name: name for name in self._adapters}
+        self._leave_out_failed()
+
+    def _leave_out_failed(self) -> None:
+        """Generate nothing for sources whose adapter is trained no more: the others have whole batches then."""
+        self._rollouts.leave_out([name for name, adapter in self._adapters.items() if adapter.failure])
 
     async def step(
         self, batches: Mapping[str, PackedBatch], loss: Loss | Mapping[str, Loss], *, mix_rows: bool = True
@@ -195,7 +200,7 @@ class RunAdapters:
 
         Each minibatch takes one update per epoch, or none if that leaves no rows. What fails or is not finite in one
         adapter skips its update, and touches no other; after --trainer.max-skipped-updates in a row, it is trained no
-        more.
+        more, and no episodes are generated for the source of its name.
 
         Args:
             mix_rows: compute rows of several adapters together, if the trainer has one rank and its model no experts;
@@ -230,6 +235,7 @@ class RunAdapters:
                 f"no adapter is left to train: {failures[0]}",
                 hint="lower --trainer.optimizer.lr, or raise --trainer.max-skipped-updates",
             )
+        self._leave_out_failed()
         return self._metrics(updates)
 
     async def _run(self, passes: Sequence[AdapterPass], mix_rows: bool) -> list[Pass | ForgeError]:
@@ -298,6 +304,7 @@ class RunAdapters:
                 await self._trainer.adapters.save(adapter.name, Path(folder))
                 await self._generator.load_adapter(adapter.name, Path(folder))
             adapter.version = adapter.updates
+            await self._trainer.probe_adapter(adapter.name, adapter.version)
 
     async def save(self, folder: Path) -> None:
         """Write all adapters into a checkpoint's folder."""

@@ -100,7 +100,7 @@ def check_served_versions(config: AdaptedRun, model: Path, architecture: Archite
 
 
 def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
-    """Describe the adapters and their learning rate for the start of a run; no lines without adapters.
+    """Describe the adapters for the start of a run; no lines without adapters.
 
     Raises:
         ConfigError: the model is a value model, whose head has no adapter.
@@ -112,12 +112,7 @@ def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
             f"--lora.rank {config.lora.rank} trains adapters, and a value model's head has none",
             hint="leave it out: policies have adapters, a reward model or critic is trained whole",
         )
-    lr, default = config.trainer.optimizer.lr, _default_lr(config)
-    if lr == LR_FACTOR * default:
-        source = f"{LR_FACTOR:g} times the {default:g} of full training"
-    else:
-        source = f"as given; {LR_FACTOR:g} times that of full training is usual"
-    lines = [config.lora.describe(), f"--trainer.optimizer.lr {lr:g} for adapters: {source}"]
+    lines = [config.lora.describe()]
     if config.generator.adapters == "served":
         generator = config.generator
         lines.append(

@@ -14,6 +14,7 @@ from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.flags.categories import OfCommand, Operational, Tunable
 from forge_rl.flags.fields import changed_flags
+from forge_rl.flags.given import given_flags
 from forge_rl.metrics.alerts import Alerts
 from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
@@ -53,6 +54,9 @@ class RunConfig:
     """Flags that `--help` lists, next to the recipe's own."""
     UNUSED: ClassVar[tuple[str, ...]] = ()
     """Fields that the recipe ignores: `--help` and config files leave them out, and they must keep their defaults."""
+    UNSCALED: ClassVar[tuple[str, ...]] = ()
+    """Flags whose defaults do not follow the model and the device, such as those that the recipe reads before a start;
+    see `run.plan.scaled`."""
     model: str = "smollm2-135m"
     """Name of a bundled model, Hugging Face id with or without @revision, or folder of a model or a checkpoint."""
     steps: Tunable[int] = 10
@@ -125,6 +129,10 @@ class RunConfig:
     reward: RewardService.Config = field(default_factory=RewardService.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
+    named: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = field(
+        default=(), repr=False, compare=False
+    )
+    """Flags that the command line or a config file set, such as trainer.optimizer.lr; none in a config made by code."""
 
     @property
     def starts_engines(self) -> bool:
@@ -141,6 +149,8 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
+        if flags := given_flags():
+            object.__setattr__(self, "named", flags)
         job = build_job(self.job)
         if isinstance(job, ReplacingJob) and job.most_replaced and self.isolation.private_network:
             raise ConfigError(

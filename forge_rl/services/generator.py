@@ -390,8 +390,13 @@ class Generator:
         async with self._lend():
             return await self._service.try_on(attempt)
 
-    async def score_on_each(self, texts: Sequence[TokenIds]) -> dict[tuple[int, int], npt.NDArray[np.float64]]:
+    async def score_on_each(
+        self, texts: Sequence[TokenIds], *, adapter: str = ""
+    ) -> dict[tuple[int, int], npt.NDArray[np.float64]]:
         """Score all tokens but the first of each text on every engine that serves, without those that die meanwhile.
+
+        Args:
+            adapter: name of a loaded adapter to score with; "" for the policy.
 
         Returns:
             [N] logprobs, text after text, by the engine's index and number of restarts.
@@ -402,7 +407,9 @@ class Generator:
 
         async def attempt(replica: Replica) -> tuple[tuple[int, int], npt.NDArray[np.float64]]:
             with self._blaming(replica):
-                calls = [replica.ask("score", text[:1], text[1:], 1.0, 0, "", deadline_s=_ANSWER_S) for text in texts]
+                calls = [
+                    replica.ask("score", text[:1], text[1:], 1.0, 0, adapter, deadline_s=_ANSWER_S) for text in texts
+                ]
                 scores = await asyncio.gather(*calls)
             for text, text_scores in zip(texts, scores, strict=True):
                 if problem := validate_scores(text_scores, len(text) - 1, 0, self._tokenizer.vocab_size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -96,6 +96,8 @@ class Trainer:
         """Packs texts that are scored at each publish; None scores none."""
         self.probed: ProbedVersion | None = None
         """The latest published version's logprobs of them."""
+        self.adapters_probed: dict[str, ProbedVersion] = {}
+        """The same of each adapter by name that was published; its versions are its numbers of updates."""
         self.probe_s = 0.0
         """Seconds of scoring them since the controller last reset this to 0."""
         self.loads = 0
@@ -153,7 +155,7 @@ class Trainer:
         self.version, self.updates, self.parameters = policy.version, policy.updates, policy.parameters
         self.failed_kernels = policy.failed_kernels
         self._published, self._skipped_in_a_row = None, 0
-        self.probed, self.loads = None, self.loads + 1
+        self.probed, self.adapters_probed, self.loads = None, {}, self.loads + 1
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
         """Take in another host, for ranks that are started from now on."""
@@ -410,14 +412,35 @@ class Trainer:
                 if not self.alive or store.deaths == deaths:
                     raise
             await store.returned()
-        if self.probe is not None:
-            began = time.monotonic()
-            packed = await asyncio.to_thread(self.probe, replace(self.layout, minibatches=1, epochs=1))
-            values = unpack(packed, await self.logprobs(packed))
-            logprobs = np.concatenate([tensor.double().cpu().numpy() for _, tensor in sorted(values.items())])
-            self.probed = ProbedVersion(version=version, logprobs=logprobs)
-            self.probe_s += time.monotonic() - began
+        self.probed = await self._probe(version, self.logprobs) or self.probed
         return version
+
+    async def probe_adapter(self, name: str, version: int) -> None:
+        """Score the probes with an adapter by name, as `publish` does with the policy; see `adapters_probed`."""
+
+        async def scored(packed: PackedBatch) -> list[torch.Tensor]:
+            import torch  # loads slowly, which a process that only starts a trainer does without
+
+            from forge_rl.algorithms.losses import ClippedSurrogate
+
+            (minibatch,) = packed.minibatches
+            result = await self.adapters.run(name, minibatch, ClippedSurrogate(), backward=False)
+            return [torch.from_numpy(row) for row in result.logprobs]
+
+        if (probed := await self._probe(version, scored)) is not None:
+            self.adapters_probed[name] = probed
+
+    async def _probe(
+        self, version: int, score: Callable[[PackedBatch], Awaitable[list[torch.Tensor]]]
+    ) -> ProbedVersion | None:
+        if self.probe is None:
+            return None
+        began = time.monotonic()
+        packed = await asyncio.to_thread(self.probe, replace(self.layout, minibatches=1, epochs=1))
+        values = unpack(packed, await score(packed))
+        logprobs = np.concatenate([tensor.double().cpu().numpy() for _, tensor in sorted(values.items())])
+        self.probe_s += time.monotonic() - began
+        return ProbedVersion(version=version, logprobs=logprobs)
 
     async def _publish(self, store: WeightStore, dtype: str) -> int:
         import torch

@@ -267,7 +267,7 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
     for name, module in adapted_modules_of(model):
         adapted.add(weight := model.names.to_hf(name))
         for factor, kind in zip(factor_names(weight), ADAPTERS, strict=True):
-            factors.append(TensorSpec(name=factor, shape=tuple(getattr(module, kind).shape), dtype="float32"))
+            factors.append(TensorSpec(name=factor, shape=tuple(getattr(module, kind).shape)))
     scale = model.adapters.lora.scale
     return (*factors, *(replace(spec, adapter_scale=scale) if spec.name in adapted else spec for spec in weights))
 
@@ -299,7 +299,9 @@ def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardRep
     them; none if adapters do not travel. Every rank calls this."""
     if model.adapters is None or not model.adapters.travel:
         return []
-    products, entries = _products(model, ranks), {entry.name: entry for entry in drafted.tensors}
+    entries = {entry.name: entry for entry in drafted.tensors}
+    published_dtype = next((e.torch_dtype for e in drafted.tensors if e.name.endswith(factor_names(""))), torch.float32)
+    products = _products(model, ranks, published_dtype)
     reports = []
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
@@ -327,8 +329,12 @@ class _Product:
     sum: AdapterProduct
 
 
-def _products(model: Any, ranks: range) -> dict[str, _Product]:
-    """Gather the adapters of all ranks, by torchtitan's name of the weight. Every rank calls this."""
+def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.float32) -> dict[str, _Product]:
+    """Gather the adapters of all ranks, by torchtitan's name of the weight. Every rank calls this.
+
+    Args:
+        published_dtype: dtype that factors are rounded to if adapters travel, as readers get them.
+    """
     if model.adapters is None:
         return {}
     factors = [(name, module, kind) for name, module in adapted_modules_of(model) for kind in ADAPTERS]
@@ -344,7 +350,7 @@ def _products(model: Any, ranks: range) -> dict[str, _Product]:
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
     if model.adapters.travel:  # as they are published
-        whole_factors = [factor.float() for factor in whole_factors]
+        whole_factors = [factor.to(published_dtype).float() for factor in whole_factors]
     by_weight = zip(whole_factors[::2], whole_factors[1::2], factors[::2], strict=True)
     scale = model.adapters.lora.scale
     return {name: _Product((a, b), AdapterProduct(a, b, scale)) for a, b, (name, _, _) in by_weight}

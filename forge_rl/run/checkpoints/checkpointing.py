@@ -53,6 +53,7 @@ class Checkpointer:
             evaluator's scores decide which checkpoint is the best.
         models: folders of the models that the trainer and, if there is one, the critic began with.
         warn: called with each problem that does not stop the run.
+        choices: values of flags that the user left open, which the run keeps when it is resumed.
         saved: called after each checkpoint.
     """
 
@@ -63,6 +64,7 @@ class Checkpointer:
         *,
         models: Sequence[Path],
         warn: Callable[[str], None],
+        choices: Mapping[str, Any] | None = None,
         saved: Callable[[], None] | None = None,
     ) -> None:
         self.checkpoints = checkpoints
@@ -71,6 +73,7 @@ class Checkpointer:
         self._evaluator = parts.evaluator
         self._live = parts.live
         self._models = models
+        self._choices = dict(choices or {})
         self._warn = warn
         self._saved = saved
         self._changes = checkpoints.folder.with_name("live.json")
@@ -223,6 +226,7 @@ class Checkpointer:
         state |= {"rollouts": step_state.rollouts, "seconds": self.seconds, "live": self._live.state()}
         state |= self._evaluator.state() | ({"critic_updates": critic_updates[0]} if critic_updates else {})
         state |= {"kept": step_state.objects} if step_state.objects else {}
+        state["choices"] = self._choices
         await self._hand_to_trainer()
         writing = self.checkpoints.writing(
             step,

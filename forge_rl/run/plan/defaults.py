@@ -1,14 +1,14 @@
-"""Defaults that depend on GPU memory and the model, for settings that the user left open. CPU runs have none."""
+"""Defaults that depend on memory and the model, for settings that the user left open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from forge_rl.engines.architecture import Architecture, read_architecture
-from forge_rl.engines.context import check_context
+from forge_rl.engines.context import check_context, positions
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.devices import gpus
@@ -22,21 +22,27 @@ from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.lora_settings import check_served_versions
 from forge_rl.run.placement_flag import read_placement
+from forge_rl.run.plan.scaled import CONTEXT, NEW_TOKENS, open_flags
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.teachers import engine_settings
 from forge_rl.services.teachers_config import TeachersConfig, as_teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, CriticConfig, as_critic
+from forge_rl.system.memory import host_bytes
 
 C = TypeVar("C", bound=RunConfig)
 
 _ROWS = 8192, 4096, 2048, 1024
 """Candidate row lengths in tokens. Longer rows do not raise GPU utilisation."""
+_CONTEXTS = 4096, 2048
+"""Candidate contexts in tokens on a GPU, where the user names none; half of one is for new tokens."""
 _MOST_SHARE = 0.9
 _LEAST_SHARE = 0.4
 """Minimum share of a GPU left for an engine if the trainer's state stays on it."""
 _USABLE = 0.95
 """Usable share of the memory left to a process; the rest is lost to fragmentation."""
+_SMALL_SHARE = 0.25
+"""Share of a machine's memory below which a trainer's state leaves enough for its activations."""
 _CONTEXT_BYTES = 2 << 30
 """CUDA context, library workspaces and the like of a trainer rank."""
 _ASLEEP_BYTES = 3 << 30
@@ -72,7 +78,8 @@ def colocated(config: RunConfig, num_gpus: int | None = None) -> bool:
 def with_defaults(
     config: C, model: Path, *, reference: bool, values: bool = False, critic: CriticConfig | None = None
 ) -> tuple[C, CriticConfig | None, list[str]]:
-    """Choose settings that the user left open, for this machine; see `choose`. Takes seconds with GPUs.
+    """Choose settings that the user left open, for this machine; see `choose`. Takes seconds with GPUs, and where a
+    model is large for this machine.
 
     A critic's rows are as long as the trainer's, and its state is where the trainer's is, on the same GPUs.
 
@@ -90,20 +97,23 @@ def with_defaults(
             engines cannot serve the run's adapters.
     """
     gpu, ranks = gpu_bytes(), config.trainer.ranks
+    architecture = read_architecture(model, config.trainer.modelling)
     if config.generator.adapters == "served":
-        check_served_versions(config, model, read_architecture(model, config.trainer.modelling))
+        check_served_versions(config, model, architecture)
     if critic is not None:
         check_critic(config, critic, read_architecture(Path(critic.model or model), critic.modelling))
-    if not gpu:
-        return config, critic, []
 
     def memory(settings: TrainSettings) -> TrainMemory:
         plan = plan_training(model, settings, ranks=ranks, reference=reference, values=values)
         return plan if critic is None else replace(plan, reference=plan.reference + _critic_state(critic, model))
 
-    config, lines = choose(
-        config, read_architecture(model, config.trainer.modelling), gpu=gpu, num_gpus=gpus(), memory=memory
-    )
+    flags = open_flags(config)
+    if not gpu:
+        config, lines = with_recomputation(config, flags, architecture, host=host_bytes(), memory=memory)
+        return config, critic, lines
+    config, lines = with_context(config, flags, positions(architecture), gpu=gpu, memory=memory)
+    config, more_lines = choose(config, architecture, gpu=gpu, num_gpus=gpus(), memory=memory)
+    lines += more_lines
     if critic is not None:
         critic = replace(
             critic,
@@ -174,6 +184,82 @@ def check_teachers(config: RunConfig, teachers: TeachersConfig, folders: Mapping
             hint="lower --trainer.ranks, --generator.replicas or --teachers.replicas, set --placement colocated, or "
             "choose the policy itself as the teacher",
         )
+
+
+def with_recomputation(
+    config: C,
+    flags: Collection[str],
+    architecture: Architecture,
+    *,
+    host: int,
+    memory: Callable[[TrainSettings], TrainMemory],
+) -> tuple[C, list[str]]:
+    """Have a trainer on a CPU recompute activations and then keep small moments if it does not fit in memory otherwise
+    and these are open. Returns the settings, and a line if they changed.
+
+    Args:
+        flags: flags that are open.
+        host: bytes of this machine's memory.
+        memory: plans the memory of a trainer rank, which takes seconds.
+    """
+    trainer, engines = config.trainer, config.generator.replicas * config.starts_engines
+    usable = _USABLE * host - engines * (4 * architecture.weights + config.generator.kv_cache_gib * 2**30)
+    # Models that take a small share are not planned: 16 bytes a weight, and few more for a row.
+    is_small = 16 * architecture.weights < _SMALL_SHARE * host
+    if is_small or "trainer.activation_checkpointing" not in flags or trainer.ranks * memory(trainer).total <= usable:
+        return config, []
+    smaller_moments = OPTIMIZER_STATES[OPTIMIZER_STATES.index(trainer.optimizer_state) + 1 :]
+    if trainer.dtype == "float64" or "trainer.optimizer_state" not in flags:
+        smaller_moments = ()
+    recomputing = replace(trainer, activation_checkpointing="full")
+    for candidate in (recomputing, *(replace(recomputing, optimizer_state=state) for state in smaller_moments)):
+        if trainer.ranks * memory(candidate).total <= usable:
+            text = "--trainer.activation-checkpointing full"
+            if candidate.optimizer_state != trainer.optimizer_state:
+                text += f" --trainer.optimizer-state {candidate.optimizer_state}"
+            line = f"{text}: the trainer does not fit in {host / 2**30:.0f} GiB otherwise"
+            return replace(config, trainer=candidate), [line]
+    return config, []
+
+
+def with_context(
+    config: C,
+    flags: Collection[str],
+    longest: int,
+    *,
+    gpu: int,
+    memory: Callable[[TrainSettings], TrainMemory],
+) -> tuple[C, list[str]]:
+    """Choose the context of engines on GPUs and the new tokens of an answer, where they are open: as many as a row of
+    the trainer holds beside its state, without recomputation. Returns the settings, and a line per choice.
+
+    Args:
+        flags: flags that are open.
+        longest: positions of the model.
+        gpu: memory of each GPU in bytes.
+        memory: plans the memory of a trainer rank.
+    """
+    trainer, generator, lines = config.trainer, config.generator, list[str]()
+    if not config.starts_engines:
+        return config, lines
+    usable = _USABLE * (gpu - _CONTEXT_BYTES - _ASLEEP_BYTES)
+    parts = trainer.context_parallel_degree
+
+    def fits(tokens: int) -> bool:
+        if "trainer.seq_len" not in flags and trainer.seq_len:
+            return tokens <= trainer.longest_row
+        row = max(LEAST_ROW, round_up(-(-tokens // parts), PAD_MULTIPLE))
+        return memory(replace(trainer, seq_len=row)).total <= usable
+
+    if CONTEXT in flags:
+        context = next((n for n in _CONTEXTS if generator.max_model_len < n <= longest and fits(n)), 0)
+        if context:
+            generator = replace(generator, max_model_len=context)
+            lines.append(f"--generator.max-model-len {context}: a row of so many tokens fits on a GPU")
+    if NEW_TOKENS in flags and generator.max_model_len // 2 > generator.max_tokens:
+        generator = replace(generator, max_tokens=generator.max_model_len // 2)
+        lines.append(f"--generator.max-tokens {generator.max_tokens}: half of --generator.max-model-len")
+    return replace(config, generator=generator), lines
 
 
 def choose(

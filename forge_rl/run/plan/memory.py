@@ -26,7 +26,9 @@ from forge_rl.engines.speculation import read_speculation, resolve_draft_model
 from forge_rl.errors import ConfigError
 from forge_rl.models.adapter_limits import served_rank
 from forge_rl.models.resolve import resolve_model
+from forge_rl.run.lora_settings import lora_lines
 from forge_rl.run.plan.defaults import check_teachers, colocated, with_defaults
+from forge_rl.run.plan.scaled import with_scaled
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_models import RunModels
 from forge_rl.services.teachers import engine_settings, resolve_teachers
@@ -83,13 +85,20 @@ def show_plan(config: object) -> None:
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     loss, reference, values = tried_loss(config)
     model = resolve_model(config.model, config.cache).resolve()
-    if not (architecture := read_architecture(model, config.trainer.modelling)).quantized:
+    architecture = read_architecture(model, config.trainer.modelling)
+    if not architecture.quantized:
         check_weights(model, architecture, values=values)
     drafts = resolve_draft_model(config.generator.speculation, model, config.cache)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
     critic = getattr(config, "critic", None)
     if critic is not None and critic.model:
         critic = replace(critic, model=str(resolve_model(critic.model, config.cache).resolve()))
+    config, critic, scaled_lines = with_scaled(
+        config,
+        critic,
+        architecture=architecture,
+        critics=None if critic is None else read_architecture(Path(critic.model or model), critic.modelling),
+    )
     config, critic, choices = with_defaults(config, model, reference=reference, values=values, critic=critic)
     teachers, folders = getattr(config, "teachers", None), {}
     if teachers is not None:
@@ -120,8 +129,8 @@ def show_plan(config: object) -> None:
         table.add_row("each of the GPUs has", f"{gpu / 2**30:.2f}")
     table.add_row("this machine has", f"{host_bytes() / 2**30:.2f}")
     console = Console(highlight=False)
-    for line in choices:
-        console.print(f"chosen: {line}", markup=False)
+    for line in [*lora_lines(config, values=values), *(f"chosen: {line}" for line in (*scaled_lines, *choices))]:
+        console.print(line, markup=False, soft_wrap=True)
     console.print(table)
     if loss is None:
         console.print(

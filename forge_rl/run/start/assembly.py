@@ -137,6 +137,7 @@ async def _checkpointing(prepared: PreparedRun, checked: CheckedRun[C], parts: R
         prepared.checkpoints,
         parts,
         models=(checked.models.policy, checked.models.critic_folder),
+        choices=checked.choices,
         warn=log.warn,
         saved=mirror.follow if mirror else None,
     )
@@ -252,18 +253,22 @@ def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str]
 
 
 def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer: Tokenizer) -> VersionProbes | None:
+    engines = "bfloat16" if config.generator.urls else generator.dtype  # others' engines have a dtype of their own
+    trained_in = str(resolve_dtype(config.trainer.dtype)).removeprefix("torch.")
+    # Roundings of float32 are so small that a third of the tokens tells as much.
+    is_exact = "bfloat16" not in (engines, trained_in)
     count = config.weights.probes
     if count is None:
-        count = 4 if config.lora.rank and config.generator.adapters == "served" else 0
+        count = (2 if is_exact else 4) if config.lora.rank and config.generator.max_loras else 0
     if not count:
         return None
     effects = VersionEffects(
-        engines="bfloat16" if config.generator.urls else generator.dtype,  # others' engines have a dtype of their own
-        trainer=str(resolve_dtype(config.trainer.dtype)).removeprefix("torch."),
+        engines=engines,
+        trainer=trained_in,
         rounded=config.generator.quantization != "none" or bool(config.generator.urls),
         changed=f"adapters of {' '.join(config.lora.targets)}" if config.lora.rank else "weights",
     )
-    return VersionProbes(trainer, generator, tokenizer, effects, count=count)
+    return VersionProbes(trainer, generator, tokenizer, effects, count=count, tokens=8 if is_exact else 12)
 
 
 def _rollouts(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
@@ -36,6 +36,7 @@ from forge_rl.run.lora_settings import checkpoint_bytes, lora_lines
 from forge_rl.run.plan.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.plan.memory import check_state_fits, plan_run, with_spares_that_fit
 from forge_rl.run.plan.placing import PlacedServices
+from forge_rl.run.plan.scaled import chosen_values, open_flags, with_scaled
 from forge_rl.run.records.run_dir import check_space
 from forge_rl.run.records.started_from import ModelKeeper
 from forge_rl.run.run_config import RunConfig
@@ -66,6 +67,8 @@ class CheckedRun(Generic[C]):
     """Whether trainer and engines share devices."""
     sets: Mapping[str, Sequence[Task]]
     """Sets to evaluate on, by name; none if evaluation is off."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """Values of flags that the user left open, which a resumed run keeps."""
 
 
 async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: PlacedServices) -> CheckedRun[C]:
@@ -92,8 +95,17 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     unused = [] if architecture.quantized else check_weights(model, architecture, values=values)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, setup, progress, keeper)
+    flags = open_flags(config, critic)
+    config, critic, scaled_lines = with_scaled(
+        config,
+        critic,
+        architecture=architecture,
+        critics=None if critic is None else read_architecture(Path(critic.model or model), critic.modelling),
+        earlier=_choices_of(prepared),
+    )
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, choices = await asyncio.to_thread(choosing)
+    choices = [*scaled_lines, *choices]
     if architecture.family.general and not _is_compared(architecture, config.trainer):
         # A pass on the meta device: what does not run on packed rows is refused before services start.
         passing = partial(
@@ -135,7 +147,16 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
         models=replace(models, policy=model),
         shares_devices=colocated(config) and placed.meet,
         sets=_evaluation_sets(config, setup.mixture, setup.evaluation, log.warn),
+        choices=chosen_values(flags, config, critic),
     )
+
+
+def _choices_of(prepared: PreparedRun) -> Mapping[str, Any] | None:
+    """Return the values that a resumed run began with where flags were open; None for a new run."""
+    if prepared.checkpoint is None:
+        return None
+    choices = prepared.checkpoint.controller_state().get("choices")
+    return choices if isinstance(choices, dict) else {}
 
 
 def _evaluation_sets(

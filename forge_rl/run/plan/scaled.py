@@ -1,0 +1,166 @@
+"""Settings that follow the model's size and the device where the user names none, and that a resumed run keeps.
+
+A flag is open if neither the command line nor a config file names it and its value is the recipe's default. In a config
+that was made by code, a value equal to the default counts as open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.context import positions
+from forge_rl.engines.lora_config import LR_FACTOR
+from forge_rl.flags.fields import flags_of
+from forge_rl.run.run_config import RunConfig
+from forge_rl.services.generator_config import GeneratorConfig
+from forge_rl.services.trainer_config import CriticConfig
+
+C = TypeVar("C", bound=RunConfig)
+
+LR = "trainer.optimizer.lr"
+CRITIC_LR = "critic.optimizer.lr"
+CONTEXT = "generator.max_model_len"
+NEW_TOKENS = "generator.max_tokens"
+SCALED: Mapping[str, type[int] | type[float] | type[str] | type[bool]] = {
+    LR: float,
+    CRITIC_LR: float,
+    CONTEXT: int,
+    NEW_TOKENS: int,
+    "trainer.seq_len": int,
+    "trainer.activation_checkpointing": str,
+    "trainer.optimizer_state": str,
+    "trainer.enable_cpu_offload": bool,
+}
+"""Flags that are chosen where they are open, and the types of their values."""
+_TUNED_WEIGHTS = 134_515_008
+"""Weights of SmolLM2-135M, the model for which the recipes' learning rate was tuned."""
+
+
+def open_flags(config: RunConfig, critic: CriticConfig | None = None) -> frozenset[str]:
+    """Return the flags of `SCALED` that are open; see the module."""
+    defaults = {flag.dotted: flag.value for flag in flags_of(type(config))}
+    if config.lora.rank:
+        defaults[LR] = LR_FACTOR * float(str(defaults[LR]))
+    values = _values(config, critic)
+    candidates = {name for name in SCALED if name in defaults and name not in config.named}
+    if defaults.get(NEW_TOKENS) != GeneratorConfig().max_tokens:
+        candidates -= {NEW_TOKENS}  # a recipe's own
+    if critic is None:
+        candidates -= {CRITIC_LR}
+    return frozenset(name for name in candidates - {*config.UNSCALED} if values[name] == defaults[name])
+
+
+def with_scaled(
+    config: C,
+    critic: CriticConfig | None,
+    *,
+    architecture: Architecture,
+    critics: Architecture | None = None,
+    earlier: Mapping[str, Any] | None = None,
+) -> tuple[C, CriticConfig | None, list[str]]:
+    """Give open flags the values that the run began with or, in a new run, that suit the models.
+
+    Learning rates are the recipe's for models up to SmolLM2-135M's size, and fall with the root of the number of
+    weights above it. The context is at most the model's positions. What depends on a GPU's memory is chosen later, see
+    `run.plan.defaults.choose`.
+
+    Args:
+        architecture: of the model that is trained.
+        critics: architecture of the critic's model.
+        earlier: of a resumed run, the values of `chosen_values`; what is of another type is ignored, and numbers that
+            are not there stay as the flags have them.
+
+    Returns:
+        The settings, the critic's, and a line for each value that tells where it comes from.
+    """
+    flags = open_flags(config, critic)
+    if earlier is not None:
+        return _as_begun(config, critic, flags, earlier)
+    lines = []
+    factor = LR_FACTOR if config.lora.rank else 1.0
+    if LR in flags:
+        base_lr = config.trainer.optimizer.lr / factor
+        config = _with(config, LR, _rounded(_lr_for(base_lr, architecture) * factor))
+        times = f", times {factor:g} for adapters" if config.lora.rank else ""
+        lines.append(f"--{LR} {config.trainer.optimizer.lr:g}: {_why(base_lr, architecture)}{times}")
+    elif config.lora.rank:
+        lines.append(
+            f"--{LR} {config.trainer.optimizer.lr:g} for adapters: as given; 10 times full training's is usual"
+        )
+    if critic is not None and critics is not None and CRITIC_LR in flags:
+        base_lr = critic.optimizer.lr
+        lr = _rounded(_lr_for(base_lr, critics))
+        critic = replace(critic, optimizer=replace(critic.optimizer, lr=lr))
+        lines.append(f"--{CRITIC_LR} {lr:g}: {_why(base_lr, critics)}")
+    context, longest = config.generator.max_model_len, positions(architecture)
+    if config.starts_engines and CONTEXT in flags and config.generator.max_tokens < longest < context:
+        config = _with(config, CONTEXT, longest)
+        lines.append(f"--generator.max-model-len {longest}: the model's positions")
+    return config, critic, lines
+
+
+def chosen_values(flags: Collection[str], config: RunConfig, critic: CriticConfig | None) -> dict[str, Any]:
+    """Return the values that a start chose for open flags, which its resumed run keeps.
+
+    Args:
+        flags: flags that were open.
+        config, critic: settings with all choices.
+    """
+    values = _values(config, critic)
+    return {name: values[name] for name in sorted(flags)}
+
+
+def _as_begun(
+    config: C, critic: CriticConfig | None, flags: frozenset[str], earlier: Mapping[str, Any]
+) -> tuple[C, CriticConfig | None, list[str]]:
+    texts, begun = [], {LR, CRITIC_LR, CONTEXT, NEW_TOKENS}
+    for name in sorted(flags):
+        value = earlier.get(name)
+        if type(value) is not SCALED[name]:
+            continue
+        begun.add(name)
+        if value != _values(config, critic)[name]:
+            texts.append(f"--{name.replace('_', '-')} {value}")
+        if name == CRITIC_LR:
+            assert critic is not None
+            critic = replace(critic, optimizer=replace(critic.optimizer, lr=value))
+        else:
+            config = _with(config, name, value)
+    config = replace(config, named=(*config.named, *sorted(begun)))
+    return config, critic, [f"{' '.join(texts)}: as the run began"] if texts else []
+
+
+def _values(config: RunConfig, critic: CriticConfig | None) -> dict[str, Any]:
+    values = {flag.dotted: flag.value for flag in flags_of(type(config), config)}
+    return values if critic is None else values | {CRITIC_LR: critic.optimizer.lr}
+
+
+def _with(config: C, name: str, value: object) -> C:
+    """Return settings with another value of a flag."""
+
+    def replaced(part: Any, path: list[str]) -> Any:
+        name, *rest = path
+        return replace(part, **{name: replaced(getattr(part, name), rest) if rest else value})
+
+    changed: C = replaced(config, name.split("."))
+    return changed
+
+
+def _lr_for(lr: float, architecture: Architecture) -> float:
+    """Scale a learning rate from SmolLM2-135M to another model: larger ones get less, by the root of the ratio of their
+    weights. Below that size nothing was tuned, and it stays."""
+    return lr * min(1.0, math.sqrt(_TUNED_WEIGHTS / architecture.weights))
+
+
+def _rounded(lr: float) -> float:
+    return float(f"{lr:.2g}")
+
+
+def _why(lr: float, architecture: Architecture) -> str:
+    if architecture.weights <= _TUNED_WEIGHTS:
+        return f"{lr:g} for models up to SmolLM2-135M's size"
+    return f"{lr:g} for SmolLM2-135M, over the root of {architecture.weights / _TUNED_WEIGHTS:.3g} times the weights"
