@@ -127,7 +127,7 @@ def _as_begun(
             texts.append(f"--{name.replace('_', '-')} {value}")
         if name == CRITIC_LR:
             assert critic is not None
-            critic = replace(critic, optimizer=replace(critic.optimizer, lr=value))
+            critic = replace(critic, optimizer=replace(critic.optimizer, lr=float(value)))
         else:
             config = _with(config, name, value)
     config = replace(config, named=(*config.named, *sorted(begun)))
