@@ -139,4 +139,6 @@ def test_a_recipes_own_tokens_stay(tmp_path: Path):
     for recipe in (dapo, code):
         config = parse(recipe.Config, "recipe", [])
         assert NEW_TOKENS not in open_flags(config)
-    assert LR in open_flags(grpo.Config(lora=LoRAConfig(rank=4))), "a config made by code"
+    by_code = open_flags(grpo.Config(lora=LoRAConfig(rank=4)))
+    assert LR in by_code
+    assert not {NEW_TOKENS, CONTEXT} & by_code, "code says how long"
