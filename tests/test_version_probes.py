@@ -39,9 +39,7 @@ class Run:
         self.trainer = SimpleNamespace(probe=None, probed=None, adapters_probed={}, loads=1, probe_s=0.0)
         tokenizer: Any = SimpleNamespace(render=lambda messages: [1, 2], encode=lambda text: range(3, 43))
         effects = VersionEffects(engines="float32", trainer="float32")
-        self.probes = VersionProbes(
-            cast(Any, self.trainer), cast(Any, self.engines), tokenizer, effects, count=2, tokens=8
-        )
+        self.probes = VersionProbes(cast(Any, self.trainer), cast(Any, self.engines), tokenizer, effects, count=1)
 
     def publish(self, version: int, adapter: str = "", *, arrives: bool = True) -> None:
         probed = ProbedVersion(version=version, logprobs=-5 * self.drawn.random(TOKENS))
