@@ -6,7 +6,6 @@ python -m recipes.dapo --help
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import forge_rl as rl
 
@@ -15,8 +14,7 @@ import forge_rl as rl
 class Config(rl.TaskConfig):
     """Train a policy with DAPO (arXiv 2503.14476): GRPO's advantages, without a KL penalty."""
 
-    UNSCALED: ClassVar[tuple[str, ...]] = ("generator.max_tokens",)
-    """The penalty of long answers is made of it before a start."""
+    UNSCALED = ("generator.max_tokens",)  # the penalty of long answers is made of it before a start
     loss: rl.LossTexts = ("dapo:dual_clip=10",)
     schedule: rl.ScheduleConfig = field(default_factory=lambda: rl.ScheduleConfig(dynamic_sampling=True))
     overlong_share: float = 0.2

@@ -27,6 +27,9 @@ from forge_rl.services.trainer import Trainer
 GB, GIB = 10**9, 2**30
 GPUS = {"24 GB": 24 * GB, "80 GB": 80 * GB, "141 GB": 141 * GB}
 WEIGHTS = {"135M": 134_479_872, "8B": 8_190_427_136, "30B-A3B": 30_531_911_680}
+SMOLLM2 = """{"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
+    "max_position_embeddings": 8192, "tie_word_embeddings": true}"""
 ACTIVATIONS = {"135M": 0.99, "8B": 12.99, "30B-A3B": 12.30}
 """GiB of a row of 1,024 tokens in bfloat16, as a CPU saves them; a GPU saves less."""
 
@@ -179,12 +182,13 @@ def test_without_a_run_an_engine_takes_most_of_a_gpu(monkeypatch: pytest.MonkeyP
     assert DecodeSettings().gpu_share == 0.4
 
 
-def test_on_a_cpu_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch):
+def test_on_a_cpu_nothing_is_chosen_for_a_model_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for module in (trainer_config, generator_config):
         monkeypatch.setattr(module, "device_type", devices.device_type)
     config = RunConfig()
     assert (config.trainer.seq_len, config.generator.gpu_memory_utilization) == (1024, 0.4)
-    assert with_defaults(config, Path("nowhere"), reference=True) == (config, None, [])
+    (tmp_path / "config.json").write_text(SMOLLM2)
+    assert with_defaults(config, tmp_path, reference=True) == (config, None, [])
 
 
 @pytest.mark.parametrize("tokens", [128, 1000])

@@ -35,7 +35,7 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     command = tiny_run(commands, tiny_model, out, *flags, "--steps", "2")
     assert command.end(600) == 0, command.output
     assert "LoRA of rank 4 on all-linear" in command.output
-    assert "10 times the 3e-05 of full training" in command.output
+    assert "chosen: --trainer.optimizer.lr 0.0003: 3e-05 for models up to" in command.output
     again = tiny_run(commands, tiny_model, out, *flags, "--steps", "4")
     assert again.end(600) == 0, again.output
     assert "continued from" in again.output
@@ -45,6 +45,7 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     shares = [row["weights/written_share"] for row in metrics(out) if "weights/written_share" in row]
     assert min(shares) < 0.02, "versions after the first are adapters alone"
     first, second = (out / "checkpoints" / f"step-{step:06d}" for step in (2, 4))
+    assert json.loads((second / "controller.json").read_text())["choices"]["trainer.optimizer.lr"] == 3e-4
     moved = [float((values - factors_of(first)[name]).norm()) for name, values in factors_of(second).items()]
     assert min(moved) > 0, "resumed adapters are trained on"
     assert (
@@ -65,6 +66,32 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     other = tiny_run(commands, tiny_model, out, *flags, "--lora.rank", "8", "--steps", "6")
     assert other.end(120) != 0
     assert "--lora.rank was 4, is 8" in other.output
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("recipes.ppo", ("--reward", "tests.tiny:share_of_vowels")),
+        ("recipes.distill", ("--teachers.models", "policy", "--hint", "solution")),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_other_methods_train_adapters(
+    recipe: str, flags: tuple[str, ...], commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    out = tmp_path / "run"
+    sizes = ("--groups-per-batch", "4", "--group-size", "4", "--steps", "2")
+    engines = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25")
+    shared = ("--model", str(tiny_model), "--out", str(out), "--display", "plain")
+    command = Command(recipe, *shared, *engines, *LORA, *sizes, *flags)
+    commands.append(command)
+    assert command.end(600) == 0, command.output
+    gaps = [row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-3, "engines sample from what the trainer trains"
+    factors = factors_of(out / "checkpoints" / "step-000002")
+    assert all(values.any() for name, values in factors.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("recipes.sft", marks=pytest.mark.nightly), "recipes.dpo"])

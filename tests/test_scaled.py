@@ -42,7 +42,7 @@ def model(name: str, positions: int = 131_072) -> Any:
 )
 def test_the_learning_rate_falls_with_the_models_size_unless_named(
     recipe: Any, words: Sequence[str], size: str, lr: float, line: str
-):
+) -> None:
     config = parse(recipe.Config, "recipe", ["--tasks", "rows.jsonl", *words])
     scaled, critic, lines = with_scaled(
         config, getattr(config, "critic", None), architecture=model(size), critics=model(size)
@@ -55,7 +55,7 @@ def test_the_learning_rate_falls_with_the_models_size_unless_named(
     assert again.trainer.optimizer.lr == pytest.approx(lr), "a changed copy knows what was named"
 
 
-def test_a_resumed_run_keeps_what_it_began_with_on_any_machine():
+def test_a_resumed_run_keeps_what_it_began_with_on_any_machine() -> None:
     config = parse(grpo.Config, "grpo", [])
     begun, _, _ = with_scaled(config, None, architecture=model("8B"))
     choices = chosen_values(open_flags(config), begun, None) | {NEW_TOKENS: 512, "trainer.seq_len": 2048}
@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_what_it_began_with_on_any_machine():
         assert not {LR, CONTEXT, NEW_TOKENS} & open_flags(resumed)
 
 
-def test_an_open_context_ends_at_the_models_positions():
+def test_an_open_context_ends_at_the_models_positions() -> None:
     config = parse(grpo.Config, "grpo", [])
     scaled, _, lines = with_scaled(config, None, architecture=model("135M", positions=512))
     assert scaled.generator.max_model_len == 512
@@ -101,15 +101,15 @@ def memory_of(state: int, per_token: int) -> Any:
 @pytest.mark.parametrize(
     ("gib", "recompute", "moments"), [(64, "none", "float32"), (44, "full", "float32"), (30, "full", "bfloat16")]
 )
-def test_a_trainer_that_does_not_fit_on_this_machine_recomputes(gib: int, recompute: str, moments: str):
+def test_a_trainer_that_does_not_fit_on_this_machine_recomputes(gib: int, recompute: str, moments: str) -> None:
     config = parse(grpo.Config, "grpo", [])
     memory = memory_of(24 << 30, 16 << 20)
     settings = {"architecture": SimpleNamespace(weights=1 << 30), "host": gib << 30, "memory": memory}
-    chosen, lines = with_recomputation(config, open_flags(config), **settings)  # type: ignore[arg-type]
+    chosen, lines = with_recomputation(config, open_flags(config), **settings)
     assert (chosen.trainer.activation_checkpointing, chosen.trainer.optimizer_state) == (recompute, moments)
     assert bool(lines) == (recompute == "full")
     named = parse(grpo.Config, "grpo", ["--trainer.activation-checkpointing", "none"])
-    chosen, lines = with_recomputation(named, open_flags(named), **settings)  # type: ignore[arg-type]
+    chosen, lines = with_recomputation(named, open_flags(named), **settings)
     assert (chosen.trainer.activation_checkpointing, lines) == ("none", []), "named"
 
 
@@ -126,7 +126,7 @@ def test_a_trainer_that_does_not_fit_on_this_machine_recomputes(gib: int, recomp
 )
 def test_on_a_gpu_the_context_is_a_row_that_fits_and_half_of_it_new(
     words: Sequence[str], gib: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     for module in (trainer_config, generator_config):
         monkeypatch.setattr(module, "device_type", lambda: "cuda")
     config: RunConfig = parse(grpo.Config, "grpo", [*words])
@@ -135,8 +135,10 @@ def test_on_a_gpu_the_context_is_a_row_that_fits_and_half_of_it_new(
     assert len(lines) == sum(new != old for new, old in zip(expected, (1024, 16), strict=True))
 
 
-def test_a_recipes_own_tokens_stay(tmp_path: Path):
+def test_a_recipes_own_tokens_stay(tmp_path: Path) -> None:
     for recipe in (dapo, code):
         config = parse(recipe.Config, "recipe", [])
         assert NEW_TOKENS not in open_flags(config)
-    assert LR in open_flags(grpo.Config(lora=LoRAConfig(rank=4))), "a config made by code"
+    by_code = open_flags(grpo.Config(lora=LoRAConfig(rank=4)))
+    assert LR in by_code
+    assert not {NEW_TOKENS, CONTEXT} & by_code, "code says how long"

@@ -39,9 +39,7 @@ class Run:
         self.trainer = SimpleNamespace(probe=None, probed=None, adapters_probed={}, loads=1, probe_s=0.0)
         tokenizer: Any = SimpleNamespace(render=lambda messages: [1, 2], encode=lambda text: range(3, 43))
         effects = VersionEffects(engines="float32", trainer="float32")
-        self.probes = VersionProbes(
-            cast(Any, self.trainer), cast(Any, self.engines), tokenizer, effects, count=2, tokens=8
-        )
+        self.probes = VersionProbes(cast(Any, self.trainer), cast(Any, self.engines), tokenizer, effects, count=1)
 
     def publish(self, version: int, adapter: str = "", *, arrives: bool = True) -> None:
         probed = ProbedVersion(version=version, logprobs=-5 * self.drawn.random(TOKENS))
@@ -53,7 +51,7 @@ class Run:
             self.engines.held[adapter] = probed.logprobs
 
 
-async def test_each_version_of_the_policy_and_of_each_adapter_is_probed_once():
+async def test_each_version_of_the_policy_and_of_each_adapter_is_probed_once() -> None:
     run = Run()
     run.publish(0)
     run.publish(0, "math")
@@ -70,7 +68,7 @@ async def test_each_version_of_the_policy_and_of_each_adapter_is_probed_once():
 
 
 @pytest.mark.parametrize("adapter", ["math", "code"])
-async def test_an_adapter_that_did_not_arrive_is_named_also_if_it_is_another_one_s(adapter: str):
+async def test_an_adapter_that_did_not_arrive_is_named_also_if_it_is_another_one_s(adapter: str) -> None:
     run = Run()
     for version in range(2):
         for name in ("math", "code"):
@@ -83,7 +81,7 @@ async def test_an_adapter_that_did_not_arrive_is_named_also_if_it_is_another_one
         await run.probes.attest()
 
 
-async def test_numbers_of_versions_are_used_again_after_a_rollback():
+async def test_numbers_of_versions_are_used_again_after_a_rollback() -> None:
     run = Run()
     for version in range(3):
         run.publish(version, "math")

@@ -54,7 +54,8 @@ class DecodeSettings:
     enable_expert_parallel: Operational[bool] = False
     """Give each device of an engine whole experts instead of a part of each. For mixture-of-experts models."""
     max_model_len: Tunable[int] = 1024
-    """Maximum tokens of a prompt and its completion together."""
+    """Maximum tokens of a prompt and its completion together. If left out in a run, at most the model's positions, and
+    on a GPU up to 4096 where a row of the trainer has room."""
     max_num_seqs: Operational[int] = 64
     """Maximum requests that each data_parallel_size copy of an engine decodes at a time; further ones wait."""
     kv_cache_gib: Operational[float] = 1.0

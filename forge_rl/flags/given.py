@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-_GIVEN: ContextVar[frozenset[str]] = ContextVar("flags that the user has set", default=frozenset())
+_GIVEN: ContextVar[frozenset[str] | None] = ContextVar("flags that the user has set", default=None)
 
 
 def is_given(flag: str) -> bool:
     """Return True if the command line or config file that is being parsed sets a flag, such as trainer.optimizer.lr,
     also if to its default."""
-    return flag in _GIVEN.get()
+    return flag in (_GIVEN.get() or ())
 
 
-def given_flags() -> tuple[str, ...]:
-    """Return the flags that the command line or config file that is being parsed sets; none outside of parsing."""
-    return tuple(sorted(_GIVEN.get()))
+def given_flags() -> tuple[str, ...] | None:
+    """Return the flags that the command line or config file that is being parsed sets; None outside of parsing."""
+    return None if (flags := _GIVEN.get()) is None else tuple(sorted(flags))
 
 
 @contextlib.contextmanager

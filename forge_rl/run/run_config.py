@@ -129,10 +129,10 @@ class RunConfig:
     reward: RewardService.Config = field(default_factory=RewardService.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
-    named: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = field(
-        default=(), repr=False, compare=False
+    named: Annotated[tuple[str, ...] | None, tyro.conf.Fixed, tyro.conf.Suppress] = field(
+        default=None, repr=False, compare=False
     )
-    """Flags that the command line or a config file set, such as trainer.optimizer.lr; none in a config made by code."""
+    """Flags that the command line or a config file set, such as trainer.optimizer.lr; None in a config made by code."""
 
     @property
     def starts_engines(self) -> bool:
@@ -149,7 +149,7 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
-        if flags := given_flags():
+        if (flags := given_flags()) is not None:
             object.__setattr__(self, "named", flags)
         job = build_job(self.job)
         if isinstance(job, ReplacingJob) and job.most_replaced and self.isolation.private_network:

@@ -51,7 +51,7 @@ class GeneratorConfig(DecodeSettings):
     """Share of a GPU's memory that an engine may use. 0, the default on CUDA, means the memory left by the run's
     trainer, or 0.9 of a GPU that the engine does not share."""
     max_tokens: Tunable[int] = 16
-    """Maximum tokens of a completion."""
+    """Maximum tokens of a completion. If left out on a GPU, half of max_model_len, unless the recipe has its own."""
     temperature: float = 1.0
     """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
     restart: Restart = field(default_factory=Restart)

@@ -226,7 +226,7 @@ class Checkpointer:
         state |= {"rollouts": step_state.rollouts, "seconds": self.seconds, "live": self._live.state()}
         state |= self._evaluator.state() | ({"critic_updates": critic_updates[0]} if critic_updates else {})
         state |= {"kept": step_state.objects} if step_state.objects else {}
-        state["choices"] = self._choices
+        state |= {"choices": self._choices} if self._choices else {}
         await self._hand_to_trainer()
         writing = self.checkpoints.writing(
             step,

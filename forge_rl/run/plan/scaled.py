@@ -1,7 +1,7 @@
 """Settings that follow the model's size and the device where the user names none, and that a resumed run keeps.
 
-A flag is open if neither the command line nor a config file names it and its value is the recipe's default. In a config
-that was made by code, a value equal to the default counts as open.
+A flag is open if neither the command line nor a config file names it and its value is the recipe's default. A config
+that was made by code names lengths; its other values count as open where they equal the default.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def open_flags(config: RunConfig, critic: CriticConfig | None = None) -> frozens
     if config.lora.rank:
         defaults[LR] = LR_FACTOR * float(str(defaults[LR]))
     values = _values(config, critic)
-    candidates = {name for name in SCALED if name in defaults and name not in config.named}
+    named = (CONTEXT, NEW_TOKENS) if config.named is None else config.named
+    candidates = {name for name in SCALED if name in defaults and name not in named}
     if defaults.get(NEW_TOKENS) != GeneratorConfig().max_tokens:
         candidates -= {NEW_TOKENS}  # a recipe's own
     if critic is None:
@@ -96,8 +97,8 @@ def with_scaled(
         lr = _rounded(_lr_for(base_lr, critics))
         critic = replace(critic, optimizer=replace(critic.optimizer, lr=lr))
         lines.append(f"--{CRITIC_LR} {lr:g}: {_why(base_lr, critics)}")
-    context, longest = config.generator.max_model_len, positions(architecture)
-    if config.starts_engines and CONTEXT in flags and config.generator.max_tokens < longest < context:
+    longest = positions(architecture) if config.starts_engines else 0
+    if CONTEXT in flags and config.generator.max_tokens < longest < config.generator.max_model_len:
         config = _with(config, CONTEXT, longest)
         lines.append(f"--generator.max-model-len {longest}: the model's positions")
     return config, critic, lines
@@ -127,10 +128,10 @@ def _as_begun(
             texts.append(f"--{name.replace('_', '-')} {value}")
         if name == CRITIC_LR:
             assert critic is not None
-            critic = replace(critic, optimizer=replace(critic.optimizer, lr=value))
+            critic = replace(critic, optimizer=replace(critic.optimizer, lr=float(value)))
         else:
             config = _with(config, name, value)
-    config = replace(config, named=(*config.named, *sorted(begun)))
+    config = replace(config, named=(*(config.named or ()), *sorted(begun)))
     return config, critic, [f"{' '.join(texts)}: as the run began"] if texts else []
 
 

@@ -259,7 +259,7 @@ def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer
     is_exact = "bfloat16" not in (engines, trained_in)
     count = config.weights.probes
     if count is None:
-        count = (2 if is_exact else 4) if config.lora.rank and config.generator.max_loras else 0
+        count = (1 if is_exact else 3) if config.lora.rank and config.generator.max_loras else 0
     if not count:
         return None
     effects = VersionEffects(
@@ -268,7 +268,7 @@ def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer
         rounded=config.generator.quantization != "none" or bool(config.generator.urls),
         changed=f"adapters of {' '.join(config.lora.targets)}" if config.lora.rank else "weights",
     )
-    return VersionProbes(trainer, generator, tokenizer, effects, count=count, tokens=8 if is_exact else 12)
+    return VersionProbes(trainer, generator, tokenizer, effects, count=count)
 
 
 def _rollouts(
