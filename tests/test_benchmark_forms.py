@@ -30,6 +30,7 @@ FORMS = {
     "front_end": "--smoke --requests 8 --steps 34",
     "gateway": "--smoke --streams 100 --requests 4 --new-tokens 8",
     "grpo_step": "--smoke",
+    "host_deaths": "--smoke",
     "hosts": "--smoke",
     "intervals": "--draws 2",
     "layouts": "--families llama --updates 1 --most-ranks 2",

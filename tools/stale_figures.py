@@ -33,6 +33,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "gateway": ("forge_rl/gateway", "forge_rl/services/generator.py"),
     "gpu": ("forge_rl/engines", "forge_rl/weights"),
     "grpo_step": ("forge_rl/algorithms", "forge_rl/engines", "forge_rl/packing"),
+    "host_deaths": ("forge_rl/runtime",),
     "hosts": ("forge_rl/weights", "forge_rl/services/weight_store.py"),
     "layouts": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/packing"),
     "long_rows": ("forge_rl/engines/titan", "forge_rl/engines/costs.py"),

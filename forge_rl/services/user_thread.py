@@ -8,10 +8,13 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from forge_rl.runtime.in_hand import RunningCalls, number_of_call
 from forge_rl.runtime.link import users_line
@@ -26,11 +29,45 @@ class StuckError(Exception):
     """A function did not return within its deadline; its text is the line at which it is, as " (score.py:12)"."""
 
 
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A function to call, and what became of it."""
+
+    function: Callable[[], Any]
+    in_hand: RunningCalls | None
+    number: int
+    """Number of the call that it serves."""
+    future: asyncio.Future[Any]
+    """Gets the result in the event loop."""
+    began: float = 0.0
+    """When it was called, on the monotonic clock."""
+    result: Any = None
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with contextlib.nullcontext() if self.in_hand is None else self.in_hand.in_thread(self.number):
+                self.result = self.function()
+        except BaseException as error:
+            self.error = error
+
+    def resolve(self) -> None:
+        if self.future.done():  # its caller was cancelled, or told that it is stuck
+            return
+        if self.error is None:
+            self.future.set_result(self.result)
+        else:
+            self.future.set_exception(self.error)
+
+
 class UserThread:
     """A thread for functions that may take long, one at a time.
 
         thread = UserThread(60.0, exit_status=72)
         score = await thread.call(lambda: function(task, text), in_hand)
+
+    Most functions take microseconds, and a change of threads a hundred. So the thread goes on with the functions that
+    wait, and the event loop is woken once for the results of many.
 
     Args:
         deadline_s: timeout of a function, without its time in the queue. A thread cannot be killed, so the process
@@ -41,9 +78,20 @@ class UserThread:
     def __init__(self, deadline_s: float, *, exit_status: int) -> None:
         self._deadline_s = deadline_s
         self._exit_status = exit_status
-        self._thread = ThreadPoolExecutor(1)
-        self._turn = asyncio.Lock()
-        """Held while the thread is busy, so that time in the queue does not count."""
+        self._executor = ThreadPoolExecutor(1)
+        self._lock = threading.Lock()
+        """Held where one thread changes what the other does by whether a queue is empty."""
+        self._jobs: deque[_Job] = deque()
+        """What is not yet called."""
+        self._works = False
+        """Whether the thread is at work, and looks for further jobs after each."""
+        self._results: list[_Job] = []
+        """What has returned, for the event loop, which is woken for the first of them."""
+        self._running: _Job | None = None
+        self._thread = 0
+        """Identifies the thread while it is at work."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Next look at the time of the running function; None while there is none."""
 
     async def call(self, function: Callable[[], T], in_hand: RunningCalls | None = None) -> T:
         """Call a function in the thread, which must not raise StopIteration: no future can hold that.
@@ -54,32 +102,65 @@ class UserThread:
         Raises:
             StuckError: it did not return within the deadline.
         """
-        number, thread = number_of_call.get(), 0
-
-        def run() -> T:
-            nonlocal thread
-            thread = threading.get_ident()
-            with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
-                return function()
-
-        def exit_if_stuck() -> None:
-            if not running.done():
-                os._exit(self._exit_status)
-
-        def finished(done: asyncio.Future[T]) -> None:
-            stuck.cancel()
-            self._turn.release()
-            done.exception()  # the caller may have been cancelled: asyncio would complain that nobody looked
-
-        await self._turn.acquire()
         loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._thread, run)
-        stuck = loop.call_later(self._deadline_s + _LAST_WORDS_S, exit_if_stuck)  # even if nobody waits any more
-        running.add_done_callback(finished)
-        await asyncio.wait([running], timeout=self._deadline_s)
-        if running.done():
-            return running.result()
-        frame = sys._current_frames().get(thread)
+        job = _Job(function, in_hand, number_of_call.get(), loop.create_future())
+        with self._lock:
+            self._jobs.append(job)
+            begins, self._works = not self._works, True
+        if begins:
+            self._executor.submit(self._work, loop)
+        if self._timer is None:
+            self._timer = loop.call_later(self._deadline_s, self._look, loop)
+        result: T = await job.future
+        return result
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call functions until none waits; runs in the thread."""
+        self._thread = threading.get_ident()
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._works = False
+                    return
+                job = self._jobs.popleft()
+            if job.future.cancelled():
+                continue
+            job.began = time.monotonic()
+            self._running = job
+            job.run()
+            self._running = None
+            with self._lock:
+                self._results.append(job)
+                is_first = len(self._results) == 1
+            if is_first:
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            results, self._results = self._results, []
+        for job in results:
+            job.resolve()
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the process soon if the running function is past its deadline, even if nobody waits for it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        job, now_s = self._running, time.monotonic()
+        if job is None and not self._works:
+            return
+        left_s = self._deadline_s if job is None else job.began + self._deadline_s - now_s
+        if job is None or left_s > 0:
+            self._timer = loop.call_later(left_s, self._look, loop)
+            return
+        loop.call_later(_LAST_WORDS_S, self._exit_if_stuck, loop, job)
+        frame = sys._current_frames().get(self._thread)
         line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
         faulthandler.dump_traceback()  # to the log
-        raise StuckError(line)
+        if not job.future.done():
+            job.future.set_exception(StuckError(line))
+
+    def _exit_if_stuck(self, loop: asyncio.AbstractEventLoop, job: _Job) -> None:
+        if self._running is job:
+            os._exit(self._exit_status)
+        self._look(loop)

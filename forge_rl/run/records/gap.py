@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from forge_rl.services.trainer import Trainer
 
 _GAP_BOUNDS = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 5e-2}
-"""Mean gap between trainer and engine logprobs above which a step warns, by dtype; the coarser of the two counts."""
+"""Mean gap between trainer and engine logprobs above which a step warns, by dtype: the larger of trainer's and engines'
+counts."""
 _MOST_ROWS = 8
 """Rows of a table; experts with the largest gap come first."""
 _LEAST_TOKENS = 20
