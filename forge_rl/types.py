@@ -202,8 +202,8 @@ class Score(CompactRecord):
     turns: Sequence[float] = ()
     """A value per turn, credited only to its tokens, in addition to the total; () for none."""
     turns_in_total: bool = False
-    """True if the total is the sum of `turns`, which are rewards of an environment's steps. Returns that add up rewards
-    then count each once."""
+    """True if the total includes the sum of `turns`, which are rewards of an environment's steps. Returns that add up
+    rewards then count each once."""
     tokens: Sequence[Sequence[float] | npt.NDArray[Any]] = field(default=(), compare=False)
     """A value per token of each turn, in addition to the total; NaN for a token without one; () for none."""
     answer: str = ""

@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.scan import PromptLengths, check_tasks
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import ConfigError, ForgeError, TaskError
 from forge_rl.tokens.tokenizer import Tokenizer
 from tests.tiny import bundled_folder
@@ -362,6 +364,32 @@ def test_tasks_from_code_are_compared_with_what_is_evaluated(
     (name,) = mixture
     prompts = {mixture.draw_from(name).prompt.lower() for _ in range(30)}
     assert not prompts & {task.prompt.lower() for task in mixture.eval_sets(100)["test"]}
+
+
+@pytest.mark.parametrize("tasks", ["train.jsonl", "code.py:ROWS"])
+def test_a_set_that_a_resumed_run_adds_is_not_trained_on(tasks: str, users_folder: Path, tokenizer: Tokenizer) -> None:
+    write(users_folder / "train.jsonl", *(f"What is {n}?" for n in range(12)))
+    write(users_folder / "test.jsonl", *(f"What IS {n}?" for n in range(5, 9)))
+    (users_folder / "code.py").write_text("ROWS = [{'question': f'What is {n}?'} for n in range(12)]\n")
+
+    def stream(data: DataConfig, state: dict[str, object] | None = None, **settings: Any) -> ResumableTaskStream:
+        mixture = data.build([tasks], seed=0, **settings)
+        if state is not None:
+            mixture.restore_sources(state)
+        check_tasks(mixture, make_lengths=lambda: PromptLengths(tokenizer, 200), cache=users_folder)
+        tasks_of_mixture = ResumableTaskStream(mixture)
+        if state is not None:
+            tasks_of_mixture.restore(state, [])
+        return tasks_of_mixture
+
+    before = stream(DataConfig(held_out_share=1e-9))
+    (name,) = before.source_order(1)
+    for _ in range(3):
+        before.draw_from(name)
+    leaves_out = DataConfig(held_out_share=1e-9, overlap="leave-out")
+    resumed = stream(leaves_out, before.state(), eval_tasks=["test=test.jsonl"])
+    prompts = {resumed.draw_from(name).prompt for _ in range(30)}
+    assert prompts == {f"What is {n}?" for n in (*range(5), *range(9, 12))}
 
 
 def test_a_scan_of_a_large_file_is_kept_until_the_file_changes(

@@ -145,8 +145,8 @@ def test_what_cannot_be_trained_on_is_one_clear_message(given: dict[str, Any], e
         [next_ids(examples) for _ in range(9)]
 
 
-def test_the_length_of_an_example_is_that_of_the_row_that_it_needs() -> None:
-    maker = ExampleMaker(one, NOBODY, longest=10)
+def test_the_length_of_an_example_is_that_of_the_row_that_it_needs(small_tokenizer: Path) -> None:
+    maker = ExampleMaker(one, Tokenizer(small_tokenizer), longest=10)
     lengths = ExampleLengths(maker)
     short, long = Task(id="9", source="a", messages=()), Task(id="10", source="a", messages=())
     with pytest.raises(TaskError, match="multiple of three"):

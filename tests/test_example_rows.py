@@ -128,7 +128,7 @@ def test_a_rows_own_system_message_is_shown(kind: Kind) -> None:
     columns = Columns(kind=kind, system="Add.")
     task, problem = columns.read({**row, "system": "Be brief."}, "t")
     assert task.messages == ({"role": "system", "content": "Be brief."}, ASKED)
-    assert "system" not in task.truth
+    assert task.truth["system"] == "Be brief.", "rewards may take the column"
     assert problem == problem_key("2+3?")
     for other in (None, "", " ", 5):
         assert columns.read({**row, "system": other}, "t")[0].messages[0] == {"role": "system", "content": "Add."}

@@ -121,6 +121,11 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
             "--evaluation.every 0 --evaluation.temperature 0.5",
             "temperature has no effect, as --evaluation.every 0",
         ),
+        (
+            "grpo",
+            "--evaluation.tasks 0 --evaluation.temperature 0.5",
+            "temperature has no effect, as --evaluation.tasks 0",
+        ),
         ("grpo", "--evaluation.success 0.5", "--evaluation.success has no effect, as pass@k"),
         (
             "grpo",

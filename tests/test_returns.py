@@ -43,6 +43,18 @@ def test_rewards_of_an_environments_steps_count_once():
     np.testing.assert_allclose(placed, [0.0, 0.5, 0.25])
 
 
+def test_a_part_that_is_added_to_the_rewards_of_steps_is_placed_on_the_last_token():
+    turns = (0.1, 0.2, -0.7)
+    for total, rest in ((sum(turns), 0.0), (sum(turns) + 0.5, 0.5), (sum(turns) - 2.0, -2.0)):
+        score = Score(total=total, turns=turns, turns_in_total=True)
+        (placed,) = token_rewards([Episode(task=TASK, turns=(turn(1), turn(1), turn(2)), score=score)])
+        np.testing.assert_allclose(placed, [0.1, 0.2, 0.0, -0.7 + rest], atol=1e-12)
+        assert rest or placed[-1] == -0.7, "the sum's rounding is no reward"
+    score = Score(total=0.0, turns=(0.0,), turns_in_total=True)
+    (placed,) = token_rewards([Episode(task=TASK, turns=(turn(2),), score=score)])
+    assert not placed.any()
+
+
 def test_flat_arrays_return_to_their_groups():
     batch = random_batch(0, vocab=43)
     values = [np.full(each.response_tokens, i, np.float32) for i, each in enumerate(batch.episodes)]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TokenValues: TypeAlias = "Sequence[npt.NDArray[np.floating] | torch.Tensor]"
 """For each episode, a number for each token that the model generated in it, [T]."""
+_ROUNDING = 1e-9
+"""Largest difference of a total from the sum of its turns that is rounding, as a share of their sizes."""
 Float64: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -31,7 +33,8 @@ def token_rewards(episodes: Iterable[Episode]) -> list[Float64]:
 
     The total is on the last token of the episode, a turn's value (`Score.turns`) on the last token of the turn, or of
     the turn before if it has none, and a token's value (`Score.tokens`) on the token; NaN, a missing value, is 0. If
-    turns have the rewards of an environment's steps (`Score.turns_in_total`), their sum is not placed once more.
+    turns have the rewards of an environment's steps (`Score.turns_in_total`), their sum is not placed once more, only
+    what other parts of the reward add to it.
 
     Returns:
         For each episode, [T] float64. An episode without tokens has no place for rewards.
@@ -45,10 +48,12 @@ def token_rewards(episodes: Iterable[Episode]) -> list[Float64]:
                 episode_rewards += _known(
                     np.concatenate([np.asarray(turn_values, np.float64) for turn_values in score.tokens])
                 )
-            if len(score.turns):
-                np.add.at(episode_rewards, np.maximum(ends - 1, 0), _known(np.asarray(score.turns, np.float64)))
-            if not score.turns_in_total:
-                episode_rewards[-1] += score.total
+            turns = _known(np.asarray(score.turns, np.float64))
+            if len(turns):
+                np.add.at(episode_rewards, np.maximum(ends - 1, 0), turns)
+            rest = score.total - float(turns.sum()) if score.turns_in_total else score.total
+            if not abs(rest) <= _ROUNDING * abs(turns).sum():
+                episode_rewards[-1] += rest
         rewards.append(episode_rewards)
     return rewards
 

@@ -36,6 +36,9 @@ _AROUND_WORD = re.compile(
     r"(?<!\S)[\"'*_`]+(?=[^\W_])|(?<=[^\W_][^\W_])[.,;:!?\"'*_`]+(?!\S)|(?<=\w)[.,;:\"'*`]+(?!\S)"
 )
 """Quotes, emphasis and punctuation between words; inside of a word, and of signs alone, each may matter."""
+_OPENING_QUOTE = re.compile(r"(?<!\S)[\"']")
+_PRIMES = re.compile(r"(?<=\d)(?:''|[\"'])(?!\S)")
+"""Signs of feet and inches, minutes and seconds: quotes behind a number that close nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +167,8 @@ def normalised(text: str) -> str:
     text = " ".join(plain(text).translate(_QUOTES).lower().split())
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
     text = re.sub(r"(?<=\d), (?=\d)", ",", _INITIALS.sub(lambda name: name.group().replace(".", ""), text))
+    if not _OPENING_QUOTE.search(text):
+        text = _PRIMES.sub(lambda sign: "\N{PRIME}" if sign.group() == "'" else "\N{DOUBLE PRIME}", text)
     words = " ".join(_AROUND_WORD.sub("", text).split())
     return _ARTICLES.sub("", words) or words or text
 

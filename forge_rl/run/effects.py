@@ -103,6 +103,15 @@ SWITCHES: Mapping[str, Switch] = {
         why="--evaluation.every 0 evaluates nothing",
         hint="set --evaluation.every above 0",
     ),
+    "--evaluation.tasks": Switch(
+        flags=tuple(
+            f"evaluation.{name}"
+            for name in ("episodes", "temperature", "max_tokens", "success", "blocking", "keep_best")
+        ),
+        is_on=lambda config: config.evaluation.tasks,
+        why="--evaluation.tasks 0 evaluates nothing",
+        hint="set --evaluation.tasks above 0",
+    ),
     "--evaluation.episodes": Switch(
         flags=("evaluation.success",),
         is_on=lambda config: config.evaluation.episodes > 1,

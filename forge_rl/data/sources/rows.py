@@ -119,7 +119,7 @@ class Columns:
         truth = {name: value for name, value in row.items() if name not in (prompt_column, tools_column)}
         system = self.system
         if not self.template and prompt_column != _SYSTEM and messages[0]["role"] != "system":
-            system = _system(truth) or system
+            system = _system(row) or system
         if self.answer:
             truth["answer"] = _get(row, self.answer)
         if self.answer or self.kind == "prompt":
@@ -344,13 +344,12 @@ def _check_unread(row: Mapping[str, object]) -> None:
         )
 
 
-def _system(truth: dict[str, object]) -> str:
-    """Remove a row's system message from its other columns and return it; "" if there is none."""
-    system = truth.get(_SYSTEM)
+def _system(row: Mapping[str, object]) -> str:
+    """Return a row's own system message; "" if there is none."""
+    system = row.get(_SYSTEM)
     if not isinstance(system, str) or not system.strip():
         return ""
     check_text(_SYSTEM, system)
-    del truth[_SYSTEM]
     return system
 
 
