@@ -58,6 +58,7 @@ NATIVE = (
     "meta-llama/Llama-3.2-1B-Instruct",
     "unsloth/gpt-oss-20b-BF16",
     "moonshotai/Moonlight-16B-A3B-Instruct",
+    "ByteDance-Seed/Seed-OSS-36B-Base",
 )
 """One checkpoint of each native family."""
 _RUN = (
