@@ -88,7 +88,7 @@ def balanced(family: str, ranks: int, balancer: LoadBalancer, **settings: int | 
 def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
     ways = [balanced("gpt_oss", 2, "none"), balanced("gpt_oss", 2, "headtail")]
     ways += [balanced("qwen3_moe", 2, "ptrr", activation_checkpointing="full", router_replay=True)]
-    # Llama's are in the next test; Qwen3 differs from it in norms that Qwen3-MoE has too, Seed-OSS in biases of gpt-oss.
+    # Llama's are in the next test; Qwen3 differs in norms that Qwen3-MoE has, Seed-OSS in biases of gpt-oss.
     check(
         tmp_path,
         [
