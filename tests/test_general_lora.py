@@ -19,7 +19,8 @@ from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.models.adapters import Adapter
-from tests.fakes import packed, random_batch, train_batch
+from tests import test_adapter_engine as of_native
+from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
 from tests.test_lora import saved
 from tests.zoo.engine import dtype_of
@@ -131,6 +132,21 @@ def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Pa
         )
     ]
     check_layouts(tmp_path, cases, dict(flags))
+
+
+def test_rows_of_several_adapters_are_computed_together_and_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_model(tmp_path, "olmo2")
+    of_native.test_rows_of_several_adapters_are_computed_together_and_equal_each_alone(tmp_path)
+    of_native.test_nan_and_errors_in_a_shared_row_touch_no_other_adapter(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name", ["google/gemma-2-2b-it", "mistralai/Mixtral-8x7B-Instruct-v0.1", "ibm-granite/granite-4.0-h-1b"]
+)
+def test_rows_of_several_adapters_are_not_mixed_where_they_would_meet(name: str, tmp_path: Path):
+    adapters = of_native.adapters_of(write(name, tmp_path / "hf"))
+    with pytest.raises(ConfigError, match="without experts, states, softcapped and chunked attention"):
+        adapters.run_many([])
 
 
 def test_a_checkpoint_of_adapters_goes_on_from_them(tmp_path: Path):

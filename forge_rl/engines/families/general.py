@@ -409,11 +409,15 @@ def has_states(folder: Path) -> bool:
     return any(kind in _RECURRENT_KINDS for kind in getattr(config, "layer_types", None) or ())
 
 
-def computes_rows(folder: Path) -> bool:
-    """Return whether all of a model's linear layers that can have adapters are given whole rows, and no layer has
-    experts, in which a token's values could reach those of others."""
-    layers = inspected_model(folder).model.layers
-    return not has_states(folder) and not any(_has_experts(layer) for layer in layers)
+def mixes_rows(folder: Path) -> bool:
+    """Return whether rows of several adapters can be computed as one: every linear layer sees whole rows, and no token
+    meets those of other rows, whose NaN it would get, as it does among experts and where all scores of a row are
+    computed at once, see `titan.general_attention`."""
+    causal = inspected_model(folder)
+    is_dense = getattr(causal.config, "attn_logit_softcapping", None) or "chunked_attention" in (
+        getattr(causal.config, "layer_types", None) or ()
+    )
+    return not (is_dense or has_states(folder) or any(_has_experts(layer) for layer in causal.model.layers))
 
 
 def _rope_types(config: Any) -> set[str]:
