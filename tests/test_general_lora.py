@@ -19,6 +19,9 @@ from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.models.adapters import Adapter
+from forge_rl.run.lora_settings import check_served_versions
+from forge_rl.services.generator_config import GeneratorConfig
+from recipes.grpo import Config
 from tests import test_adapter_engine as of_native
 from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
@@ -190,7 +193,6 @@ def test_what_has_no_adapter_is_refused_by_name(name: str, settings: dict[str, A
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "merged"),
         ("microsoft/Phi-3-mini-4k-instruct", "served"),
         ("google/gemma-3-1b-it", "served"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "served"),
     ],
 )
 def test_a_whole_run_trains_publishes_and_saves_adapters(name: str, adapters: str, tmp_path: Path):
@@ -214,3 +216,12 @@ def test_a_whole_run_trains_publishes_and_saves_adapters(name: str, adapters: st
     with torch.no_grad():
         torch.testing.assert_close(adapted(token_ids).logits, ours(token_ids).logits, rtol=0.1, atol=0.1)
     assert all(bool(b.any()) for _, b in adapter.factors().values()), "all adapters were trained"
+
+
+def test_adapters_of_a_model_with_experts_are_not_served_on_cpu(tmp_path: Path):
+    """vLLM would compute the experts by Triton, and die in the first rollout."""
+    folder = write("mistralai/Mixtral-8x7B-Instruct-v0.1", tmp_path / "hf")
+    generator = GeneratorConfig(adapters="served", max_model_len=128, kv_cache_gib=0.1)
+    config = Config(model=str(folder), out=tmp_path / "run", generator=generator, lora=LoRAConfig(rank=4))
+    with pytest.raises(ConfigError, match="on CPU, vLLM serves no adapters of a model with experts"):
+        check_served_versions(config, folder, read_architecture(folder))
