@@ -59,6 +59,7 @@ _SMALL: dict[str, object] = {
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": True, "num_hidden_layers": 5},
     "qwen3": {"tie_word_embeddings": False},
+    "seed_oss": {"tie_word_embeddings": False, "pad_token_id": None},
     "qwen3_moe": {
         "num_hidden_layers": 3,
         "tie_word_embeddings": False,

@@ -11,6 +11,7 @@ For each published checkpoint, a small random model with the quirks of its folde
     round_trips         whether the tokenizer's stops are the folder's, and a rendered chat decodes to its text
     engine_gap          of an engine's logprobs from logprobs of the trainer's saved folder, after loading two published
                         and attested versions, in units of the expected rounding
+    completions_gap     the same of 64 greedy and 64 sampled completions with the second version
     whole_run           whether a GRPO run of two steps trains in both, with attested weights, and saves equal files
     run_gap             largest difference of a logprob between engine and trainer in that run, for tokens of the newest
                         version
@@ -58,6 +59,7 @@ NATIVE = (
     "meta-llama/Llama-3.2-1B-Instruct",
     "unsloth/gpt-oss-20b-BF16",
     "moonshotai/Moonlight-16B-A3B-Instruct",
+    "ByteDance-Seed/Seed-OSS-36B-Base",
 )
 """One checkpoint of each native family."""
 _RUN = (
@@ -229,6 +231,8 @@ def _compare(name: str, folder: Path) -> dict[str, object]:
 
 def _engine_gaps(folders: Mapping[str, Path], timeout_s: int) -> dict[str, dict[str, object]]:
     """Serve each model, load two versions and serve the saved folder, see tests/zoo/engine.py."""
+    from tests.zoo.engine import completions_gap
+
     command = [sys.executable, "-m", "tests.zoo.engine", *map(str, folders.values())]
     process = _finished(command, timeout_s, decode_environment(0, replicas=1))
     lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith(('{"started"', '{"failed"'))]
@@ -236,7 +240,10 @@ def _engine_gaps(folders: Mapping[str, Path], timeout_s: int) -> dict[str, dict[
     return {
         name: {"engine_gap": None, "engine_failed": gaps["failed"]}
         if "failed" in gaps
-        else {"engine_gap": max(gaps[place] for place in ("started", "loaded", "restarted"))}
+        else {
+            "engine_gap": max(gaps[place] for place in ("started", "loaded", "restarted")),
+            "completions_gap": completions_gap(folders[name]),
+        }
         for name, gaps in zip(folders, lines, strict=True)
     }
 

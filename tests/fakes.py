@@ -132,6 +132,7 @@ SMALL: dict[str, object] = {
 }
 
 SMALL_FAMILY: dict[str, dict[str, object]] = {
+    "seed_oss": {"pad_token_id": None},  # whose embedding transformers would not train
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "deepseek_v3": {
         "num_hidden_layers": 3,

@@ -19,7 +19,11 @@ from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.models.adapters import Adapter
-from tests.fakes import packed, random_batch, train_batch
+from forge_rl.run.lora_settings import check_served_versions
+from forge_rl.services.generator_config import GeneratorConfig
+from recipes.grpo import Config
+from tests import test_adapter_engine as of_native
+from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
 from tests.test_lora import saved
 from tests.zoo.engine import dtype_of
@@ -133,6 +137,21 @@ def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Pa
     check_layouts(tmp_path, cases, dict(flags))
 
 
+def test_rows_of_several_adapters_are_computed_together_and_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_model(tmp_path, "olmo2")
+    of_native.test_rows_of_several_adapters_are_computed_together_and_equal_each_alone(tmp_path)
+    of_native.test_nan_and_errors_in_a_shared_row_touch_no_other_adapter(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name", ["google/gemma-2-2b-it", "mistralai/Mixtral-8x7B-Instruct-v0.1", "ibm-granite/granite-4.0-h-1b"]
+)
+def test_rows_of_several_adapters_are_not_mixed_where_they_would_meet(name: str, tmp_path: Path):
+    adapters = of_native.adapters_of(write(name, tmp_path / "hf"))
+    with pytest.raises(ConfigError, match="without experts, states, softcapped and chunked attention"):
+        adapters.run_many([])
+
+
 def test_a_checkpoint_of_adapters_goes_on_from_them(tmp_path: Path):
     source, step = tmp_path / "hf", tmp_path / "step"
     engine = adapted_engine("ibm-granite/granite-4.0-h-1b", source, activation_checkpointing="full")
@@ -174,7 +193,6 @@ def test_what_has_no_adapter_is_refused_by_name(name: str, settings: dict[str, A
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "merged"),
         ("microsoft/Phi-3-mini-4k-instruct", "served"),
         ("google/gemma-3-1b-it", "served"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "served"),
     ],
 )
 def test_a_whole_run_trains_publishes_and_saves_adapters(name: str, adapters: str, tmp_path: Path):
@@ -198,3 +216,12 @@ def test_a_whole_run_trains_publishes_and_saves_adapters(name: str, adapters: st
     with torch.no_grad():
         torch.testing.assert_close(adapted(token_ids).logits, ours(token_ids).logits, rtol=0.1, atol=0.1)
     assert all(bool(b.any()) for _, b in adapter.factors().values()), "all adapters were trained"
+
+
+def test_adapters_of_a_model_with_experts_are_not_served_on_cpu(tmp_path: Path):
+    """vLLM would compute the experts by Triton, and die in the first rollout."""
+    folder = write("mistralai/Mixtral-8x7B-Instruct-v0.1", tmp_path / "hf")
+    generator = GeneratorConfig(adapters="served", max_model_len=128, kv_cache_gib=0.1)
+    config = Config(model=str(folder), out=tmp_path / "run", generator=generator, lora=LoRAConfig(rank=4))
+    with pytest.raises(ConfigError, match="on CPU, vLLM serves no adapters of a model with experts"):
+        check_served_versions(config, folder, read_architecture(folder))

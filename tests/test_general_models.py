@@ -44,7 +44,7 @@ from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL, LONG_TURNS, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
-from tests.zoo.trained import prepare
+from tests.zoo.trained import prepare, stored
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -301,6 +301,21 @@ def test_a_checkpoint_goes_on_as_training_that_was_not_interrupted(values: bool,
     again = TitanEngine(step / "model", settings, values=values)
     assert ("score.weight" in hf_weights(again.model)) == values
     train_batch(again, laid, loss)
+
+
+@pytest.mark.parametrize("name", [HYBRID, "zai-org/GLM-4.5-Air", "mistralai/Mixtral-8x7B-Instruct-v0.1"])
+def test_a_model_trained_in_its_own_dtype_is_saved_with_all_dtypes_as_they_were(name: str, tmp_path: Path):
+    source, step = write(name, tmp_path / "hf"), tmp_path / "step"
+    engine = TitanEngine(source, TrainSettings(dtype="bfloat16", seq_len=128, optimizer=OptimizerConfig(lr=1e-2)))
+    train_batch(engine, packed(random_batch(1, vocab=250), seq_len=128))
+    for part in ("training", "model"):
+        (step / part).mkdir(parents=True)
+    engine.save(step, source, version=1).result()
+    before, after = ({key: value.dtype for key, value in stored(place).items()} for place in (source, step / "model"))
+    assert after == before
+    first, last = (json.loads((place / "config.json").read_text()) for place in (source, step / "model"))
+    kinds = [config.get("dtype") or config.get("torch_dtype") for config in (first, last)]
+    assert kinds == ["bfloat16", "bfloat16"]
 
 
 def test_the_plan_of_a_run_counts_a_model_on_transformers_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -55,6 +55,8 @@ MODELS = {
     "qwen3, tied, wide heads": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss, tied, wide heads": ("seed_oss", {"tie_word_embeddings": True, "head_dim": 16}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, scores as they are": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
     "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),

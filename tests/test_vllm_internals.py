@@ -413,6 +413,10 @@ def test_engines_are_told_how_queries_are_scaled_and_share_no_states_on_cpu(tmp_
     scaled, plain = arguments(model_type="ministral3", rope_parameters=rope), arguments(model_type="llama")
     assert scaled.hf_overrides["llama_4_scaling"] == {"beta": 0.1, "original_max_position_embeddings": 16}
     assert "llama_4_scaling" not in plain.hf_overrides
+    for is_tuned in (True, False):  # else vLLM takes it from the longest request
+        llama4 = arguments(model_type="llama4_text", attn_temperature_tuning=is_tuned)
+        assert llama4.override_generation_config == {"attn_temperature_tuning": is_tuned}
+    assert plain.override_generation_config == {}
     assert plain.enable_prefix_caching
     states = arguments(model_type="lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
     assert not states.enable_prefix_caching

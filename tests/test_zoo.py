@@ -24,6 +24,7 @@ from recipes.grpo import Config
 from tests.plain_trainer import in_float64, logits_of
 from tests.test_titan_model import engine_of, titan_logits
 from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, REFUSED
+from tests.zoo.engine import completions_gap
 from tests.zoo.folders import SIZES, transformers_config, write
 from tests.zoo.general import GENERAL, UNSERVED
 from tests.zoo.trained import prepare, stored
@@ -246,12 +247,13 @@ def test_published_folders_go_the_whole_way(names: Sequence[str], tmp_path: Path
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith(('{"started"', '{"failed"'))]
     gaps = dict(zip(names, lines, strict=False))
     assert ended.returncode == 0, f"after {list(gaps)}: {ended.stderr[-4000:]}{ended.stdout[-2000:]}"
-    for name, measured in gaps.items():
+    for (name, measured), folder in zip(gaps.items(), folders, strict=True):
         if name in UNSERVED:
             assert UNSERVED[name] in measured["failed"]
             continue
         assert "failed" not in measured, (name, measured)
         assert max(measured[gap] for gap in ("started", "loaded", "restarted")) < 1, name
+        assert completions_gap(folder) < 1, name
     assert min(measured.get("changed", 9) for measured in gaps.values()) > 5, (
         "the versions must differ for this to be a test"
     )

@@ -33,6 +33,15 @@ def served_rank(rank: int) -> int:
     )
 
 
+def has_experts(model: Path) -> bool:
+    """Return whether a model's files hold experts.
+
+    Raises:
+        ModelError: the folder cannot be read.
+    """
+    return any(".experts." in name for name in tensor_files(model))
+
+
 def served_modules(model: Path) -> dict[str, tuple[int, int]]:
     """Map each weight of a model whose adapter vLLM can serve to its shape, (outputs, inputs).
 
@@ -41,15 +50,14 @@ def served_modules(model: Path) -> dict[str, tuple[int, int]]:
     Raises:
         ModelError: the folder cannot be read.
     """
-    files = tensor_files(model)
-    has_experts = any(".experts." in name for name in files)
+    files, is_sparse = tensor_files(model), has_experts(model)
     names = [
         name
         for name in files
         if ".layers." in name
         and name.endswith(".weight")
         and not name.endswith(f"{_ABSORBED}.weight")
-        and (not has_experts or "attn." in name or "attention." in name)
+        and (not is_sparse or "attn." in name or "attention." in name)
     ]
     shapes: dict[str, tuple[int, int]] = {}
     for path in {files[name] for name in names}:

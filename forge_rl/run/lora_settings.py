@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapted_modules, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
 from forge_rl.flags.given import is_given
-from forge_rl.models.adapter_limits import served_modules, served_rank
+from forge_rl.models.adapter_limits import has_experts, served_modules, served_rank
 
 if TYPE_CHECKING:
     from forge_rl.engines.architecture import Architecture
@@ -96,6 +97,11 @@ def check_served_versions(config: AdaptedRun, model: Path, architecture: Archite
             f"--generator.adapters served: vLLM cannot serve an adapter of {unserved[0]}",
             hint=f"leave it out of --lora.targets: {' '.join(sorted(targets & modules))}; or leave out "
             "--generator.adapters",
+        )
+    if device_type() == "cpu" and has_experts(model):
+        raise ConfigError(
+            f"--generator.adapters served: on CPU, vLLM serves no adapters of a model with experts, as {model} is",
+            hint="leave out --generator.adapters: merged adapters work",
         )
 
 

@@ -91,6 +91,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 7.0,
         "tie_word_embeddings": False,
     },
+    "seed_oss": {
+        "architectures": ["SeedOssForCausalLM"],
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
     "deepseek_v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -153,6 +161,7 @@ class Checkpoint:
 
 
 CHECKPOINTS: dict[str, Checkpoint] = {
+    "ByteDance-Seed/Seed-OSS-36B-Base": Checkpoint(family="seed_oss", shards=2, template="file"),
     "Qwen/Qwen3-0.6B": Checkpoint(family="qwen3", head="copy", stops=QWEN_STOPS, padding=57),
     "Qwen/Qwen3-4B": Checkpoint(family="qwen3", head="copy", shards=3, stops=QWEN_STOPS, padding=57),
     "Qwen/Qwen3-4B-Instruct-2507": Checkpoint(
@@ -312,6 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "also takes images",
     ),
     "meta-llama/Llama-4-Scout-17B-16E": ({"model_type": "llama4", "vision_config": {}}, "also takes images"),
+    "a Seed-OSS without biases": ({"model_type": "seed_oss", "attention_bias": False}, "asks for no attention_bias"),
     "lmsys/vicuna-7b-v1.5-16k, dynamic": (
         {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}},
         "rope_type 'dynamic'",

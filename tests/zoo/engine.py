@@ -25,6 +25,12 @@ from tests.engine_conformance import publish
 from tests.zoo.folders import transformers_config
 
 IDS = [(number * 37 + 11) % 250 for number in range(48)]
+PROMPTS = [[(number * 37 + 11 * index + 5) % 250 for number in range(8 + index % 3)] for index in range(64)]
+"""Prompts of greedy and of sampled completions."""
+
+
+COMPLETIONS = "completions.json"
+"""File of an engine's completions, in the folder that was tried."""
 
 
 class Published(torch.nn.Module):
@@ -65,6 +71,30 @@ class Engine:
             outputs += [output for output in self._llm.step() if output.finished]
         positions = outputs[-1].prompt_logprobs
         return torch.tensor([positions[place][token].logprob for place, token in enumerate(IDS) if place])
+
+    def completions(self, *, greedy: bool) -> list[dict[str, Any]]:
+        """Complete PROMPTS; each completion has all token ids, and the logprobs of those that it added."""
+        from vllm import SamplingParams
+
+        requests = {}
+        for index, ids in enumerate(PROMPTS):
+            sampling = SamplingParams(
+                temperature=0.0 if greedy else 1.0,
+                seed=None if greedy else index,
+                max_tokens=8,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+            )
+            self._llm.add_request(str(index), {"type": "token", "prompt_token_ids": ids}, sampling)
+        while self._llm.has_unfinished_requests():
+            requests |= {output.request_id: output.outputs[0] for output in self._llm.step() if output.finished}
+        completions = []
+        for index, ids in enumerate(PROMPTS):
+            output = requests[str(index)]
+            logprobs = [place[token].logprob for token, place in zip(output.token_ids, output.logprobs, strict=True)]
+            completions.append({"ids": ids + list(output.token_ids), "logprobs": logprobs, "greedy": greedy})
+        return completions
 
     def load(self, path: Path, scratch: Path, version: int, dtype: Dtype) -> None:
         """Load and attest a version."""
@@ -130,6 +160,34 @@ def gap(measured: torch.Tensor, expected: Expected, dtype: Dtype) -> float:
     return float(distances.mean() / (expected[dtype] - expected["float32"]).abs().mean()) / 2
 
 
+def completions_gap(folder: Path) -> float:
+    """Distance of the logprobs of an engine's completions from those of transformers, see `gap`; a greedy token's is
+    also that of the most probable one.
+
+    It must not run in the engine's process, see `expected_logprobs`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    saved, dtype = folder / "saved" / "model", dtype_of(folder)
+    completions = json.loads((folder / COMPLETIONS).read_text())
+    expected: dict[str, list[torch.Tensor]] = {"float32": [], dtype: []}
+    for name in expected:
+        model = AutoModelForCausalLM.from_pretrained(
+            saved,
+            config=transformers_config(saved),
+            dtype=resolve_dtype(cast(Dtype, name)),
+            attn_implementation="eager",
+        ).eval()
+        for completion in completions:
+            ids, count = torch.tensor(completion["ids"]), len(completion["logprobs"])
+            with torch.no_grad():
+                scores = model(ids[None]).logits[0, -count - 1 : -1].float().log_softmax(-1)
+            logprobs = scores.gather(1, ids[-count:, None])[:, 0]
+            expected[name].append(scores.max(-1).values if completion["greedy"] else logprobs)
+    measured = torch.tensor([value for completion in completions for value in completion["logprobs"]])
+    return gap(measured, {name: torch.cat(values) for name, values in expected.items()}, dtype)
+
+
 def dtype_of(folder: Path) -> Dtype:
     """vLLM's latent attention has no float32 on CPUs with AMX, and its Gated DeltaNet has none on any."""
     model_type = json.loads((folder / "model" / "config.json").read_text())["model_type"]
@@ -152,6 +210,8 @@ def try_folder(folder: Path, expected: tuple[Expected, Expected]) -> dict[str, f
         engine.load(folder / f"{version}.safetensors", scratch, version, dtype)
     measured["loaded"] = gap(engine.logprobs(), at_last, dtype)
     measured["changed"] = gap(first, at_last, dtype)
+    completions = [*engine.completions(greedy=True), *engine.completions(greedy=False)]
+    (folder / COMPLETIONS).write_text(json.dumps(completions))
     engine.close()
     engine = Engine(saved, dtype)
     measured["restarted"] = gap(engine.logprobs(), at_last, dtype)

@@ -112,14 +112,6 @@ GENERAL_FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
-    "seed_oss": {
-        "architectures": ["SeedOssForCausalLM"],
-        "attention_bias": True,
-        "attention_out_bias": False,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
     "ernie4_5": {
         "architectures": ["Ernie4_5ForCausalLM"],
         "head_dim": 32,

@@ -10,9 +10,10 @@ from forge_rl.engines.families.family import Family
 from forge_rl.engines.families.gpt_oss import GPT_OSS
 from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from forge_rl.engines.families.seed_oss import SEED_OSS
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3)
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3, SEED_OSS)
 }
 """Families by the model_type of config.json."""
 

@@ -188,15 +188,23 @@ def linear_modules(folder: Path) -> Iterator[LinearModule]:
     """
     causal, names = inspected_model(folder), file_names(folder)
     blocks = [dict(layer.named_children()) for layer in causal.model.layers]
-    sparse_names = {name for block in blocks for name, child in block.items() if _has_experts(child)}
+    sparse_children = [(name, child) for block in blocks for name, child in block.items() if _has_experts(child)]
+    sparse_names = {name for name, _ in sparse_children}
+    sparse_leaves = {
+        name.rpartition(".")[2]
+        for _, child in sparse_children
+        for name, module in child.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     for index, block in enumerate(blocks):
         for child_name, child in block.items():
             is_mixer = hasattr(child, "layer_idx") and not _has_experts(child)  # as of attention, never of an MLP
             if child_name in sparse_names and not is_mixer:
                 continue
             for name, module in child.named_modules(prefix=child_name):
-                is_bypassed = name.endswith(".out_proj") and "mamba" in type(child).__name__.lower()
-                if type(module) is nn.Linear and not is_bypassed:
+                leaf = name.rpartition(".")[2]
+                is_bypassed = leaf == "out_proj" and "mamba" in type(child).__name__.lower()
+                if type(module) is nn.Linear and leaf not in sparse_leaves and not is_bypassed:
                     file_name = names.to_hf(f"model.layers.{index}.{name}.weight").removesuffix(".weight")
                     in_layer = file_name.partition("layers.")[2].partition(".")[2]
                     yield LinearModule(name, in_layer, module.in_features + module.out_features)
@@ -409,11 +417,15 @@ def has_states(folder: Path) -> bool:
     return any(kind in _RECURRENT_KINDS for kind in getattr(config, "layer_types", None) or ())
 
 
-def computes_rows(folder: Path) -> bool:
-    """Return whether all of a model's linear layers that can have adapters are given whole rows, and no layer has
-    experts, in which a token's values could reach those of others."""
-    layers = inspected_model(folder).model.layers
-    return not has_states(folder) and not any(_has_experts(layer) for layer in layers)
+def mixes_rows(folder: Path) -> bool:
+    """Return whether rows of several adapters can be computed as one: every linear layer sees whole rows, and no token
+    meets those of other rows, whose NaN it would get, as it does among experts and where all scores of a row are
+    computed at once, see `titan.general_attention`."""
+    causal = inspected_model(folder)
+    is_dense = getattr(causal.config, "attn_logit_softcapping", None) or "chunked_attention" in (
+        getattr(causal.config, "layer_types", None) or ()
+    )
+    return not (is_dense or has_states(folder) or any(_has_experts(layer) for layer in causal.model.layers))
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings, PassResult
-from forge_rl.engines.families.general import computes_rows
+from forge_rl.engines.families.general import mixes_rows
 from forge_rl.engines.lora_config import adapted_modules
 from forge_rl.engines.titan.adapter_files import AdapterState, read_state, write_state
 from forge_rl.engines.titan.lora import AdapterSwitch, adapted_modules_of, first_factor
@@ -179,14 +179,15 @@ class TitanAdapters:
             For each pass its result, or the error that `run` would have raised.
 
         Raises:
-            ConfigError: the trainer has several ranks or a model with experts or states, or an adapter has two passes.
+            ConfigError: the trainer has several ranks or a model that cannot, or an adapter has two passes.
         """
         engine = self._engine
         a = engine.architecture
-        is_plain = a.experts is None and (a.folder is None or computes_rows(a.folder))
+        is_plain = a.experts is None and (a.folder is None or mixes_rows(a.folder))
         if dist.get_world_size() > 1 or not is_plain:
             raise ConfigError(
-                "rows of several adapters are computed together by one rank, on a model without experts and states",
+                "rows of several adapters are computed together by one rank, on a model without experts, states, "
+                "softcapped and chunked attention",
                 hint="run each adapter's passes apart",
             )
         if len({adapter_pass.name for adapter_pass in passes}) < len(passes):

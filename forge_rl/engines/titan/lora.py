@@ -116,7 +116,7 @@ def _adapt(module: Any, switch: AdapterSwitch) -> None:
 
 
 @functools.cache
-def _adapted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
+def _adapted_class(kind: Any) -> Any:
     """Derive a class of linear layers whose instances have an adapter."""
 
     class AdaptedLinear(kind):

@@ -42,7 +42,7 @@ class _SliceValues(NamedTuple):
     def are_shown_by(self, view: torch.Tensor) -> bool:
         """Return whether a view shows the values as they are: square ones may be transposed."""
         strides = zip(view.shape, view.stride(), self.values.stride(), strict=False)
-        return view.shape == self.values.shape and all(count == 1 or step == own for count, step, own in strides)
+        return view.shape == self.values.shape and all(count == 1 or step == stride for count, step, stride in strides)
 
 
 class _Place(NamedTuple):
