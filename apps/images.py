@@ -86,7 +86,7 @@ async def main(config: Config) -> None:
     if config.action == "pull":
         peers = LayerPeers(addresses=config.peer, key=key) if config.peer else None
         with _layers_progress(console) as (progress, show):
-            store = ImageStore(config.store, max_bytes, mirrors=mirrors, progress=show, peers=peers)
+            store = ImageStore(config.store, max_bytes, mirrors=mirrors or None, progress=show, peers=peers)
             for name in config.images:
                 image = await store.get(name)
                 progress.console.print(escape(f"{name}: {image.digest}, {len(image.layers)} layers"), soft_wrap=True)

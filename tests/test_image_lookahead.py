@@ -14,7 +14,7 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList
 from forge_rl.sandbox.images import ImageError, ImageStore
 from forge_rl.types import Task
-from forge_rl.worlds.image_lookahead import ImageLookahead
+from forge_rl.worlds.image_lookahead import ImageLookahead, image_lookahead
 from tests.fake_envs import NotingEnv, task_of
 from tests.images import image, layer, member, registry
 from tests.test_environment import environment
@@ -193,3 +193,21 @@ async def test_each_process_is_told_of_the_coming_tasks_of_its_sources(tmp_path:
         await asyncio.gather(*service._closing)
         assert service.pop_metrics() == {"environment/told": 4.0}
         assert service.pop_metrics() == {}
+
+
+async def test_layers_come_from_the_peers_that_variables_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    key = "a key of the job"
+    with registry() as server:
+        made = image([layer(member("f", b"1"))])
+        reference = server.add(made, "it:1")
+        first = ImageStore(tmp_path / "first")
+        await first.get(reference)
+        with first.serve("127.0.0.1", 0, key) as port:
+            monkeypatch.setenv("FORGE_RL_IMAGE_PEERS", f"http://127.0.0.1:9 http://127.0.0.1:{port}")
+            monkeypatch.setenv("FORGE_RL_IMAGE_KEY", key)
+            server.requests.clear()
+            lookahead = image_lookahead(str(tmp_path / "second"))
+            async with lookahead.use(reference) as here:
+                assert (here.layers[0] / "f").read_bytes() == b"1"
+            await lookahead.close()
+        assert f"/v2/it/blobs/{made.layers[0]}" not in server.requests

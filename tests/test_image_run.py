@@ -1,13 +1,22 @@
 """A whole run of GRPO whose episodes work, and are scored, in sessions of an image."""
 
+import asyncio
+import contextlib
 import json
+import queue
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forge_rl.sandbox import SandboxError
+from forge_rl.sandbox.images import ContainerImage
 from tests import images
 from tests.commands import Command, metrics, tiny_run
 from tests.container_images import host_layer, layer, packed_folder, written_layout
+from tests.container_machine import container_machine, machine_image
+from tests.docker_server import DockerServer
 from tests.harbor_tasks import write_tasks
 
 WORLD = """
@@ -111,3 +120,71 @@ def test_a_run_trains_on_tasks_with_an_image(commands: list[Command], tiny_model
     assert inside
     assert set(inside) == {1.0}, "the tests run in the image"
     assert any(row.get("environment/image_prefetched", 0) > 0 for row in rows), "what comes next is fetched before"
+
+
+ROW_TEST = """#!/bin/bash
+set -uxo pipefail
+cd /testbed
+: '>>>>> Start Test Output'
+even=$(( ($(grep -o '[aeiou]' answer | wc -l) + 1) % 2 ))
+[ $even = 1 ] && echo "PASSED t::even" || echo "FAILED t::even - odd"
+[ $even = 1 ]
+: '>>>>> End Test Output'
+"""
+
+
+@pytest.mark.nightly
+def test_a_run_trains_on_rows_of_swebench_in_containers_of_docker(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    row = {"image": "task:1", "repo": "a/b", "FAIL_TO_PASS": ["t::even"], "PASS_TO_PASS": [], "eval_script": ROW_TEST}
+    rows = [{**row, "instance_id": f"a__b-{number}", "problem_statement": f"Write {number}."} for number in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    world = WORLD.replace("worlds.harbor import HarborEnv", "worlds.swebench import SweBenchEnv")
+    rented = 'SweBenchEnv("{tasks}", provider="docker", memory_mib=256'
+    world = world.replace('HarborEnv("{tasks}", images="{store}"', rented).replace("/app/text", "/testbed/answer")
+    path, out = tmp_path / "mine.py", tmp_path / "run"
+    path.write_text(world.replace(", local=True", "").format(tasks=tmp_path / "rows.jsonl"))
+    image = machine_image(tmp_path / "made", {"testbed/answer": "", "app/x": ""})
+    with docker_in_a_thread(tmp_path / "made", image) as server:
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{server.socket}")
+        flags = ("--tasks", "--env", f"{path}:world", "--steps", "2", "--checkpoint-every", "0")
+        command = tiny_run(commands, tiny_model, out, *flags)
+        assert command.end(400) == 0, command.output
+        assert len(server.commands) > 0
+        assert server.containers == {}
+    episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
+    trained = [episode for episode in episodes if episode["step"]]
+    assert {episode["outcome"] for episode in trained} <= {"completed", "truncated"}
+    assert {episode["reward"] for episode in trained} == {0.0, 1.0}
+    assert any(row.get("grad_norm", 0) > 0 for row in metrics(out))
+
+
+@contextlib.contextmanager
+def docker_in_a_thread(store: Path, image: ContainerImage) -> Iterator[DockerServer]:
+    """Serve a stand-in of Docker in a thread, to the processes of a run."""
+    opened, stopped = queue.SimpleQueue[DockerServer | BaseException](), threading.Event()
+
+    async def serve() -> None:
+        try:
+            async with (
+                container_machine(store, {"task:1": image}) as machine,
+                DockerServer(store.parent, machine) as server,
+            ):
+                opened.put(server)
+                await asyncio.to_thread(stopped.wait)
+        except BaseException as error:
+            opened.put(error)
+            raise
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        server = opened.get()
+        if isinstance(server, SandboxError):
+            pytest.skip(str(server))
+        assert isinstance(server, DockerServer), server
+        yield server
+    finally:
+        stopped.set()
+        thread.join()

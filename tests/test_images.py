@@ -297,6 +297,30 @@ async def test_mirrors_are_asked_first(tmp_path: Path):
         assert list(server.requests) == [f"/v2/it/blobs/{two.layers[0]}"]
 
 
+async def test_mirrors_are_those_of_registries_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with registry() as mirror, registry() as server:
+        mirror.add(image([BASE]), "it:1")
+        path = tmp_path / "registries.conf"
+        monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(path))
+        lines = ["unqualified-search-registries = []", "[[registry]]", f'location = "{server.host}"']
+        lines += ["[[registry.mirror]]", f'location = "{mirror.host}"', "insecure = true"]
+        lines += ["[[registry.mirror]]", 'location = "a.example/path"']
+        lines += ["[[registry]]", 'location = "b.example/c"', "blocked = true"]
+        path.write_text("\n".join(lines))
+        with pytest.warns(UserWarning, match="is not used") as told:
+            store = ImageStore(tmp_path / "store")
+        assert [str(warning.message).partition(": ")[2] for warning in told] == [
+            "the mirror 'a.example/path' is not used",
+            "what it says of 'b.example/c' is not used",
+        ]
+        await store.get(f"{server.host}/it:1")
+        assert mirror.requests
+        assert not server.requests
+        path.write_text("[[registry")
+        with pytest.raises(ConfigError, match="cannot be read as registries"):
+            ImageStore(tmp_path / "store")
+
+
 @pytest.mark.parametrize(
     ("text", "registry", "repository", "wanted"),
     [

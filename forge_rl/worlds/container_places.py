@@ -58,26 +58,23 @@ class LocalPlace:
         self._image: ContainerImage | None = None
 
     async def hold(self) -> None:
-        """Fetch the image, which its store keeps until this is closed."""
-        await self._pool_and_image()
-
-    async def _pool_and_image(self) -> tuple[Pool, ContainerImage]:
-        lookahead = image_lookahead(self._store)
-        if self._image is None:
-            self._image = await self._held.enter_async_context(lookahead.use(self._reference))
-        return await shared_pool(profile="process", images=str(lookahead.store.folder)), self._image
+        """Fetch the image, which its store keeps until this is closed. Each call counts as a use of it."""
+        self._image = await self._held.enter_async_context(image_lookahead(self._store).use(self._reference))
 
     async def open(self) -> DurableSession:
         """Return the model's session."""
-        pool, image = await self._pool_and_image()
-        return DurableSessions(pool).open(limits=self._limits, image=image)
+        await self.hold()
+        return DurableSessions(await self._pool()).open(limits=self._limits, image=self._image)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[PoolSession]:
-        """Open a fresh session."""
-        pool, image = await self._pool_and_image()
-        async with pool.session(limits=self._limits, image=image) as session:
+        """Open a fresh session of the image, which must be held."""
+        assert self._image is not None
+        async with (await self._pool()).session(limits=self._limits, image=self._image) as session:
             yield session
+
+    async def _pool(self) -> Pool:
+        return await shared_pool(profile="process", images=str(image_lookahead(self._store).store.folder))
 
     def root(self) -> RootNames:
         """Return the names in the image's layers."""

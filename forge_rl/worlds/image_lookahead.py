@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from forge_rl.sandbox.images import ContainerImage, ImageError, ImageStore
+from forge_rl.sandbox.images import ContainerImage, ImageError, ImageStore, LayerPeers
+from forge_rl.system.variables import api_key, value_of
 
 _MOST_IMAGES = 16
 _MOST_BYTES = 64 << 30
@@ -134,5 +135,11 @@ class ImageLookahead:
 
 @functools.lru_cache(maxsize=8)
 def image_lookahead(folder: str) -> ImageLookahead:
-    """Return the lookahead of a folder of images, the only one of this process."""
-    return ImageLookahead(ImageStore(Path(folder).expanduser()))
+    """Return the lookahead of a folder of images, the only one of this process.
+
+    Layers are asked of the peers in FORGE_RL_IMAGE_PEERS first, addresses of `forge-rl images serve` separated by
+    spaces, with the key in FORGE_RL_IMAGE_KEY.
+    """
+    addresses = value_of("FORGE_RL_IMAGE_PEERS").split()
+    peers = LayerPeers(addresses=addresses, key=api_key("image peers", "FORGE_RL_IMAGE_KEY")) if addresses else None
+    return ImageLookahead(ImageStore(Path(folder).expanduser(), peers=peers))

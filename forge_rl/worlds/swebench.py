@@ -149,7 +149,7 @@ class SweBenchEnv:
             ConfigError: no interpreter with swebench can be made, and a row needs one.
         """
         for task in self.tasks:
-            task_image(task.truth["image"], local=self.local, provider=self.provider)
+            task_image(str(task.truth["image"]), local=self.local, provider=self.provider)
         if self.provider:
             container_provider(self.provider)
         else:

@@ -20,6 +20,7 @@ from forge_rl.sandbox.images.archives import LocalSource
 from forge_rl.sandbox.images.credentials import credential_files
 from forge_rl.sandbox.images.image import ContainerImage, ImageError, ImageSettings, check_digest, settings_of
 from forge_rl.sandbox.images.layers import LayerProgress, LayerStore, LayerWork
+from forge_rl.sandbox.images.mirrors import mirrors_file, mirrors_of
 from forge_rl.sandbox.images.peers import LayerPeers, serve_layers
 from forge_rl.sandbox.images.references import LocalReference, RegistryReference, parse_reference
 from forge_rl.sandbox.images.registry import RegistryAccess, RegistrySource
@@ -73,7 +74,8 @@ class ImageStore:
     Args:
         folder: made if it does not exist; only this user may enter it.
         max_bytes: of unpacked layers. What was used longest ago is evicted, but nothing that is held.
-        mirrors: addresses to ask before a registry, by its host, or "*" for all: {"docker.io": ["https://mirror"]}.
+        mirrors: addresses to ask before a registry, by its host, or "*" for all: {"docker.io": ["https://mirror"]};
+            None for those of `registries.conf`, as podman and skopeo find it.
         limits: largest layer that is unpacked.
         credentials: files with passwords for registries; None for the usual ones of docker, podman and skopeo.
         progress: called from threads.
@@ -96,6 +98,8 @@ class ImageStore:
     ) -> None:
         self.folder = folder.expanduser().absolute()
         make_private(self.folder, ConfigError, deep=False)
+        if mirrors is None and (path := mirrors_file()) is not None:
+            mirrors = mirrors_of(path)
         self._images = self.folder / "images"
         self._images.mkdir(exist_ok=True)
         self._layers = LayerStore(self.folder, max_bytes, limits or LayerLimits())

@@ -152,7 +152,8 @@ class RentedSession:
             lines = (await session._script(roots.DESCRIBE)).stdout.split("\n")
             session._timeout, session._env = [*lines, ""][:2]
             if watched:
-                session.before = RootListing.of(await session._listed(), lines[2:])
+                listed = await session._listed()
+                session.before = await asyncio.to_thread(RootListing.of, listed, lines[2:])
         except UnreadableRootError as error:
             await asyncio.shield(container.close())
             raise SandboxError(
@@ -217,7 +218,8 @@ class RentedSession:
         if self.before is None:
             raise SandboxError("the session's root was not listed", hint="open it with watched=True")
         most_changes = self.limits.scratch_files
-        changed = self.before.changed_to(await self._listed())
+        listed = await self._listed()
+        changed = await asyncio.to_thread(self.before.changed_to, listed)
         paths = roots.to_fetch(changed, most_bytes=self.limits.scratch_bytes, most_changes=most_changes)
         contents = dict[str, bytes]()
         if paths:
@@ -225,7 +227,8 @@ class RentedSession:
             await self._script(roots.ARCHIVE)
             # A tar has 512 bytes a header, as many to fill up, and more for long names.
             max_bytes = self.limits.scratch_bytes + len(paths) * 4096 + (1 << 16)
-            contents = roots.unpacked(await self._part(max_bytes), paths)
+            archive = await self._part(max_bytes)
+            contents = await asyncio.to_thread(roots.unpacked, archive, paths)
         return roots.changes_of(changed, contents, most_changes)
 
     async def apply(self, changes: Sequence[Change]) -> None:
@@ -234,7 +237,7 @@ class RentedSession:
         Raises:
             SandboxError: they do not fit, or something else is where they belong.
         """
-        archive, files, folders = roots.packed_changes(changes)
+        archive, files, folders = await asyncio.to_thread(roots.packed_changes, changes)
         for name, data in (("", archive), ("files", files), ("folders", folders)):
             await self._put_part(name, data)
         result = await self._execute(["/bin/sh", "-c", roots.APPLY, self._place], _FILES_S)

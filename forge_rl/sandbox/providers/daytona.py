@@ -8,14 +8,23 @@ from __future__ import annotations
 import contextlib
 import math
 import shlex
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.providers.base import ContainerEndedError, TransferError
 from forge_rl.sandbox.providers.owners import this_owner
-from forge_rl.sandbox.providers.sdk import IDLE_S, OWNER, REQUEST_S, START_S, Sweeper, asking, bounded, provider_package
+from forge_rl.sandbox.providers.sdk import (
+    IDLE_S,
+    OWNER,
+    REQUEST_S,
+    START_S,
+    Sweeper,
+    asking,
+    bounded,
+    provider_package,
+    run_within,
+)
 from forge_rl.system.variables import api_key, value_of
 
 _GIB = 1 << 30
@@ -76,27 +85,17 @@ class DaytonaContainer:
 
     async def execute(self, command: Sequence[str], *, wall_s: float, output_bytes: int) -> Result:
         """Run a program."""
-        began_s = time.perf_counter()
+        return await run_within("Daytona", wall_s, self._run(command, wall_s, output_bytes), self.close)
+
+    async def _run(self, command: Sequence[str], wall_s: float, output_bytes: int) -> Result:
         try:
-            async with asking("Daytona", wall_s):
-                try:
-                    answer = await self._sandbox.process.exec(shlex.join(command), timeout=math.ceil(wall_s) + 5)
-                except self._sdk.DaytonaNotFoundError as error:
-                    raise ContainerEndedError(f"Daytona has no such sandbox any more: {str(error)[:200]}") from None
-        except SandboxError:
-            if time.perf_counter() - began_s < wall_s:
-                raise
-            await self.close()
-            error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed")
-            return Result(error=error, usage=Usage(wall_s=time.perf_counter() - began_s))
-        if not isinstance(answer.exit_code, int) or not isinstance(answer.result, str):
+            answer = await self._sandbox.process.exec(shlex.join(command), timeout=math.ceil(wall_s) + 5)
+        except self._sdk.DaytonaNotFoundError as error:
+            raise ContainerEndedError(f"Daytona has no such sandbox any more: {str(error)[:200]}") from None
+        status, text = answer.exit_code, answer.result
+        if not isinstance(status, int) or not isinstance(text, str):
             raise SandboxError("Daytona's answer is no result of a command")
-        return Result(
-            stdout=answer.result[:output_bytes],
-            status=answer.exit_code,
-            cut=len(answer.result) > output_bytes,
-            usage=Usage(wall_s=time.perf_counter() - began_s),
-        )
+        return Result(stdout=text[:output_bytes], status=status, cut=len(text) > output_bytes, usage=Usage(wall_s=0))
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file."""

@@ -26,13 +26,13 @@ class DockerContainers:
         host = value_of("DOCKER_HOST")
         if host and not host.startswith(_UNIX):
             raise ConfigError(f"DOCKER_HOST is {host!r:.80}", hint="only unix:// sockets are supported")
-        self._socket = {"socket": host.removeprefix(_UNIX)} if host else {}
+        self._socket = host.removeprefix(_UNIX) or DockerPool.socket
         self._pools = dict[str, DockerPool]()
 
     async def start(self, image: str, limits: Limits) -> DockerContainer:
         """Start a container; see `ContainerProvider`."""
         if image not in self._pools:
-            self._pools[image] = DockerPool(image=image, sessions=_MOST_SESSIONS, user="0:0", **self._socket)
+            self._pools[image] = DockerPool(image=image, sessions=_MOST_SESSIONS, user="0:0", socket=self._socket)
         return DockerContainer(await self._pools[image].open(limits=limits))
 
     async def close(self) -> None:

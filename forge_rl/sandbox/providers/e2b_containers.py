@@ -11,14 +11,22 @@ import contextlib
 import hashlib
 import math
 import shlex
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.providers.base import ContainerEndedError, TransferError
 from forge_rl.sandbox.providers.owners import this_owner
-from forge_rl.sandbox.providers.sdk import OWNER, REQUEST_S, START_S, Sweeper, asking, bounded, provider_package
+from forge_rl.sandbox.providers.sdk import (
+    OWNER,
+    REQUEST_S,
+    START_S,
+    Sweeper,
+    asking,
+    bounded,
+    provider_package,
+    run_within,
+)
 from forge_rl.system.variables import api_key
 
 _IDLE_S = 3600
@@ -92,36 +100,31 @@ class E2BContainer:
 
     async def execute(self, command: Sequence[str], *, wall_s: float, output_bytes: int) -> Result:
         """Run a program."""
-        began_s, texts, status = time.perf_counter(), {"stdout": "", "stderr": ""}, 0
+        return await run_within("E2B", wall_s, self._run(command, output_bytes), self.close)
+
+    async def _run(self, command: Sequence[str], output_bytes: int) -> Result:
+        texts, status = {"stdout": "", "stderr": ""}, 0
 
         def collect(stream: str, text: str) -> None:
             texts[stream] += text[: max(0, output_bytes - len(texts[stream]))]
 
         try:
-            async with asking("E2B", wall_s):
-                try:
-                    await self._sandbox.commands.run(
-                        shlex.join(command),
-                        user=_USER,
-                        timeout=0,
-                        on_stdout=lambda text: collect("stdout", text),
-                        on_stderr=lambda text: collect("stderr", text),
-                        retain_output=False,
-                    )
-                except self._sdk.CommandExitException as ended:
-                    status = ended.exit_code
-                except self._sdk.NotFoundException as error:
-                    raise ContainerEndedError(f"E2B has no such sandbox any more: {str(error)[:200]}") from None
-        except SandboxError:
-            if time.perf_counter() - began_s < wall_s:
-                raise
-            await self.close()
-            error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed")
-            return Result(**texts, error=error, usage=Usage(wall_s=time.perf_counter() - began_s))
+            await self._sandbox.commands.run(
+                shlex.join(command),
+                user=_USER,
+                timeout=0,
+                on_stdout=lambda text: collect("stdout", text),
+                on_stderr=lambda text: collect("stderr", text),
+                retain_output=False,
+            )
+        except self._sdk.CommandExitException as ended:
+            status = ended.exit_code
+        except self._sdk.NotFoundException as error:
+            raise ContainerEndedError(f"E2B has no such sandbox any more: {str(error)[:200]}") from None
         if not isinstance(status, int):
             raise SandboxError("E2B's answer has no exit status")
         is_cut = any(len(text) >= output_bytes for text in texts.values())
-        return Result(**texts, status=status, cut=is_cut, usage=Usage(wall_s=time.perf_counter() - began_s))
+        return Result(stdout=texts["stdout"], stderr=texts["stderr"], status=status, cut=is_cut, usage=Usage(wall_s=0))
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file."""

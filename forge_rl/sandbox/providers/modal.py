@@ -9,14 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.providers.base import ContainerEndedError, TransferError
 from forge_rl.sandbox.providers.owners import this_owner
-from forge_rl.sandbox.providers.sdk import IDLE_S, OWNER, REQUEST_S, START_S, Sweeper, asking, provider_package
+from forge_rl.sandbox.providers.sdk import (
+    IDLE_S,
+    OWNER,
+    REQUEST_S,
+    START_S,
+    Sweeper,
+    asking,
+    provider_package,
+    run_within,
+)
 from forge_rl.system.variables import api_key
 
 _APP = "forge-rl"
@@ -80,29 +88,21 @@ class ModalContainer:
 
     async def execute(self, command: Sequence[str], *, wall_s: float, output_bytes: int) -> Result:
         """Run a program."""
-        began_s = time.perf_counter()
+        return await run_within("Modal", wall_s, self._run(command, output_bytes), self.close)
+
+    async def _run(self, command: Sequence[str], output_bytes: int) -> Result:
         try:
-            async with asking("Modal", wall_s):
-                try:
-                    process = await self._sandbox.exec.aio(*command, text=False)
-                    streams = (process.stdout, process.stderr)
-                    outputs = await asyncio.gather(*(_start_of(stream, output_bytes) for stream in streams))
-                    status = await process.wait.aio()
-                except (self._sdk.exception.NotFoundError, self._sdk.exception.ConflictError) as error:
-                    raise ContainerEndedError(f"Modal has no such sandbox any more: {str(error)[:200]}") from None
-        except SandboxError:
-            if time.perf_counter() - began_s < wall_s:
-                raise
-            await self.close()
-            error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed")
-            return Result(error=error, usage=Usage(wall_s=time.perf_counter() - began_s))
+            process = await self._sandbox.exec.aio(*command, text=False)
+            streams = (process.stdout, process.stderr)
+            outputs = await asyncio.gather(*(_start_of(stream, output_bytes) for stream in streams))
+            status = await process.wait.aio()
+        except (self._sdk.exception.NotFoundError, self._sdk.exception.ConflictError) as error:
+            raise ContainerEndedError(f"Modal has no such sandbox any more: {str(error)[:200]}") from None
         if not isinstance(status, int):
             raise SandboxError("Modal's answer has no exit status")
         stdout, stderr = (output.decode("utf-8", "replace") for output in outputs)
         is_cut = any(len(output) >= output_bytes for output in outputs)
-        return Result(
-            stdout=stdout, stderr=stderr, status=status, cut=is_cut, usage=Usage(wall_s=time.perf_counter() - began_s)
-        )
+        return Result(stdout=stdout, stderr=stderr, status=status, cut=is_cut, usage=Usage(wall_s=0))
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from dataclasses import replace
 from types import ModuleType
 
 from forge_rl.errors import check_installed
-from forge_rl.sandbox.limits import SandboxError
+from forge_rl.sandbox.limits import CellError, Result, SandboxError, Usage
 from forge_rl.sandbox.providers.base import TransferError
 from forge_rl.sandbox.providers.owners import has_ended
 
@@ -62,6 +64,29 @@ async def asking(service: str, limit_s: float) -> AsyncIterator[None]:
         raise SandboxError(f"{service} did not answer within {limit_s:g} s") from None
     except Exception as error:  # packages raise what their clients, parsers and transports raise
         raise SandboxError(f"{service} failed: {type(error).__name__}: {str(error)[:300]}") from None
+
+
+async def run_within(
+    service: str, wall_s: float, work: Coroutine[None, None, Result], close: Callable[[], Awaitable[None]]
+) -> Result:
+    """Return the result of a command, and how long it took; end its container if it takes longer than `wall_s`.
+
+    Raises:
+        SandboxError: as `asking`.
+    """
+    began_s = time.perf_counter()
+    try:
+        async with asking(service, wall_s):
+            result = await work
+    except SandboxError:
+        if time.perf_counter() - began_s < wall_s:
+            raise
+        await close()
+        result = Result(
+            error=CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed"),
+            usage=Usage(wall_s=0),
+        )
+    return replace(result, usage=Usage(wall_s=time.perf_counter() - began_s))
 
 
 class Sweeper:
