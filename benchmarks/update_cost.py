@@ -142,6 +142,13 @@ def measure(config: Config, report: Report) -> None:
             "predicted_mfu": counts.rows * counts.useful / counts.seconds / PRODUCTS,
         }
         report.results |= {key if index == 0 else f"{key}_{name}": value for key, value in results.items()}
+        if index == 0:
+            plain = count(shape, tokens=config.tokens, rows=config.rows, fused=False)
+            report.results |= {
+                "launches_a_row_torch": sum(plain.row.launches.values()) / plain.rows,
+                "bytes_over_floor_torch": sum(plain.row.sizes.values()) / plain.rows / plain.floor,
+                "predicted_mfu_torch": plain.rows * plain.useful / plain.seconds / PRODUCTS,
+            }
         for part, cost in (("rows", row), ("step", counts.step)):
             for operation, launches in cost.launches.most_common():
                 size, flops = cost.sizes[operation], cost.flops[operation]
@@ -152,13 +159,13 @@ def measure(config: Config, report: Report) -> None:
             report.rows += [{"model": name, "part": part, "wait": place, "times": n} for place, n in cost.waits.items()]
 
 
-def count(shape: dict[str, Any], *, tokens: int, rows: int) -> Counts:
-    """Count an update of a model with the given config.json."""
+def count(shape: dict[str, Any], *, tokens: int, rows: int, fused: bool = True) -> Counts:
+    """Count an update of a model with the given config.json; with `fused_products`, or torch's own in their place."""
     counted = CountedOperations()
     with tempfile.TemporaryDirectory(prefix="update-cost-") as scratch:
         folder = Path(scratch)
         (folder / "config.json").write_text(json.dumps(shape))
-        trainer = MetaEngine(folder, TrainSettings(dtype="bfloat16", seq_len=tokens), counted)
+        trainer = MetaEngine(folder, TrainSettings(dtype="bfloat16", seq_len=tokens), counted, fused=fused)
     update = Update(minibatch=_minibatch(tokens, rows), loss=ClippedSurrogate(), version=0)
     with trainer.on_device(), counted:
         results = trainer.rows(update)

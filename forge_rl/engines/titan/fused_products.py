@@ -21,9 +21,11 @@ _SPLITS = 16
 
 
 def has_fused_products(x: torch.Tensor, kernel: str) -> bool:
-    """Return whether products for tensors like x are such: "products" of layers or "logits", 16 bits wide, on CUDA and
-    in plans for it."""
-    return x.dtype.itemsize == 2 and has_kernels(x, kernel)
+    """Return whether products for tensors like x are such: "products" of layers or "logits", 16 bits wide, on CUDA.
+
+    Plans count torch's own products, which take more memory: which ones are faster is measured at the start.
+    """
+    return x.is_cuda and x.dtype.itemsize == 2 and has_kernels(x, kernel)
 
 
 def linear_sums(
