@@ -73,7 +73,7 @@ KERNELS = (
     ),
     (
         triton_products.linear_sums_kernel,
-        LOGITS | {"sums": FLOAT, "chosen": FLOAT},
+        LOGITS | {"sums": FLOAT, "target_logits": FLOAT},
         TILE | {"SQUARES": True},
     ),
     (triton_products.linear_gradient_kernel, LOGITS | {"statistics": FLOAT, "slopes": FLOAT, "grad": HALF}, TILE),

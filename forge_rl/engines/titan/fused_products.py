@@ -39,8 +39,8 @@ def linear_sums(
         weight: [V, dim], contiguous.
         targets: [N] or [N, K] int64, in [0, V).
     """
-    sums, chosen = _linear_sums(hidden, weight, targets.contiguous(), temperature, squares)
-    return sums, chosen
+    sums, target_logits = _linear_sums(hidden, weight, targets.contiguous(), temperature, squares)
+    return sums, target_logits
 
 
 def linear_gradient(
@@ -93,17 +93,17 @@ def _linear_sums(
     from forge_rl.engines.titan.triton_products import linear_sums_kernel
 
     hidden, weight = hidden.contiguous(), weight.contiguous()
-    sums, chosen = _linear_sums_outputs(hidden, weight, targets, temperature, squares)
+    sums, target_logits = _linear_sums_outputs(hidden, weight, targets, temperature, squares)
     (rows, dim), vocab = hidden.shape, len(weight)
     columns = _split_columns(vocab)
     linear_sums_kernel[(-(-rows // _TILE["BLOCK_M"]), sums.shape[1])](
-        *(hidden, weight, targets, sums, chosen, rows, vocab, dim, dim, dim),
+        *(hidden, weight, targets, sums, target_logits, rows, vocab, dim, dim, dim),
         *(targets[:1].numel(), columns, temperature),
         SQUARES=squares,
         **_TILE,
         **_OPTIONS,
     )
-    return sums, chosen
+    return sums, target_logits
 
 
 @_linear_sums.register_fake
@@ -165,8 +165,8 @@ def _gated_values(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
 
 @_gated_values.register_fake
 def _gated_outputs(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    shape, both = x.shape[:-1], len(weight)
-    return x.new_empty(*shape, both), x.new_empty(*shape, both // 2)
+    shape, width = x.shape[:-1], len(weight)
+    return x.new_empty(*shape, width), x.new_empty(*shape, width // 2)
 
 
 @torch.library.custom_op("forge_rl::gated_gradient", mutates_args=())

@@ -104,9 +104,9 @@ class TensorWriter(FileSystemWriter):
             ]
         for writer in writers:
             writer.result()
-        written = Future[list[WriteResult]]()
-        written.set_result([result for file_results in results.queue for result in file_results])
-        return written
+        future = Future[list[WriteResult]]()
+        future.set_result([result for file_results in results.queue for result in file_results])
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, once all tensors are on the disk."""

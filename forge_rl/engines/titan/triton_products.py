@@ -32,7 +32,7 @@ def linear_sums_kernel(  # type: ignore[no-untyped-def]
     weight,
     places,
     sums,
-    chosen,
+    target_logits,
     rows,
     vocab,
     dim,
@@ -74,7 +74,7 @@ def linear_sums_kernel(  # type: ignore[no-untyped-def]
             place = tl.load(places + row * targets + target, mask=is_row, other=-1)
             value = tl.sum(tl.where(column[None, :] == place[:, None], logits, 0.0), axis=1)
             is_here = is_row & (place >= first) & (place < tl.minimum(first + BLOCK_N, end))
-            tl.store(chosen + row * targets + target, value, mask=is_here)
+            tl.store(target_logits + row * targets + target, value, mask=is_here)
         scaled = tl.where(is_inside[None, :], logits / temperature, float("-inf"))
         maximum = tl.maximum(largest, tl.max(scaled, axis=1))
         factor = tl.exp(largest - maximum)
