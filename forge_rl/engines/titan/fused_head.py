@@ -7,12 +7,17 @@ from typing import Any
 import torch
 
 from forge_rl.algorithms.logprobs import Distributions, Scoring, TokenScores, kernel_statistics, scores_of_sums
+from forge_rl.engines.platform import gpu_bytes
 from forge_rl.engines.titan.fused_products import linear_gradient, linear_sums
 from forge_rl.engines.titan.gradient_sums import added, sum_place, write_product
 
 _CHUNK_BYTES = 1 << 30
 """Maximum bytes of logits' gradients that are held at a time, of all tokens for a part of the vocabulary: each part of
 the weight's gradient is added to its sum once."""
+_CHUNK_SHARE = 80
+"""They take at most 1/80 of a GPU's memory, less than a plan counts for torch's products."""
+_LEAST_BYTES = 128 << 20
+"""Their bytes on a GPU of which that is less."""
 
 
 def score_in_products(
@@ -87,7 +92,8 @@ def _merged(sums: torch.Tensor, scoring: Scoring) -> torch.Tensor:
 
 def _part_columns(tokens: int, vocab: int, itemsize: int) -> int:
     """Return how many columns of logits have gradients at a time, in parts of about the same size."""
-    parts = -(-tokens * vocab * itemsize // _CHUNK_BYTES)
+    room = min(_CHUNK_BYTES, max(_LEAST_BYTES, gpu_bytes() // _CHUNK_SHARE))
+    parts = -(-tokens * vocab * itemsize // room)
     columns = -(-vocab // max(1, parts))
     return min(vocab, -(-columns // _TILE) * _TILE)
 
