@@ -23,6 +23,8 @@ _FREE = (
     *("detach", "alias", "view", "_unsafe_view", "t", "lift_fresh"),
 )
 """Operations without a kernel."""
+FUSED_PRODUCTS = ("linear_sums", "linear_gradient", "gated_values", "gated_gradient")
+"""Our kernels that are products."""
 _ONLY_WRITTEN = ("copy_", "_foreach_copy_", "fill_", "zero_")
 """Operations that change a tensor without reading it."""
 
@@ -191,6 +193,9 @@ def _product_flops(name: str, inputs: Sequence[torch.Tensor], mutated: Sequence[
     if name in ("bmm", "baddbmm"):
         left, right = inputs[-2:]
         return 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
+    if name in FUSED_PRODUCTS:
+        rows, weight = inputs[:2]
+        return 2.0 * (rows.numel() // rows.shape[-1]) * weight.numel()
     return 0.0
 
 

@@ -16,7 +16,8 @@ from benchmarks.counted_operations import CountedOperations
 from forge_rl.engines import platform
 from forge_rl.engines.devices import assumed_gpus
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.engines.titan import building, parallel, plan, rows, scoring, train
+from forge_rl.engines.titan import building, cpu_feed_forward, head, parallel, plan, rows, scoring, train
+from forge_rl.engines.titan.block_kernels import has_kernels
 from forge_rl.engines.titan.row_attention import Sequences, sequences
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.update import RowResults, Update
@@ -31,10 +32,15 @@ class MetaEngine:
 
     What is no operation on meta tensors is counted by formula: attention is one kernel forward (FlashAttention two, as
     it fills a generator's state) and three backward.
+
+    Args:
+        fused: run as if a start had found `fused_products` faster than torch's.
     """
 
-    def __init__(self, folder: Path, settings: TrainSettings, counted: CountedOperations) -> None:
-        self.counted = counted
+    def __init__(
+        self, folder: Path, settings: TrainSettings, counted: CountedOperations, *, fused: bool = True
+    ) -> None:
+        self.counted, self._fused = counted, fused
         self.attention_flops = 0.0
         """Of both passes, without what is computed again."""
         with self.on_device():
@@ -67,6 +73,11 @@ class MetaEngine:
             stack.enter_context(assumed_gpus(1, _GPU_BYTES))
             for module in (train, parallel, platform):
                 stack.enter_context(mock.patch.object(module, "own_device", return_value=_META))
+            # torch's clipping takes all gradients at once on a GPU, and asks for its device's name.
+            stack.enter_context(mock.patch.object(torch.nn.utils.clip_grad, "_has_foreach_support", return_value=True))
+            if self._fused:
+                for module in (head, cpu_feed_forward):
+                    stack.enter_context(mock.patch.object(module, "has_fused_products", has_kernels))
             for name in ("compile_once", "compile_attention"):
                 stack.enter_context(mock.patch.object(train, name))
             stack.enter_context(mock.patch.object(building, "load_weights"))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.counted_operations import Cost, CountedOperations
+from benchmarks.counted_operations import FUSED_PRODUCTS, Cost, CountedOperations
 from benchmarks.meta_engine import MetaEngine
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl import Batch, Episode, Group, Score, Task, Turn
@@ -37,6 +37,10 @@ PRODUCTS = 784e12
 ATTENTION = {"FlexAttention": 150e12, "FlashAttention": 235e12}
 """FLOP/s of attention in both passes. Flex: the time that 27 TFLOP took there, by the difference of measured updates.
 Flash: not measured; an estimate, below what FlashAttention 2 is published to reach on an H100."""
+
+FUSED = 600e12
+"""FLOP/s of our products in Triton, which were not measured: an estimate, below what Triton's products are published to
+reach on an H100. A trainer uses them only where it measures, at its start, that they are faster."""
 
 _COMMON = {"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936}
 MODELS: dict[str, dict[str, Any]] = {
@@ -113,7 +117,8 @@ class Counts:
     @property
     def seconds(self) -> float:
         """Predicted time of an update."""
-        return (self.row + self.step).seconds(ATTENTION, products=PRODUCTS, bandwidth=BANDWIDTH)
+        rates = ATTENTION | dict.fromkeys(FUSED_PRODUCTS, FUSED)
+        return (self.row + self.step).seconds(rates, products=PRODUCTS, bandwidth=BANDWIDTH)
 
 
 def measure(config: Config, report: Report) -> None:
@@ -137,6 +142,13 @@ def measure(config: Config, report: Report) -> None:
             "predicted_mfu": counts.rows * counts.useful / counts.seconds / PRODUCTS,
         }
         report.results |= {key if index == 0 else f"{key}_{name}": value for key, value in results.items()}
+        if index == 0:
+            plain = count(shape, tokens=config.tokens, rows=config.rows, fused=False)
+            report.results |= {
+                "launches_a_row_torch": sum(plain.row.launches.values()) / plain.rows,
+                "bytes_over_floor_torch": sum(plain.row.sizes.values()) / plain.rows / plain.floor,
+                "predicted_mfu_torch": plain.rows * plain.useful / plain.seconds / PRODUCTS,
+            }
         for part, cost in (("rows", row), ("step", counts.step)):
             for operation, launches in cost.launches.most_common():
                 size, flops = cost.sizes[operation], cost.flops[operation]
@@ -147,13 +159,13 @@ def measure(config: Config, report: Report) -> None:
             report.rows += [{"model": name, "part": part, "wait": place, "times": n} for place, n in cost.waits.items()]
 
 
-def count(shape: dict[str, Any], *, tokens: int, rows: int) -> Counts:
-    """Count an update of a model with the given config.json."""
+def count(shape: dict[str, Any], *, tokens: int, rows: int, fused: bool = True) -> Counts:
+    """Count an update of a model with the given config.json; with `fused_products`, or torch's own in their place."""
     counted = CountedOperations()
     with tempfile.TemporaryDirectory(prefix="update-cost-") as scratch:
         folder = Path(scratch)
         (folder / "config.json").write_text(json.dumps(shape))
-        trainer = MetaEngine(folder, TrainSettings(dtype="bfloat16", seq_len=tokens), counted)
+        trainer = MetaEngine(folder, TrainSettings(dtype="bfloat16", seq_len=tokens), counted, fused=fused)
     update = Update(minibatch=_minibatch(tokens, rows), loss=ClippedSurrogate(), version=0)
     with trainer.on_device(), counted:
         results = trainer.rows(update)

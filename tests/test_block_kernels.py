@@ -13,12 +13,15 @@ import torch
 from torch.nn.functional import rms_norm, silu
 from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
 
+from forge_rl.algorithms.logprobs import Scoring, token_scores
 from forge_rl.engines.titan import (
     block_kernels,
     cpu_feed_forward,
     cpu_norm,
     expert_rows,
     fused_block,
+    fused_head,
+    fused_products,
     kernel_checks,
     least_loaded,
     moe,
@@ -28,6 +31,7 @@ from forge_rl.engines.titan import (
 from forge_rl.engines.titan import model as model_module
 from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
 from forge_rl.engines.titan.expert_rows import clamped_swiglu, places_of, spread_rows, weighted_sum
+from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace
 from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.products import joint_linear
 from forge_rl.system.kernels import failures
@@ -109,6 +113,46 @@ def check_kernels() -> None:
     )
 
 
+def check_products() -> None:
+    """Check products with what follows them inside, of several tiles that are not full."""
+    tile = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16}
+    with mock.patch.object(fused_products, "_TILE", tile), mock.patch.object(fused_products, "_SPLITS", 3):
+        compare(
+            products.gated_network,
+            lambda x, weight, down: (silu(x @ weight[:50].t()) * (x @ weight[50:].t())) @ down.t(),
+            *(torch.randn(1, 37, 40), torch.randn(100, 40) / 4, torch.randn(24, 50) / 4),
+        )
+        with mock.patch.object(fused_head, "_CHUNK_BYTES", 37 * 256 * 4):
+            check_scores(torch.randint(300, (37,)))
+            check_scores(torch.randint(300, (37, 3)))
+
+
+def check_scores(targets: torch.Tensor) -> None:
+    """Check scores without logits, whose gradients come in two parts; the second backward pass adds to a sum."""
+    scoring = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
+    hidden, weight = torch.randn(37, 40) / 6, torch.randn(300, 40)
+    weight[200] *= 20  # sure tokens, so that others have hardly any probability
+    compare(
+        lambda hidden, weight: fused_head.score_in_products(hidden, weight, targets, scoring)[:2],
+        lambda hidden, weight: token_scores(hidden @ weight.t(), targets, scoring)[:2],
+        *(hidden, weight),
+    )
+    expected = token_scores(hidden.double() @ weight.double().t(), targets, scoring).squares
+    squares = fused_head.score_in_products(hidden, weight, targets, scoring).squares
+    assert squares is not None
+    torch.testing.assert_close(squares.double(), expected, rtol=1e-5, atol=1e-5)
+    master = torch.nn.Parameter(weight)
+    copy = torch.nn.Parameter(weight.clone())
+    copy.sum_place = SumPlace(GradientSum([master]), 0)  # type: ignore[attr-defined]
+    for _ in range(2):
+        fused_head.score_in_products(hidden, copy, targets, scoring).logprobs.sum().backward()
+    assert copy.grad is None
+    assert master.grad is not None
+    exact = weight.double().requires_grad_()
+    token_scores(hidden.double() @ exact.t(), targets, scoring).logprobs.sum().backward()
+    torch.testing.assert_close(master.grad.double(), 2 * exact.grad, rtol=1e-5, atol=1e-4)
+
+
 def check_model(kind: str) -> None:
     """Compare a whole model's logits and gradients with and without the kernels."""
     from forge_rl.engines.architecture import read_architecture
@@ -175,6 +219,7 @@ def test_the_kernels_agree_with_float64_and_models_with_their_plain_forms():
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    check_products()
     with mock.patch.object(block_kernels, "_PROGRAMS", 3):
         check_kernels()
         for kind in ("qwen3", "llama", "qwen3_moe"):

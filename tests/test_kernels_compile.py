@@ -6,13 +6,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from forge_rl.algorithms import triton_scores
-from forge_rl.engines.titan import triton_blocks, triton_experts
+from forge_rl.engines.titan import triton_blocks, triton_experts, triton_products
 
 HALF, FLOAT = "*bf16", "*fp32"
 NORM = {"x": HALF, "weight": HALF, "inverses": FLOAT, "grad": HALF, "grad_x": HALF, "parts": FLOAT}
 HEADS = {"x": HALF, "weight": HALF, "cache": FLOAT, "eps": "fp32"}
 HEAD_GRADIENTS = dict.fromkeys(("grad", "other_grad", "copied_grad", "grad_x"), HALF)
 NO_NORMS = {"weight": None, "other_weight": None, "NORMS": False}
+LOGITS = {"hidden": HALF, "weight": HALF, "places": "*i64", "temperature": "fp32"}
+TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
 KERNELS = (
     (triton_scores.sums_kernel, {"logits": FLOAT, "out": FLOAT, "temperature": "fp32"}, {"SQUARES": True}),
     (
@@ -69,6 +71,14 @@ KERNELS = (
         {"hidden": HALF, "grad": HALF, "grad_hidden": HALF, "limit": "fp32"},
         {},
     ),
+    (
+        triton_products.linear_sums_kernel,
+        LOGITS | {"sums": FLOAT, "target_logits": FLOAT},
+        TILE | {"SQUARES": True},
+    ),
+    (triton_products.linear_gradient_kernel, LOGITS | {"statistics": FLOAT, "slopes": FLOAT, "grad": HALF}, TILE),
+    (triton_products.gated_kernel, dict.fromkeys(("x", "weight", "joint", "hidden"), HALF), TILE),
+    (triton_products.gated_gradient_kernel, dict.fromkeys(("grad", "weight", "joint", "joint_grad"), HALF), TILE),
 )
 
 
@@ -84,3 +94,4 @@ def test_the_kernels_compile_for_an_h100(kernel, types, constants):
     values = {(names.index(name),): value for name, value in constants.items()}
     program = compiled(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
     assert ".target sm_90" in program.asm["ptx"]
+    assert ("wgmma" in program.asm["ptx"]) == ("BLOCK_K" in names), "products use the tensor cores"

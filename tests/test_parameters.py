@@ -29,6 +29,11 @@ FIXED = {
         "engines/titan/triton_blocks.py swiglu_kernel",
         "engines/titan/triton_experts.py sum_gradient_kernel",
         "engines/titan/triton_experts.py sum_kernel",
+        "engines/titan/triton_products.py _tile",
+        "engines/titan/triton_products.py gated_gradient_kernel",
+        "engines/titan/triton_products.py gated_kernel",
+        "engines/titan/triton_products.py linear_gradient_kernel",
+        "engines/titan/triton_products.py linear_sums_kernel",
     )
 }
 """Functions whose parameters are not ours to group, with the reason."""

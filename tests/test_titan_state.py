@@ -25,6 +25,7 @@ from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen import QWEN3_MOE
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan import index as training_files
 from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export
 from forge_rl.engines.titan.index import TensorWriter
@@ -174,6 +175,28 @@ def test_multi_token_prediction_layers_are_exported_unchanged(tmp_path: Path):
     assert {name: file for file, tensors in held.items() for name in tensors} == index["weight_map"]
     assert same({name: held[file][name] for name, file in index["weight_map"].items()}, found)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_a_large_state_is_written_to_several_files_and_a_failure_of_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(training_files, "_FILE_BYTES", 4096)
+    make_model(tmp_path / "hf")
+    engine = engine_of(tmp_path / "hf")
+    train(engine, range(1))
+    save(engine, tmp_path / "saved", tmp_path / "hf")
+    assert len(list((tmp_path / "saved" / "training").glob("*.distcp"))) == 4
+    resumed = engine_of(tmp_path / "hf")
+    resumed.load_training_state(tmp_path / "saved" / "training")
+    assert same(hf_weights(resumed.model), hf_weights(engine.model))
+
+    def write_files(**options: Any) -> None:
+        if "_3" not in str(options["file_queue"].get_nowait()[0]):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training_files, "_write_files_from_queue", write_files)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(engine, tmp_path / "full", tmp_path / "hf")
 
 
 def truncate(path: Path) -> None:

@@ -11,7 +11,7 @@ from forge_rl.system.variables import value_of
 
 EAGER = "FORGE_RL_EAGER"
 """Environment variable with the kernels, comma-separated, in whose place torch's own operations run; `all` for all."""
-KERNELS = ("scores", "norms", "rope", "swiglu", "attention", "head", "experts")
+KERNELS = ("scores", "norms", "rope", "swiglu", "attention", "head", "experts", "products", "logits")
 _FAILURES: dict[str, str] = {}
 
 
@@ -25,14 +25,18 @@ def is_on(kernel: str) -> bool:
 
 
 def turn_off(kernel: str, failure: str) -> None:
-    """Have torch's own operations run in place of a kernel from now on, in this process."""
+    """Have torch's own operations run in place of a kernel from now on, in this process.
+
+    Args:
+        failure: "" if the kernel is right, but slower than they are.
+    """
     assert kernel in KERNELS, kernel
     _FAILURES[kernel] = failure
 
 
 def failures() -> Mapping[str, str]:
     """Return why kernels were turned off in this process, by kernel; those that the user named are not among them."""
-    return MappingProxyType(_FAILURES)
+    return MappingProxyType({kernel: failure for kernel, failure in _FAILURES.items() if failure})
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.feed_forward import FeedForward
 
 from forge_rl.engines.titan.block_kernels import has_kernels, swiglu
+from forge_rl.engines.titan.fused_products import has_fused_products
 from forge_rl.engines.titan.master_weights import joint_weight
-from forge_rl.engines.titan.products import gated_product, is_bare, joint_linear, linear
+from forge_rl.engines.titan.products import gated_network, gated_product, is_bare, joint_linear, linear
 
 _CHUNK = 1 << 17
 """Elements that are computed at a time, to stay in a CPU's cache."""
@@ -39,6 +40,8 @@ class LeanFeedForward(FeedForward):
             if all(map(is_bare, layers)):
                 weights = [layer.weight for layer in layers]
                 joint = joint_weight(*weights)
+                if joint is not None and is_bare(self.w2) and has_fused_products(x, "products"):
+                    return gated_network(x, joint, self.w2.weight)
                 hidden = swiglu(*joint_linear(x, *weights)) if joint is None else gated_product(x, joint)
             else:
                 hidden = swiglu(*(layer(x) for layer in layers))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
+from forge_rl.engines.titan.host_memory import HostCopy
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, tensor_files
 from forge_rl.runtime.far_files import Folder, filled
@@ -62,6 +64,7 @@ class Export:
         parts: lists the published tensors that a block of a torchtitan weight holds; see `weights.names.Names.parts`.
         file_bytes: maximum size of a file; a larger weight gets its own.
         valued: the weights are a value model's.
+        copies: weights of the training state that are in host memory, by their names there, which are not read again.
 
     Raises:
         OSError, ValueError, TypeError, LookupError: the folder does not hold a training state.
@@ -77,6 +80,7 @@ class Export:
         *,
         file_bytes: int = _FILE_BYTES,
         valued: bool = False,
+        copies: Mapping[str, HostCopy] = MappingProxyType({}),
     ) -> None:
         self._reader, self._planner = TensorReader(training), LoadPlanner()
         self._index = self._reader.read_metadata()
@@ -85,6 +89,7 @@ class Export:
         self._dtype = dtype
         self._parts = parts
         self._valued = valued
+        self._copies = copies
         self._files: list[list[_Region | _CarriedTensor]] = []
         free_bytes = 0
         regions = list(self._regions(file_bytes))
@@ -150,16 +155,25 @@ class Export:
             with open_weights(item.path) as file:
                 return {item.name: file.get_tensor(item.name)}
         region = item
-        values = torch.empty(region.tensor_slice.size, dtype=torch.float32)
-        block = Block(shape=region.shape, tensor_slice=region.tensor_slice, values=values)
-        self._planner.set_up_planner({f"model.{region.name}": block}, self._index, is_coordinator=True)
-        self._reader.read_data(self._planner.finish_plan(self._planner.create_local_plan()), self._planner).wait()
+        values = self._values(region)
         return {
             part.name: part.of(values).to(
                 torch.float32 if part.float32 else self._dtype, copy=True, memory_format=torch.contiguous_format
             )
             for part in self._parts_of(region)
         }
+
+    def _values(self, region: _Region) -> torch.Tensor:
+        """Return a region's values in float32."""
+        key, size = f"model.{region.name}", region.tensor_slice.size
+        if (copy := self._copies.get(key)) is not None:
+            values = copy.rows(region.tensor_slice.start[0], size[0]) if size else copy.joined()
+            return values.float()
+        values = torch.empty(size, dtype=torch.float32)
+        block = Block(shape=region.shape, tensor_slice=region.tensor_slice, values=values)
+        self._planner.set_up_planner({key: block}, self._index, is_coordinator=True)
+        self._reader.read_data(self._planner.finish_plan(self._planner.create_local_plan()), self._planner).wait()
+        return values
 
     def _name(self, index: int) -> str:
         count = len(self._files)

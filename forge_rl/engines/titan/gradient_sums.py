@@ -170,11 +170,23 @@ def keeps_sums(operand: torch.Tensor) -> bool:
 
 def added(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Add a product to a total in a dtype, in place; None counts as 0."""
+    if a.device.type == "cpu":  # where products have their operands' dtype
+        a, b = a.to(dtype), b.to(dtype)
     if total is None:
         return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
     if a.dtype == dtype:
         return total.addmm_(a, b)
     return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
+def write_product(room: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Write a product to room for it, whose dtype may be wider."""
+    if a.device.type == "cpu":
+        a, b = a.to(room.dtype), b.to(room.dtype)
+    if a.dtype == room.dtype:
+        torch.mm(a, b, out=room)
+    else:
+        torch.mm(a, b, out_dtype=room.dtype, out=room)
 
 
 def _summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -28,6 +28,8 @@ from forge_rl.algorithms.logprobs import (
 from forge_rl.algorithms.score_kernels import score_gradient, score_sums
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import gpu_bytes
+from forge_rl.engines.titan.fused_head import score_in_products
+from forge_rl.engines.titan.fused_products import has_fused_products
 from forge_rl.engines.titan.gradient_sums import added, keeps_sums, sum_place
 from forge_rl.engines.titan.shards import local
 from forge_rl.engines.titan.vocabulary import split_token_scores
@@ -79,6 +81,8 @@ class FloatHead(Linear):
         if len(targets) <= tokens and not is_wide:
             return score(_product(hidden, _factor(weight)), targets)
         is_plain = self.transform is None and not isinstance(self.weight, DTensor)
+        if is_plain and has_fused_products(hidden, "logits") and is_wide:
+            return score_in_products(hidden, weight, targets, scoring)
         scorer: ChunkScorer = _PlainScorer(scoring) if is_plain else _TracedScorer(score, scoring)
         return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, scorer, tokens))
 

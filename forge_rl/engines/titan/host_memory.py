@@ -30,6 +30,15 @@ class HostCopy:
         """Return the values in new memory."""
         return torch.cat(self.pieces).view(self.dtype).view(self.shape)
 
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """Return some rows, of its first dim, in new memory."""
+        width = self.dtype.itemsize * self.shape[1:].numel()
+        start, end, place, parts = first * width, (first + count) * width, 0, list[torch.Tensor]()
+        for piece in self.pieces:
+            parts.append(piece[max(0, start - place) : max(0, end - place)])
+            place += len(piece)
+        return torch.cat(parts).view(self.dtype).view(count, *self.shape[1:])
+
     def on(self, device: torch.device) -> torch.Tensor:
         """Return the values on a device, where they are once its current stream gets there."""
         values = torch.empty(self.shape, dtype=self.dtype, device=device)

@@ -6,13 +6,15 @@ import contextlib
 import io
 import json
 import os
+import queue
 from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _write_files_from_queue
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -22,7 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from forge_rl.runtime.far_files import FarFolder, Folder
 
@@ -53,8 +57,15 @@ class _FarFiles(FileSystem):
             return False
 
 
+_THREADS = 4
+"""Files that are written at the same time: serialising a tensor keeps a core busy, and so does copying it to the disk's
+cache."""
+_FILE_BYTES = 64 << 20
+"""Bytes of a state for which another file is worth its thread."""
+
+
 class TensorWriter(FileSystemWriter):
-    """Writes tensors to a folder, for `dcp.save`."""
+    """Writes tensors to a folder, for `dcp.save`; a large state to several files at the same time."""
 
     def __init__(self, folder: Folder) -> None:
         if isinstance(folder, Path):
@@ -62,6 +73,40 @@ class TensorWriter(FileSystemWriter):
         else:  # the controller flushes all files of a checkpoint to disk
             super().__init__(Path(), sync_files=False)
             self.fs = _FarFiles(folder)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors."""
+        metadata = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+        size = sum(item.size.numel() * item.properties.dtype.itemsize for item in metadata)
+        if isinstance(self.fs, _FarFiles):  # one connection
+            return super().write_data(plan, planner)
+        self.thread_count = max(1, min(_THREADS, size // _FILE_BYTES))
+        return super().write_data(plan, planner)
+
+    def _write_data(self, planner: SavePlanner, file_queue: queue.Queue[Any]) -> Future[list[WriteResult]]:
+        """Write files as torch does, but raise what a thread raised, which torch would lose."""
+        results = queue.Queue[list[WriteResult]]()
+        with ThreadPoolExecutor(self.thread_count, "save") as threads:
+            writers = [
+                threads.submit(
+                    _write_files_from_queue,
+                    create_stream=self.fs.create_stream,
+                    file_queue=file_queue,
+                    result_queue=results,
+                    planner=planner,
+                    transforms=self.transforms,
+                    inflight_threshhold=self.per_thread_copy_ahead,
+                    use_fsync=self.sync_files,
+                    thread_count=self.thread_count,
+                    serialization_format=self.serialization_format,
+                )
+                for _ in range(self.thread_count)
+            ]
+        for writer in writers:
+            writer.result()
+        future = Future[list[WriteResult]]()
+        future.set_result([result for file_results in results.queue for result in file_results])
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, once all tensors are on the disk."""

@@ -15,8 +15,10 @@ from forge_rl.engines.families.family import Architecture, Experts
 from forge_rl.engines.platform import release_memory
 from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
 from forge_rl.engines.titan.expert_rows import clamped_swiglu, places_of, spread_rows, weighted_sum
+from forge_rl.engines.titan.fused_head import score_in_products
 from forge_rl.engines.titan.head import score_in_chunks
-from forge_rl.engines.titan.products import Heads, gated_product, rotated_product
+from forge_rl.engines.titan.kernel_speed import turn_off_slow_kernels
+from forge_rl.engines.titan.products import Heads, gated_network, gated_product, rotated_product
 from forge_rl.engines.titan.row_attention import RowAttention, Sequences, takes_sequences
 from forge_rl.errors import ConfigError
 from forge_rl.system.kernels import EAGER, is_on, turn_off
@@ -88,6 +90,7 @@ def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.
                 file=sys.stderr,
                 flush=True,
             )
+    turn_off_slow_kernels(architecture, dtype, device)
     release_memory()
 
 
@@ -101,6 +104,14 @@ def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
         yield KernelCheck(
             kernel="head",
             function=lambda hidden, weight: score_in_chunks(hidden, weight, targets, _TOKENS // 3)[:1],
+            formula=lambda hidden, weight: token_scores(hidden @ weight.t(), targets)[:1],
+            inputs=(draw(_TOKENS, architecture.dim), draw(outputs, architecture.dim) * (2 * architecture.dim**-0.5)),
+            tolerance=_tolerance(dtype),
+        )
+    if dtype.itemsize == 2:
+        yield KernelCheck(
+            kernel="logits",
+            function=lambda hidden, weight: score_in_products(hidden, weight, targets, Scoring())[:1],
             formula=lambda hidden, weight: token_scores(hidden @ weight.t(), targets)[:1],
             inputs=(draw(_TOKENS, architecture.dim), draw(outputs, architecture.dim) * (2 * architecture.dim**-0.5)),
             tolerance=_tolerance(dtype),
@@ -146,6 +157,21 @@ def _layer_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
                 tolerance=tolerance,
             )
     yield from _product_checks(architecture, draw, tolerance)
+    if dtype.itemsize == 2:
+        width = architecture.hidden_dim
+        yield KernelCheck(
+            kernel="products",
+            function=lambda x, weight, down: (gated_network(x, weight, down),),
+            formula=lambda x, weight, down: (
+                (silu(x @ weight.chunk(2)[0].t()) * (x @ weight.chunk(2)[1].t())) @ down.t(),
+            ),
+            inputs=(
+                draw(_TOKENS, dim),
+                draw(2 * width, dim) * (2 * dim**-0.5),
+                draw(dim, width) * width**-0.5,
+            ),
+            tolerance=tolerance,
+        )
     yield KernelCheck(
         kernel="swiglu",
         function=lambda a, b: (swiglu(a, b),),

@@ -18,6 +18,7 @@ from forge_rl.engines.titan.block_kernels import (
     swiglu_gradient,
     swiglu_values,
 )
+from forge_rl.engines.titan.fused_products import gated_gradient, gated_values
 from forge_rl.engines.titan.gradient_sums import SumPlace, room_for_parts, sum_place, summed_parts
 
 
@@ -63,6 +64,12 @@ def joint_linear(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor,
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return silu(x A^T) x B^T, [..., hidden], of a weight that holds A and B one after the other."""
     out: torch.Tensor = _GatedProduct.apply(x, weight)
+    return out
+
+
+def gated_network(x: torch.Tensor, weight: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return `gated_product` times down^T, [..., dim], with SwiGLU and its gradient inside of products."""
+    out: torch.Tensor = _GatedNetwork.apply(x, weight, down)
     return out
 
 
@@ -126,6 +133,27 @@ class _GatedProduct(torch.autograd.Function):
         return _gradients(ctx, x, [weight], [swiglu_gradient(*joint.chunk(2, dim=-1), grad.contiguous())])
 
 
+class _GatedNetwork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        joint, hidden = gated_values(x, weight)
+        ctx.save_for_backward(x, weight, down, joint, hidden)
+        ctx.places, ctx.down_place = [sum_place(weight)], sum_place(down)
+        return hidden @ down.t()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, down, joint, hidden = ctx.saved_tensors
+        grad = grad.contiguous()
+        down_grad = (
+            _weight_gradient(grad.flatten(0, -2), hidden.flatten(0, -2), ctx.down_place)
+            if (ctx.needs_input_grad[2])
+            else None
+        )
+        return *_gradients(ctx, x, [weight], [gated_gradient(grad, down, joint)]), down_grad
+
+
 class _RotatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -177,9 +205,16 @@ def _gradients(
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
         grad_x = grad_x.view_as(x)
-    grad_weights = list[torch.Tensor | None]()
-    for grad, place, is_trained in zip(flat, ctx.places, ctx.needs_input_grad[1:], strict=False):
-        if is_trained and place is not None:
-            place.add_product(grad.t(), rows)
-        grad_weights.append(grad.t() @ rows if is_trained and place is None else None)
+    grad_weights = [
+        _weight_gradient(grad, rows, place) if is_trained else None
+        for grad, place, is_trained in zip(flat, ctx.places, ctx.needs_input_grad[1:], strict=False)
+    ]
     return grad_x, *grad_weights
+
+
+def _weight_gradient(grad: torch.Tensor, rows: torch.Tensor, place: SumPlace | None) -> torch.Tensor | None:
+    """Return a weight's gradient, [outputs, inputs], or add it up in its place."""
+    if place is None:
+        return grad.t() @ rows
+    place.add_product(grad.t(), rows)
+    return None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from forge_rl.engines.platform import device_threads
 from forge_rl.engines.titan.adapter_export import AdapterExport
 from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export
+from forge_rl.engines.titan.host_memory import HostCopy
 from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.loading import cause_of
 from forge_rl.engines.titan.shards import names_of
@@ -35,7 +37,7 @@ class CheckpointWriter:
         saved.result()
 
     Until they are written, host memory holds a copy of this rank's shards, 12 bytes per parameter, and a second copy of
-    the tensor being written.
+    the tensors being written, up to four.
     """
 
     def __init__(self) -> None:
@@ -90,10 +92,14 @@ class CheckpointWriter:
         names: Names | SameNames,
         adapters: AdapterExport | None,
     ) -> None:
-        training = folder / "training"
+        training, copies = folder / "training", dict[str, HostCopy]()
 
         def write_state() -> None:
             dcp.save(state, storage_writer=TensorWriter(training), planner=SavePlanner(), process_group=self._group)
+            if dist.get_world_size() == 1:  # of several ranks, each has a part of every weight
+                copies.update(
+                    {name: cast(HostCopy, block.values) for name, block in state.items() if name.startswith("model.")}
+                )
             state.clear()
 
         def export() -> None:
@@ -101,7 +107,7 @@ class CheckpointWriter:
                 if dist.get_rank() == 0:
                     adapters.write(training, source, folder / "model")
                 return
-            exporter = Export(training, source, dtype, names.parts, valued=names.head == VALUE_HEAD)
+            exporter = Export(training, source, dtype, names.parts, valued=names.head == VALUE_HEAD, copies=copies)
             exporter.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
 
         hint = "free space, or choose another --out"
