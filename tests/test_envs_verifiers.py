@@ -187,7 +187,7 @@ async def test_the_workers_score_counts_and_its_death_is_infrastructure(peer: st
 def test_a_game_that_one_agent_wins_and_the_other_loses_is_refused(won: float) -> None:
     credit, lost = AgentCredit(), -1.0 if won else 1.0
     names = ["black", "white"]
-    with pytest.raises(RuntimeError, match=f"black, white add up to {won + lost:g} whoever wins"):
+    with pytest.raises(RuntimeError, match=f"black, white add up to {won + lost:g} in each game"):
         _ = [credit.mean(names, [won, lost] if number % 3 else [lost, won]) for number in range(100)]
     with pytest.raises(RuntimeError, match="teaches nothing"):
         credit.mean(names, [won, lost])

@@ -154,8 +154,8 @@ def test_tools_have_one_form_in_all_data_sets(tools: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"images": ["a.png"]}, "column 'images' holds what is not text"),
-        ({"image": {"bytes": b"x", "path": None}}, "column 'image' holds what is not text"),
+        ({"images": ["a.png"]}, "column 'images' holds something other than text"),
+        ({"image": {"bytes": b"x", "path": None}}, "column 'image' holds something other than text"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "column 'chat_template_kwargs' has variables"),
         ({"chat_template_kwargs": '{"enable_thinking": false}'}, "column 'chat_template_kwargs' has variables"),
     ],

@@ -281,7 +281,7 @@ async def test_the_stand_in_of_modal_is_called_as_the_package_allows(server: Mod
 
 def test_other_providers_and_images_of_this_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_tasks(tmp_path, "oci:/layout")
-    with pytest.raises(ConfigError, match="provider=cloud is no provider"):
+    with pytest.raises(ConfigError, match="provider=cloud is not a provider"):
         build_environment(f"harbor:{tmp_path},provider=cloud")
     with pytest.raises(ForgeError, match="names the image 'oci:/layout'"):
         sources_of(build_environment(f"harbor:{tmp_path},provider=docker,local=true"), 0)

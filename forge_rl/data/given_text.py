@@ -24,7 +24,7 @@ _ANSWER_FIELDS = ("tool_plan", "refusal")
 _READ = ("role", "content", "tool_calls", "tool_call_id", "id", "weight", *THOUGHT_KEYS)
 _ANSWERS = ("completion", "chosen", "rejected")
 _LOOKED_AT = 2000
-"""Characters of a column that are looked for in what is trained and shown."""
+"""Characters of a column that are searched for in the trained and the shown text."""
 _HINT = "change the message, or the model's chat_template.jinja"
 
 

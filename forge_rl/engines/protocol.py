@@ -210,7 +210,7 @@ class TrainSettings:
     dtype: TrainDtype = "auto"
     """Dtype of forward and backward. auto is bfloat16 on CUDA, float32 on CPU. Weights and optimizer state are float32,
     or float64 with float64, which is CPU only and meant for comparisons free of rounding. Versions are published as the
-    passes see the weights: engines in float32 get those of bfloat16 training rounded."""
+    passes see the weights: engines in float32 get rounded weights of a bfloat16 trainer."""
     modelling: Modelling = "auto"
     """Code that computes the model. native: torchtitan's, for the families that have it. transformers: transformers'
     own, for every causal language model with its attention interface; FSDP and HSDP are then the only layouts. auto:

@@ -99,7 +99,7 @@ class VersionProbes:
         """Compare every engine with what the trainer scored with the policy or an adapter, once for each version.
 
         Args:
-            latest: returns what is probed by now; an engine may have begun to load it before it answered.
+            latest: returns the version probed last; an engine may have begun to load it before it answered.
         """
         if probed is self._attested.get(adapter):
             return

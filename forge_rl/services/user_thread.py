@@ -66,8 +66,8 @@ class UserThread:
         thread = UserThread(60.0, exit_status=72)
         score = await thread.call(lambda: function(task, text), in_hand)
 
-    Most functions take microseconds, and a change of threads a hundred. So the thread goes on with the functions that
-    wait, and the event loop is woken once for the results of many.
+    Most functions take microseconds, and a change of threads a hundred. So the thread calls the waiting functions one
+    after the other, and wakes the event loop once for many results.
 
     Args:
         deadline_s: timeout of a function, without its time in the queue. A thread cannot be killed, so the process

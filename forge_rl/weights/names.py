@@ -86,7 +86,7 @@ class SameNames:
                 )
 
     def to_hf(self, name: str) -> str:
-        """Return the name in the files of a weight that is no stack."""
+        """Return the name in the files of a weight that is not a stack."""
         return self.head if name == "lm_head.weight" else self.renamed.get(name, name)
 
 

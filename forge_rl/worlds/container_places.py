@@ -33,7 +33,7 @@ class Place(Protocol):
         """Open a fresh session for tests."""
 
     def root(self) -> RootNames:
-        """Return what is asked of the image's root; with a provider, nothing before the model's session is open."""
+        """Return the names in the image's root; with a provider, none before the model's session is open."""
 
     async def close(self) -> None:
         """Let go of the image."""

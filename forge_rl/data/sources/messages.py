@@ -24,7 +24,7 @@ _THOUGHT_PARTS = {
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's thoughts; the first is what a message has once it is read."""
 _THOUGHT_LIST = "reasoning_details"
-"""Key of the parts of thoughts that OpenRouter writes, beside their text or in its place."""
+"""Key of the parts of thoughts that OpenRouter writes, next to their text or in its place."""
 _TRAINED = ("weight", "train", "training", "loss")
 """Keys that say whether a message is trained: 0 or 1 in OpenAI's format, false or true in others."""
 _MAX_TEXT_LENGTH = 1 << 23

@@ -331,7 +331,7 @@ def _check_unread(row: Mapping[str, object]) -> None:
         is_media = isinstance(media, list | bytes) or (isinstance(media, Mapping) and "bytes" in media)
         if media and is_media:
             raise RowError(
-                "holds what is not text, which the model would not be shown",
+                "holds something other than text, which the model would not see",
                 column=name,
                 hint="models are trained on text: remove the row, or the column if the text does without it",
             )

@@ -180,11 +180,11 @@ class LinearModule(NamedTuple):
 
 
 def linear_modules(folder: Path) -> Iterator[LinearModule]:
-    """Yield the linear layers of all of a model's layers, except routers, experts and what stands beside or in place of
-    experts under the same name, and the output of Mamba 2.
+    """Yield the linear layers of a model's blocks, except routers, experts, layers named like a part of experts, and the
+    output of Mamba 2.
 
-    Such names, as gate_proj, peft takes to be those of stacked experts, also in a dense layer. Mamba 2's fused kernels
-    multiply by the weight itself, so that an adapter of it would not act.
+    peft takes a name such as gate_proj for stacked experts, also in a dense block. Mamba 2's fused kernels multiply by
+    the weight itself, so that an adapter of it would not act.
     """
     causal, names = inspected_model(folder), file_names(folder)
     blocks = [dict(layer.named_children()) for layer in causal.model.layers]
@@ -419,7 +419,7 @@ def has_states(folder: Path) -> bool:
 
 def mixes_rows(folder: Path) -> bool:
     """Return whether rows of several adapters can be computed as one: every linear layer sees whole rows, and no token
-    meets those of other rows, whose NaN it would get, as it does among experts and where all scores of a row are
+    meets another row's, whose NaN it would get, as it does among experts and where all scores of a row are
     computed at once, see `titan.general_attention`."""
     causal = inspected_model(folder)
     is_dense = getattr(causal.config, "attn_logit_softcapping", None) or "chunked_attention" in (

@@ -79,7 +79,7 @@ class _FusedScores(torch.autograd.Function):
 
 
 def _merged(sums: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Join `score_sums` of parts of the vocabulary, [4, parts, N], to those of all of it, [4, N]."""
+    """Join `score_sums` of parts of the vocabulary, [4, parts, N], to sums of all of it, [4, N]."""
     largest, total, weighted, squared = sums
     maximum = largest.amax(dim=0)
     shift = largest - maximum

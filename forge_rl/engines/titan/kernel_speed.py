@@ -1,4 +1,4 @@
-"""Times products with kernels of ours inside against torch's own at start, so that the faster ones run."""
+"""Times fused products against torch's own at start, so that the faster ones run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = Callable[..., torch.Tensor]
 
 
 def turn_off_slow_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
-    """Run each product of ours and torch's in its place, forward and backward, and turn off ours if it is slower."""
+    """Time each fused product and torch's in its place, forward and backward; turn off slower ones."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return
     for kernel, function, plain, shapes in _products(architecture, device):

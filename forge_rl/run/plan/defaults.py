@@ -230,8 +230,8 @@ def with_context(
     gpu: int,
     memory: Callable[[TrainSettings], TrainMemory],
 ) -> tuple[C, list[str]]:
-    """Choose the context of engines on GPUs and the new tokens of an answer, where they are open: as many as a row of
-    the trainer holds beside its state, without recomputation. Returns the settings, and a line per choice.
+    """Choose the context of engines on GPUs and the new tokens of an answer, where they are open: as many as fit a row
+    next to the trainer's state, without recomputation. Returns the settings, and a line per choice.
 
     Args:
         flags: flags that are open.

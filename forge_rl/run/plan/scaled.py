@@ -72,8 +72,8 @@ def with_scaled(
     Args:
         architecture: of the model that is trained.
         critics: architecture of the critic's model.
-        earlier: of a resumed run, the values of `chosen_values`; what is of another type is ignored, and numbers that
-            are not there stay as the flags have them.
+        earlier: of a resumed run, its `chosen_values`; a value of another type is ignored, and a missing one stays as
+            the flags have it.
 
     Returns:
         The settings, the critic's, and a line for each value that tells where it comes from.

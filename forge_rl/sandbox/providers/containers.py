@@ -35,7 +35,7 @@ _BOUNDED = (
     'o=$1 n=$2 d=$3; shift 3; [ -z "$d" ] || cd "$d" || exit 125; "$@" > "$o" 2> "$o.e" < /dev/null; s=$?;'
     ' PATH=/usr/bin:/bin:$PATH; head -c "$n" "$o"; head -c "$n" "$o.e" >&2; rm -f "$o" "$o.e"; exit $s'
 )
-"""Runs a program whose output goes to files, so that what it leaves running holds nobody up."""
+"""Runs a program whose output goes to files, so that processes it leaves running hold nobody up."""
 _GRACE_S = 15.0
 """Time beyond a command's limit before its container is ended."""
 _FILES_S = 300.0
@@ -51,7 +51,7 @@ class ProviderContainer(Protocol):
         """Run a program in the image's working folder with its variables; end the container if it takes longer.
 
         Raises:
-            ContainerEndedError: the container is no more.
+            ContainerEndedError: the container has ended.
             SandboxError: the provider cannot be reached or refuses.
         """
 
@@ -99,7 +99,7 @@ def check_provider(name: str, flag: str) -> None:
         ConfigError: there is none of this name.
     """
     if name and name not in PROVIDERS:
-        raise ConfigError(f"{flag}provider={name:.80} is no provider", hint=f"providers are {', '.join(PROVIDERS)}")
+        raise ConfigError(f"{flag}provider={name:.80} is not a provider", hint=f"providers are {', '.join(PROVIDERS)}")
 
 
 def container_provider(name: str) -> ContainerProvider:
@@ -209,10 +209,10 @@ class RentedSession:
             return await self._container.get(path, max_bytes=self.limits.transfer_bytes)
 
     async def changes(self) -> Changes:
-        """Return what differs from the image, without what was there before.
+        """Return the files that differ from the image, without their earlier content.
 
         Raises:
-            UnreadableRootError: commands took away what reading needs.
+            UnreadableRootError: commands removed programs that reading needs.
             SandboxError: the session was not opened to be watched, or the provider failed.
         """
         if self.before is None:
@@ -296,7 +296,7 @@ class RentedSession:
         return result
 
     async def _script(self, script: str) -> Result:
-        """Run a script of ours with a path of ours as its name.
+        """Run one of forge_rl's scripts, with a path in forge_rl's folder as its name.
 
         Raises:
             UnreadableRootError: it failed.

@@ -94,7 +94,7 @@ class DaytonaContainer:
             raise ContainerEndedError(f"Daytona has no such sandbox any more: {str(error)[:200]}") from None
         status, text = answer.exit_code, answer.result
         if not isinstance(status, int) or not isinstance(text, str):
-            raise SandboxError("Daytona's answer is no result of a command")
+            raise SandboxError("Daytona's answer is not the result of a command")
         return Result(stdout=text[:output_bytes], status=status, cut=len(text) > output_bytes, usage=Usage(wall_s=0))
 
     async def put(self, path: str, data: bytes) -> None:

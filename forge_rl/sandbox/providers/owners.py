@@ -1,4 +1,4 @@
-"""Labels by which what was rented or started elsewhere is told from that of programs that were killed."""
+"""Labels that distinguish the containers of live programs from those that killed programs left behind."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from forge_rl.sandbox.limits import SandboxError
 from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry
 
 _PATH = "PATH=/usr/bin:/bin:$PATH;"
-"""Commands may have put other programs before those of the image."""
+"""Commands may have put other programs before the image's."""
 LIST = (
     _PATH + " find / -xdev '(' -path /proc -o -path /sys -o -path /dev -o -path '/tmp/.forge-rl*' ')' -prune -o -print0"
     ' | xargs -0 stat -c "%f %s %Y %Z %n" > "$0" 2> /dev/null; test -s "$0"'
@@ -65,7 +65,7 @@ class FileFacts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RootListing:
-    """A root as it was at some time: the names of `RootNames`, and what changed since."""
+    """A root at one time: the names of `RootNames`, and later changes."""
 
     packed: bytes
     """Lines of mode in hexadecimal, bytes, both times, and path; compressed, as an image can have 200,000."""
@@ -102,7 +102,7 @@ class RootListing:
         return names
 
     def changed_to(self, listed: bytes) -> list[tuple[str, FileFacts | None, FileFacts | None]]:
-        """Compare with a later listing; return paths with what is said of them before and after, folders first.
+        """Compare with a later listing; return paths with their facts before and after, folders first.
 
         Paths in something else than a folder are left out.
         """
@@ -154,7 +154,7 @@ def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
     """Return the content of files, and the targets of links, that an archive has of these paths.
 
     Raises:
-        UnreadableRootError: it is no archive.
+        UnreadableRootError: it is not an archive.
     """
     contents, known_paths = dict[str, bytes](), frozenset(paths)
     try:
@@ -177,7 +177,7 @@ def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
 def changes_of(
     changed: Sequence[tuple[str, FileFacts | None, FileFacts | None]], contents: Mapping[str, bytes], most_changes: int
 ) -> Changes:
-    """Return changes with their content; content of what was there before is not known."""
+    """Return changes with their content; earlier content is not known."""
     changes, left_out = list[Change](), list[str]()
     if len(changed) > most_changes:
         left_out.append(f"{changed[most_changes][0]} and what follows: more changes than are listed")

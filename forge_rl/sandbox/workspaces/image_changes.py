@@ -54,7 +54,7 @@ class RootNames(Protocol):
         """The image's PATH and PYTHONPATH, as far as it sets them."""
 
     def names_in(self, folder: str) -> Collection[str]:
-        """Return the names in a folder, relative to the root; none if there is no such folder."""
+        """Return the names in a folder, relative to the root; none without such a folder."""
 
 
 @dataclass(frozen=True)

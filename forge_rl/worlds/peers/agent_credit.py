@@ -13,7 +13,7 @@ class AgentCredit:
     """Averages the rewards of the policy's agents, and refuses games whose mean teaches nothing.
 
     In a game of a constant sum, what one agent wins another loses, so that each episode has the same mean: the policy
-    would be given the same reward whatever it plays. A sum of 0 shows in one episode, another one in several.
+    would be given the same reward for any play. A sum of 0 shows in one episode, another one in several.
 
         AgentCredit().mean(["first", "second"], [1.0, 0.0])  # 0.5
     """
@@ -37,7 +37,7 @@ class AgentCredit:
         self._mean, self._episodes = mean, self._episodes + 1 if is_same else 1
         if abs(mean) <= _TOLERANCE or self._episodes >= _EPISODES:
             raise RuntimeError(
-                f"the rewards of {', '.join(names)} add up to {mean * len(rewards):g} whoever wins, so their mean "
+                f"the rewards of {', '.join(names)} add up to {mean * len(rewards):g} in each game, so their mean "
                 "teaches nothing: let the environment train one of them"
             )
         return mean
