@@ -278,14 +278,18 @@ GENERAL_FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "moe_intermediate_size": 32,
         "mup_enabled": True,
+        "n_group": 1,
         "num_dense_layers": 1,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "num_shared_experts": 1,
         "rms_norm_eps": 1e-5,
+        "route_norm": True,
         "route_scale": 2.8,
+        "score_func": "sigmoid",
         "sliding_window": 8,
         "tie_word_embeddings": False,
+        "topk_group": 1,
     },
     "gemma4_text": {
         "architectures": ["Gemma4ForCausalLM"],
@@ -463,8 +467,10 @@ UNSERVED = {
     "Qwen/Qwen3.5-4B, its text model": "failed to be inspected",
     "Qwen/Qwen3.5-35B-A3B, its text model": "failed to be inspected",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "is_act_and_mul=False is supported only for",
+    "arcee-ai/Trinity-Nano-Preview": "leaves 1 of the engine's weights unchanged",
 }
-"""Those that vLLM's CPU build cannot serve, and what it says: its code of Qwen3.5 imports torchvision, and experts on
-CPU must have gates, which those of Nemotron 3 do not."""
+"""Those without an engine on CPU, and the error: vLLM's code of Qwen3.5 imports torchvision, and its experts on CPU
+must have gates, which those of Nemotron 3 do not. It holds Trinity's biases that choose experts twice, and a load of a
+version, which finds one of the two unchanged, is refused."""
 LONG_TURNS = {"meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model": 9}
 """Turns of an episode that is longer than a chunk, which has to be whole blocks of the engine's cache, of 32 tokens."""
