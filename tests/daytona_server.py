@@ -1,5 +1,6 @@
 """A stand-in of Daytona's API, and of its toolbox in each sandbox, for Daytona's own package."""
 
+import itertools
 import re
 import shlex
 from typing import Any
@@ -19,6 +20,7 @@ class DaytonaServer(Served):
     def __init__(self, machine: ContainerMachine) -> None:
         self.machine = machine
         self.sandboxes: dict[str, dict[str, Any]] = {}
+        self._numbers = itertools.count()
         self.answers: dict[str, Response] = {}
         """Answers to give instead, by a pattern of the path."""
 
@@ -37,7 +39,7 @@ class DaytonaServer(Served):
         match request.method, *path.split("/"):
             case "POST", "api", "sandbox":
                 body = await request.json()
-                name = f"box-{len(self.sandboxes)}"
+                name = f"box-{next(self._numbers)}"
                 [image] = re.findall(r"(?m)^FROM (\S+)$", body["buildInfo"]["dockerfileContent"])
                 if image not in self.machine.images:
                     return JSONResponse({"statusCode": 400, "message": f"image {image} not found"}, 400)

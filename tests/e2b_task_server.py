@@ -1,6 +1,7 @@
 """A stand-in of E2B's API and of the daemon in its sandboxes (envd), for E2B's own package."""
 
 import base64
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ class E2BTaskServer(Served):
         self.templates: dict[str, str] = {}
         """Image of each template, by name."""
         self.sandboxes: dict[str, dict[str, Any]] = {}
+        self._numbers = itertools.count()
         self.answers: dict[str, Response] = {}
         """Answers to give instead, by a pattern of the path."""
 
@@ -59,7 +61,7 @@ class E2BTaskServer(Served):
                 return JSONResponse({**about, **reason, "status": "ready" if is_there else "error"})
             case "POST", "v2", "sandboxes":
                 body = await request.json()
-                name = f"i{len(self.sandboxes)}"
+                name = f"i{next(self._numbers)}"
                 await self.machine.start(name, self.templates[body["templateID"]])
                 self.sandboxes[name] = body
                 about = {"sandboxID": name, "templateID": body["templateID"], "clientID": "c", "envdVersion": "0.5.7"}

@@ -37,9 +37,10 @@ DESCRIBE = (
 """Shell script that prints where `timeout` and `env` are, PATH, PYTHONPATH, and folders with where they lead."""
 ARCHIVE = (
     _PATH + ' case "$(tar --version 2> /dev/null)" in *GNU*) set -- --no-unquote;; esac;'
-    ' tar -c -f "$0" -C / "$@" -T "$0.list" 2> /dev/null; test -s "$0"'
+    ' xargs -0 tar -c "$@" -f - -C / < "$0.list" > "$0" 2> /dev/null; test -s "$0"'
 )
-"""Shell script that packs the files listed in $0.list into the archive $0."""
+"""Shell script that packs the files listed in $0.list into archives, one behind another, in $0: not every tar reads a
+list."""
 APPLY = (
     _PATH + ' if [ -s "$0.files" ]; then xargs -0 rm -f < "$0.files" || exit 1; fi;'
     ' if [ -s "$0.folders" ]; then xargs -0 rmdir < "$0.folders" || exit 1; fi; tar -x -o -f "$0" -C /'
@@ -147,7 +148,7 @@ def to_fetch(
 
 def listed_paths(paths: Sequence[str]) -> bytes:
     """Return what ARCHIVE reads from $0.list."""
-    return b"".join(b"./%s\n" % path.encode("utf-8", "surrogateescape") for path in paths)
+    return b"".join(b"./%s\0" % path.encode("utf-8", "surrogateescape") for path in paths)
 
 
 def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
@@ -158,7 +159,9 @@ def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
     """
     contents, known_paths = dict[str, bytes](), frozenset(paths)
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", encoding="utf-8", errors="surrogateescape") as file:
+        with tarfile.open(
+            fileobj=io.BytesIO(archive), mode="r:", ignore_zeros=True, encoding="utf-8", errors="surrogateescape"
+        ) as file:
             for member in file:
                 path = posixpath.normpath(member.name)
                 if path not in known_paths:
