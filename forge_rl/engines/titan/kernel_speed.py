@@ -43,7 +43,7 @@ def turn_off_slow_kernels(architecture: Architecture, dtype: torch.dtype, device
 def shortest_time(function: Function, inputs: Sequence[torch.Tensor]) -> float:
     """Return the seconds that a function and its gradients take on a GPU, at best."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    times = []
+    times = list[float]()
     for _ in range(_REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
