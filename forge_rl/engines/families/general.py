@@ -180,7 +180,7 @@ class LinearModule(NamedTuple):
 
 
 def linear_modules(folder: Path) -> Iterator[LinearModule]:
-    """Yield the linear layers of a model's blocks, except routers, experts, layers named like a part of experts, and the
+    """Yield the linear layers of a model's blocks, except routers, experts, layers named like part of experts, and the
     output of Mamba 2.
 
     peft takes a name such as gate_proj for stacked experts, also in a dense block. Mamba 2's fused kernels multiply by
