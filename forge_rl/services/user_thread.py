@@ -30,7 +30,7 @@ class StuckError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _UserCall:
     """A function to call, and what became of it."""
 
     function: Callable[[], Any]
@@ -81,13 +81,13 @@ class UserThread:
         self._executor = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
         """Held where one thread changes what the other does by whether a queue is empty."""
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_UserCall] = deque()
         """What is not yet called."""
         self._works = False
         """Whether the thread is at work, and looks for further jobs after each."""
-        self._results: list[_Job] = []
+        self._results: list[_UserCall] = []
         """What has returned, for the event loop, which is woken for the first of them."""
-        self._running: _Job | None = None
+        self._running: _UserCall | None = None
         self._thread = 0
         """Identifies the thread while it is at work."""
         self._timer: asyncio.TimerHandle | None = None
@@ -103,7 +103,7 @@ class UserThread:
             StuckError: it did not return within the deadline.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(function, in_hand, number_of_call.get(), loop.create_future())
+        job = _UserCall(function, in_hand, number_of_call.get(), loop.create_future())
         with self._lock:
             self._jobs.append(job)
             begins, self._works = not self._works, True
@@ -160,7 +160,7 @@ class UserThread:
         if not job.future.done():
             job.future.set_exception(StuckError(line))
 
-    def _exit_if_stuck(self, loop: asyncio.AbstractEventLoop, job: _Job) -> None:
+    def _exit_if_stuck(self, loop: asyncio.AbstractEventLoop, job: _UserCall) -> None:
         if self._running is job:
             os._exit(self._exit_status)
         self._look(loop)

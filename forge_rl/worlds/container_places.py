@@ -16,7 +16,7 @@ from forge_rl.sandbox.workspaces.image_changes import LayerNames, RootNames
 from forge_rl.worlds.image_lookahead import image_lookahead
 
 
-class Place(Protocol):
+class ContainerPlace(Protocol):
     """The sessions of one episode's image."""
 
     async def hold(self) -> None:
@@ -39,7 +39,7 @@ class Place(Protocol):
         """Let go of the image."""
 
 
-def place_of(reference: str, limits: Limits, *, store: str, provider: str) -> Place:
+def place_of(reference: str, limits: Limits, *, store: str, provider: str) -> ContainerPlace:
     """Return where containers of an image run.
 
     Args:
