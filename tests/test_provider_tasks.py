@@ -253,6 +253,30 @@ async def test_containers_that_another_process_ends_first_stop_no_start():
     assert ended == ["gone", "left"]
 
 
+async def test_a_container_whose_start_is_cancelled_is_ended():
+    began, ready, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Container:
+        async def close(self) -> None:
+            ended.set()
+
+    class Provider:
+        async def start(self, image: str, limits: Limits) -> Container:
+            began.set()
+            await ready.wait()
+            return Container()
+
+    provider: Any = Provider()
+    opening = asyncio.create_task(RentedSession.open(provider, "task:1", Limits(), watched=False))
+    await began.wait()
+    opening.cancel()
+    await asyncio.sleep(0)
+    ready.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert ended.is_set()
+
+
 def test_keys_that_no_header_may_have_are_refused_without_naming_them(monkeypatch: pytest.MonkeyPatch):
     for key in ("secret-key\n", " secret-key", "secret\x7fkey", "secret\r\nkey"):
         monkeypatch.setenv("E2B_API_KEY", key)
