@@ -172,7 +172,8 @@ def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
             fileobj=io.BytesIO(archive), mode="r:", ignore_zeros=True, encoding="utf-8", errors="surrogateescape"
         ) as file:
             while (member := file.next()) is not None:
-                file.members.clear()  # an archive can have many more than were asked for
+                # It keeps all members, and an archive can have many more than were asked for.
+                file.members.clear()  # type: ignore[attr-defined]
                 path = posixpath.normpath(member.name)
                 if path not in known_paths:
                     continue
