@@ -319,6 +319,9 @@ async def test_mirrors_are_those_of_registries_conf(tmp_path: Path, monkeypatch:
         path.write_text("[[registry")
         with pytest.raises(ConfigError, match="cannot be read as registries"):
             ImageStore(tmp_path / "store")
+        path.unlink()
+        with pytest.raises(ConfigError, match="which is not a file"):
+            ImageStore(tmp_path / "store")
 
 
 @pytest.mark.parametrize(

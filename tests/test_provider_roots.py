@@ -6,10 +6,12 @@ import os
 import stat
 import subprocess
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
+from forge_rl.sandbox.providers import roots
 from forge_rl.sandbox.providers.roots import (
     ARCHIVE,
     LIST,
@@ -90,10 +92,27 @@ def test_an_archive_that_lies_gives_what_was_asked_for_only():
         (member("../a2"), b"no"),
         (member("./other"), b"no"),
     )
-    assert unpacked(packed, ["a", "b", "c", "d", "e"]) == {"a": b"data", "b": b"data", "c": b"/etc/shadow", "d": b""}
+    assert unpacked(packed, ["a", "b", "c", "d", "e"]) == {"a": b"data", "b": b"data", "c": b"/etc/shadow"}
     for data in (b"", b"x" * 5000, packed[:700]):
         with contextlib.suppress(UnreadableRootError):
             assert unpacked(data, ["a"]).keys() <= {"a"}
+
+
+def test_a_listing_without_end_costs_the_episode_not_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(roots, "_MOST_FILES", 3)
+    before = root(f"{FILE} 1 1 1 /a", f"{FILE} 1 1 1 /b")
+    lines = [f"{FILE} 1 1 1 /{name}" for name in "abcdef"]
+    assert len(before.changed_to(listing(*lines[:5]))) == 3
+    with pytest.raises(UnreadableRootError, match="more than 3 new files"):
+        before.changed_to(listing(*lines))
+
+
+def test_applied_files_are_as_new_as_written_ones():
+    """Make would not build again what an older source has, and zip refuses times before 1980."""
+    began_s = int(time.time())
+    packed, _, _ = packed_changes([Change(path="a", before=None, after=Entry(mode=0o100644, data=b"x"))])
+    with tarfile.open(fileobj=io.BytesIO(packed)) as opened:
+        assert [began_s <= item.mtime <= time.time() for item in opened] == [True]
 
 
 def test_what_does_not_fit_is_left_out_and_named():

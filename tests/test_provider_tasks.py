@@ -18,6 +18,8 @@ from forge_rl.sandbox import Limits, SandboxError
 from forge_rl.sandbox.providers.containers import RentedSession, container_provider
 from forge_rl.sandbox.providers.owners import this_owner
 from forge_rl.sandbox.providers.roots import UnreadableRootError
+from forge_rl.sandbox.providers.sdk import Sweeper
+from forge_rl.system.variables import api_key
 from tests.container_machine import ContainerMachine, container_machine, machine_image
 from tests.daytona_server import KEY as DAYTONA_KEY
 from tests.daytona_server import DaytonaServer
@@ -233,6 +235,54 @@ async def test_containers_of_a_killed_program_end_with_the_next_provider(server:
             assert owners.keys() - left(server).keys() == {"a" * 64}
     finally:
         await provider.close()
+
+
+async def test_containers_that_another_process_ends_first_stop_no_start():
+    dead = this_owner().rpartition(" ")[0] + " 1"
+    ended = list[str]()
+
+    async def listed() -> list[tuple[str, str]]:
+        return [("gone", dead), ("left", dead), ("own", this_owner())]
+
+    async def end(name: str) -> None:
+        ended.append(name)
+        if name == "gone":
+            raise SandboxError("the service has no such container")
+
+    await Sweeper().sweep(listed, end)
+    assert ended == ["gone", "left"]
+
+
+async def test_a_container_whose_start_is_cancelled_is_ended():
+    began, ready, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Container:
+        async def close(self) -> None:
+            ended.set()
+
+    class Provider:
+        async def start(self, image: str, limits: Limits) -> Container:
+            began.set()
+            await ready.wait()
+            return Container()
+
+    provider: Any = Provider()
+    opening = asyncio.create_task(RentedSession.open(provider, "task:1", Limits(), watched=False))
+    await began.wait()
+    opening.cancel()
+    await asyncio.sleep(0)
+    ready.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert ended.is_set()
+
+
+def test_keys_that_no_header_may_have_are_refused_without_naming_them(monkeypatch: pytest.MonkeyPatch):
+    for key in ("secret-key\n", " secret-key", "secret\x7fkey", "secret\r\nkey"):
+        monkeypatch.setenv("E2B_API_KEY", key)
+        with pytest.raises(ConfigError, match="E2B_API_KEY starts or ends with white space") as caught:
+            api_key("provider=e2b", "E2B_API_KEY")
+        assert "secret" not in f"{caught.value} {caught.value.hint}"
 
 
 @DOCKER

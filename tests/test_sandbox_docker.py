@@ -51,6 +51,16 @@ async def test_commands_files_and_errors_come_back_as_from_a_pool(tmp_path: Path
     assert made["HostConfig"].items() >= (confined | bounds).items()
 
 
+async def test_a_pool_has_a_connection_for_each_command_and_none_between(tmp_path: Path):
+    """A data set has a pool for each image: idle connections would take all descriptors."""
+    async with DockerServer(tmp_path) as server, pool_of(server, sessions=64) as pool:
+        connections = pool.client._client._transport._pool  # type: ignore[attr-defined]
+        async with pool.session() as session:
+            await session.run("true")
+            assert connections.connections == []
+        assert connections._max_connections == 128
+
+
 async def test_containers_of_a_killed_program_end_with_the_next_pool_and_those_of_others_stay(tmp_path: Path):
     async with DockerServer(tmp_path) as server, pool_of(server) as other:
         living = await other.open()

@@ -213,7 +213,7 @@ class TrainSettings:
     passes see the weights: engines in float32 get rounded weights of a bfloat16 trainer."""
     modelling: Modelling = "auto"
     """Code that computes the model. native: torchtitan's, for the families that have it. transformers: transformers'
-    own, for every causal language model with its attention interface; FSDP and HSDP are then the only layouts. auto:
+    own, for every causal language model with its attention interface, in fewer layouts. auto:
     native where there is one."""
     seq_len: Operational[int] = 1024
     """Maximum tokens of a packed row on one device; a row is one microbatch, and no episode is longer."""

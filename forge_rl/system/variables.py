@@ -86,7 +86,7 @@ def api_key(flag: str, variable: str) -> str:
     """Return the API key in the variable that the option `api_key_env` of a flag names; "" if it names none.
 
     Raises:
-        ConfigError: it is not the name of a variable, or the variable is not set.
+        ConfigError: it is not the name of a variable, or the variable is not set, or cannot be sent in a header.
     """
     if variable and not variable.isidentifier():  # it may be the key itself: never print it
         raise ConfigError(
@@ -98,7 +98,13 @@ def api_key(flag: str, variable: str) -> str:
             f"{flag}: the environment variable {variable} is not set",
             hint="set it to the server's key, name another as api_key_env=NAME, or write api_key_env= if it needs none",
         )
-    return os.environ.get(variable, "")
+    key = os.environ.get(variable, "")
+    if key != key.strip() or not key.isprintable():  # no header may have it, and HTTP clients' errors print the header
+        raise ConfigError(
+            f"{flag}: the environment variable {variable} starts or ends with white space, or has a control character",
+            hint="set it to the key alone",
+        )
+    return key
 
 
 def hide() -> None:

@@ -17,7 +17,7 @@ the weight's gradient is added to its sum once."""
 _CHUNK_SHARE = 80
 """They take at most 1/80 of a GPU's memory, less than a plan counts for torch's products."""
 _LEAST_BYTES = 128 << 20
-"""Their bytes on a GPU of which that is less."""
+"""Maximum on small GPUs, of whose memory 1/80 would be less."""
 
 
 def score_in_products(

@@ -3,8 +3,7 @@
 The head's logits are reduced to a few sums of each token, and their gradient is written in its final dtype; SwiGLU and
 its gradient are computed within the products before them. Each is one kernel, in Triton, and an operation of torch's.
 A product of Triton's may be slower than cuBLAS's by more than the saved traffic, so that the trainer measures both at
-its start, see
-`kernel_speed`.
+its start, see `kernel_speed`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SPLITS = 16
 
 
 def has_fused_products(x: torch.Tensor, kernel: str) -> bool:
-    """Return whether products for tensors like x are such: "products" of layers or "logits", 16 bits wide, on CUDA.
+    """Return whether fused products serve tensors like x: "products" of layers or "logits", 16 bits wide, on CUDA.
 
     Plans count torch's own products, which take more memory: which ones are faster is measured at the start.
     """

@@ -14,9 +14,17 @@ _SYSTEM = "/etc/containers/registries.conf"
 
 
 def mirrors_file() -> Path | None:
-    """Return the file with the mirrors of this user, or else of this machine; None if there is none."""
+    """Return the file with the mirrors of this user, or else of this machine; None if there is none.
+
+    Raises:
+        ConfigError: CONTAINERS_REGISTRIES_CONF names something else than a file.
+    """
+    if (named := value_of("CONTAINERS_REGISTRIES_CONF")) and not Path(named).expanduser().is_file():
+        raise ConfigError(
+            f"CONTAINERS_REGISTRIES_CONF is {named!r:.200}, which is not a file", hint="correct it, or unset it"
+        )
     config = value_of("XDG_CONFIG_HOME") or "~/.config"
-    places = [value_of("CONTAINERS_REGISTRIES_CONF"), f"{config}/containers/registries.conf", _SYSTEM]
+    places = [named, f"{config}/containers/registries.conf", _SYSTEM]
     paths = (Path(place).expanduser() for place in places if place)
     return next((path for path in paths if path.is_file()), None)
 

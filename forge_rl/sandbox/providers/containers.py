@@ -40,6 +40,8 @@ _GRACE_S = 15.0
 """Time beyond a command's limit before its container is ended."""
 _FILES_S = 300.0
 """Time to list, pack or apply the files of a root."""
+_CANCEL_S = 10.0
+"""Time that a cancelled start gets to end, so that its container can be ended."""
 _LIST_BYTES = 256 << 20
 _SIGKILL = 137
 
@@ -113,6 +115,19 @@ def container_provider(name: str) -> ContainerProvider:
     return provider
 
 
+async def _started(provider: ContainerProvider, image: str, limits: Limits) -> ProviderContainer:
+    """Start a container; if cancelled, end it first, as nobody would know of it and it would cost money for hours."""
+    starting = asyncio.ensure_future(provider.start(image, limits))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(_CANCEL_S):
+                container = await starting
+            await container.close()
+        raise
+
+
 class RentedSession:
     """A session of an image in a provider's container, with the methods of `PoolSession` that tasks with images use.
 
@@ -146,7 +161,7 @@ class RentedSession:
         Raises:
             SandboxError: it does not start, or lacks the programs that are needed.
         """
-        container = await provider.start(image, limits)
+        container = await _started(provider, image, limits)
         try:
             session = cls(container, limits, ("", ""), None)
             lines = (await session._script(roots.DESCRIBE)).stdout.split("\n")

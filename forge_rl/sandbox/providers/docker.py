@@ -71,7 +71,10 @@ class DockerPool(ProviderPool["DockerSession"]):
 
     def __post_init__(self) -> None:
         check_flags(self, "DockerPool:", minimum={"sessions": 1, "idle_s": 1})
-        transport = httpx.AsyncHTTPTransport(uds=self.socket)
+        # A client's limits are not its transport's. An idle connection would stay for as long as the pool, of which a
+        # data set has one for each image.
+        limits = httpx.Limits(max_connections=2 * self.sessions, max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(uds=self.socket, limits=limits)
         self._start(WebClient("Docker", most_requests=2 * self.sessions, transport=transport))
         self._pulling = asyncio.Lock()
         self._is_ready = False

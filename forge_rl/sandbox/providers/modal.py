@@ -69,7 +69,8 @@ class ModalContainers:
         sandboxes = list[tuple[str, str]]()
         async with asking("Modal", REQUEST_S):
             async for sandbox in self._sdk.Sandbox.list.aio(app_id=self._app.app_id):
-                sandboxes.append((sandbox.object_id, (await sandbox.get_tags.aio()).get(OWNER, "")))
+                with contextlib.suppress(self._sdk.exception.NotFoundError):  # it has just ended
+                    sandboxes.append((sandbox.object_id, (await sandbox.get_tags.aio()).get(OWNER, "")))
         return sandboxes
 
     async def _end(self, name: str) -> None:

@@ -19,7 +19,7 @@ def has_ended(owner: str) -> bool:
         return False
     try:
         return _start_time(int(pid)) != start_time
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while its file is read
         return True
 
 

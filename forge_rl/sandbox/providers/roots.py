@@ -13,6 +13,7 @@ import posixpath
 import re
 import stat
 import tarfile
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ APPLY = (
 )
 """Shell script that deletes the files and folders listed in $0.files and $0.folders, and unpacks $0."""
 _LINE = re.compile(rb"([0-9a-f]{1,8}) (\d{1,19}) (-?\d{1,19}) (-?\d{1,19}) /([^\n]+)")
+_MOST_FILES = 1 << 20
+"""Maximum new files in a later listing: each takes some 400 bytes of this process while roots are compared."""
 _MOUNTED = ("etc/hosts", "etc/hostname", "etc/resolv.conf")
 """Files that container engines mount."""
 
@@ -106,8 +109,14 @@ class RootListing:
         """Compare with a later listing; return paths with their facts before and after, folders first.
 
         Paths in something else than a folder are left out.
+
+        Raises:
+            UnreadableRootError: it has more files than a command could have made in earnest.
         """
-        before, after = _facts(zlib.decompress(self.packed)), _facts(listed)
+        listed_before = zlib.decompress(self.packed)
+        if listed.count(b"\n") > listed_before.count(b"\n") + _MOST_FILES:
+            raise UnreadableRootError(f"the root has more than {_MOST_FILES} new files")
+        before, after = _facts(listed_before), _facts(listed)
         changed = []
         for path in sorted(before.keys() | after.keys()):
             old, new = before.get(path), after.get(path)
@@ -162,16 +171,19 @@ def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
         with tarfile.open(
             fileobj=io.BytesIO(archive), mode="r:", ignore_zeros=True, encoding="utf-8", errors="surrogateescape"
         ) as file:
-            for member in file:
+            while (member := file.next()) is not None:
+                # It keeps all members, and an archive can have many more than were asked for.
+                file.members.clear()  # type: ignore[attr-defined]
                 path = posixpath.normpath(member.name)
                 if path not in known_paths:
                     continue
                 if member.issym():
                     contents[path] = member.linkname.encode("utf-8", "surrogateescape")
                 elif member.islnk():
-                    contents[path] = contents.get(posixpath.normpath(member.linkname), b"")
-                elif member.isreg() and not member.issparse() and (content := file.extractfile(member)) is not None:
-                    contents[path] = content.read()
+                    if (content := contents.get(posixpath.normpath(member.linkname))) is not None:
+                        contents[path] = content
+                elif member.isreg() and not member.issparse() and (opened := file.extractfile(member)) is not None:
+                    contents[path] = opened.read()
     except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError, MemoryError) as error:
         raise UnreadableRootError(f"the changed files came in no archive: {error!r:.200}") from None
     return contents
@@ -203,7 +215,7 @@ def _entry(facts: FileFacts | None, data: bytes | None) -> Entry | None:
 
 def packed_changes(changes: Sequence[Change]) -> tuple[bytes, bytes, bytes]:
     """Return what APPLY reads: the archive, the files and the folders to delete before it is unpacked."""
-    files, folders, archive = list[str](), list[str](), io.BytesIO()
+    files, folders, archive, now_s = list[str](), list[str](), io.BytesIO(), int(time.time())
     with tarfile.open(
         fileobj=archive, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
     ) as file:
@@ -217,6 +229,7 @@ def packed_changes(changes: Sequence[Change]) -> tuple[bytes, bytes, bytes]:
             if after is None:
                 continue
             member = tarfile.TarInfo(change.path)
+            member.mtime = now_s  # as of a file just written: make compares times, and zip has none before 1980
             if stat.S_ISDIR(after.mode):
                 member.type, member.mode = tarfile.DIRTYPE, 0o755
                 file.addfile(member)

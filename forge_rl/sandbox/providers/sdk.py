@@ -110,5 +110,6 @@ class Sweeper:
                 return
             for name, owner in await listed():
                 if has_ended(owner):
-                    await end(name)
+                    with contextlib.suppress(SandboxError):  # another process of this machine may be ending it
+                        await end(name)
             self._is_done = True
