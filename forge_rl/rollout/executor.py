@@ -179,8 +179,8 @@ class RolloutExecutor:
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
             await self._hand_to_trainer()
-        if isinstance(self._run_episode, PreparesTasks):  # before what trains now, which leaves time for it
-            self._run_episode.prepare(self._scheduler.coming_tasks())
+        if isinstance(self._run_episode, PreparesTasks):  # as early as the next batch, which is not planned yet, would
+            self._run_episode.prepare(self._scheduler.coming_tasks(batches=2))
         self._advance()
         self.last = Batch(groups=batch_groups, version=version)
         if text := self._advice.look_at(self.last, max_tokens=self._generator.sampling.max_tokens):
