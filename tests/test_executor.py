@@ -10,6 +10,7 @@ import torch
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.envs.task_list import TaskList
 from forge_rl.errors import (
     ServiceError,
     SpendingError,
@@ -26,7 +27,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.hold import Hold
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
-from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
+from forge_rl.types import Batch, Episode, Group, Message, Outcome, Score, Task, Turn
 from tests.staged_rollouts import (
     CountingSource,
     MortalGenerator,
@@ -49,6 +50,23 @@ async def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
     assert [len(group.episodes) for group in batch.groups] == [4, 4, 4]
     assert batch.version == 5
     assert batch.rewards.shape == (3, 4)
+
+
+async def test_the_coming_tasks_are_told_when_a_batch_begins_and_when_it_is_there() -> None:
+    messages: tuple[Message, ...] = ({"role": "user", "content": "1"},)
+    tasks = [Task(id=str(number), source="list", messages=messages) for number in range(30)]
+    environment, told = StagedEnvironment(SingleTurn), list[list[str]]()
+    environment.prepare = lambda tasks: told.append([task.id for task in tasks])  # type: ignore[method-assign]
+    generator = StagedGenerator()
+    mixture = Mixture({"list": TaskList("list", tasks, (), seed=0)})
+    executor = rollouts(environment=environment, mixture=mixture, generator=generator)
+    batches = []
+    for generator.version in range(3):
+        batch = await executor.next_batch()
+        batches.append([group.task.id for group in batch.groups])
+    assert len(told) == 6
+    assert told[0] == batches[0] + batches[1], "the first batch, and the one after it"
+    assert told[1] == told[2] == batches[1] + batches[2], "while the first batch trains"
 
 
 async def test_a_source_with_an_adapter_is_written_with_it_in_batches_and_evaluations() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forge_rl.envs.protocol import Env, EnvFactory, leaves_of, prepare_env, sees_thoughts
+from forge_rl.envs.protocol import Env, EnvFactory, SharesFiles, leaves_of, prepare_env, sees_thoughts
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -51,6 +51,19 @@ class BySource:
             source_tasks = [task for task in tasks if task.source == source]
             counts.update(prepare_env(factory, source_tasks))
         return counts
+
+    def serve_files(self, address: str, key: str) -> Sequence[str]:
+        """Let the environments that can do so serve the files of their tasks; see `EnvFactory`."""
+        urls = [url for factory in self._sharing() for url in factory.serve_files(address, key)]
+        return list(dict.fromkeys(urls))
+
+    def ask_peers(self, urls: Sequence[str], key: str) -> None:
+        """Tell these environments where other hosts serve."""
+        for factory in self._sharing():
+            factory.ask_peers(urls, key)
+
+    def _sharing(self) -> list[SharesFiles]:
+        return [factory for factory in self.environments.values() if isinstance(factory, SharesFiles)]
 
     def __call__(self, task: Task) -> Env:
         if task.source not in self.environments:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.token_arrays import CompactRecord
@@ -125,13 +125,24 @@ class EnvFactory(Protocol):
     Its environments see completions without the model's thoughts, as drafts are not to be acted on; with `thoughts =
     True` they see these too. A method `prepare(tasks)` is called in each of its processes with the tasks that
     come next; it begins to fetch their files without waiting for them, and returns counts since the last call, which
-    become metrics. With `leaves = L`, an episode may grow into a tree of up to L of
-    its group's episodes, see `Step.branches` and `Step.forks`. With `scores_itself = True` their steps give every
-    episode its reward, so that flags which name another are refused.
+    become metrics. If it is a `SharesFiles`, hosts get such files from each other. With `leaves = L`, an episode may
+    grow into a tree of up to L of its group's episodes, see `Step.branches` and `Step.forks`. With `scores_itself =
+    True` their steps give every episode its reward, so that flags which name another are refused.
     """
 
     def __call__(self, task: Task) -> Env:
         """Return an environment for one episode."""
+
+
+@runtime_checkable
+class SharesFiles(Protocol):
+    """A factory whose processes on several hosts pass each other the files that they fetched for tasks."""
+
+    def serve_files(self, address: str, key: str) -> Sequence[str]:
+        """Serve this process's files at an address of its host, to whoever sends the key; return the URLs."""
+
+    def ask_peers(self, urls: Sequence[str], key: str) -> None:
+        """Ask other hosts, at these URLs, before a file's source."""
 
 
 class Policy(Protocol):

@@ -156,7 +156,7 @@ class RolloutExecutor:
         self._scheduler.reconfigure(self.config)
         if isinstance(self._run_episode, PreparesTasks):
             self._advance()
-            self._run_episode.prepare(self._scheduler.coming_tasks())
+            self._run_episode.prepare(self._scheduler.coming_tasks())  # also after a recovery, or a changed mixture
         async with self._attesting(), self._devices.trainers_wait():
             while True:
                 await self._while_paused()
@@ -179,6 +179,8 @@ class RolloutExecutor:
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
             await self._hand_to_trainer()
+        if isinstance(self._run_episode, PreparesTasks):  # as early as the next batch, which is not planned yet, would
+            self._run_episode.prepare(self._scheduler.coming_tasks(batches=2))
         self._advance()
         self.last = Batch(groups=batch_groups, version=version)
         if text := self._advice.look_at(self.last, max_tokens=self._generator.sampling.max_tokens):

@@ -341,10 +341,10 @@ class Scheduler:
 
     # State.
 
-    def coming_tasks(self) -> list[Task]:
-        """Return the tasks of planned groups in order, then those that the batch after them will probably draw."""
+    def coming_tasks(self, batches: int = 1) -> list[Task]:
+        """Return the tasks of planned groups in order, then those that the batches after them will probably draw."""
         groups = sorted(self.planner.groups(), key=lambda group: (group.batch, group.order))
-        return [*(group.task for group in groups), *self.tasks.coming(self._groups)]
+        return [*(group.task for group in groups), *self.tasks.coming(batches * self._groups)]
 
     @property
     def in_flight(self) -> int:

@@ -17,6 +17,7 @@ from forge_rl.envs.protocol import (
     Given,
     Observation,
     Parsed,
+    SharesFiles,
     Step,
     close_env,
     fork_env,
@@ -31,12 +32,14 @@ from forge_rl.envs.protocol import (
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.flags.categories import Operational
+from forge_rl.runtime.addresses import HostNetwork
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import Seats, ServiceHosts, check_bounds
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
+from forge_rl.services.file_peers import FilePeers, order_on_host
 from forge_rl.services.user_thread import StuckError, UserThread
 from forge_rl.types import Task
 
@@ -89,6 +92,9 @@ class Environment:
         self.replays: Counter[str] = Counter()
         """Sessions whose replica died since the last `pop_metrics`: "replayed", "refused" by their environment, or
         "differed" when they were replayed."""
+        self._file_peers: FilePeers | None = None
+        if service is not None:
+            self._file_peers = FilePeers(config.deadline_s, may_be_public=service.cluster.may_be_public)
         self._prepared: Counter[str] = Counter()
         """Sums of what the factory's `prepare` counted since the last `pop_metrics`."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -200,9 +206,19 @@ class Environment:
         """
         if self._service is None or not hasattr(self._factory, "prepare") or not tasks:
             return
-        for replica in self._service.replicas:
-            if replica.alive:
-                self.close_later(self._prepare(replica, tasks))
+        living = [replica for replica in self._service.replicas if replica.alive]
+        hosts = list(dict.fromkeys(replica.host for replica in living))
+        for replica in living:
+            ordered_tasks = order_on_host(tasks, hosts.index(replica.host), len(hosts))
+            self.close_later(self._prepare(replica, ordered_tasks))
+        if isinstance(self._factory, SharesFiles) and self._file_peers is not None:
+            self.close_later(self._connect(self._file_peers, living))
+
+    async def _connect(self, file_peers: FilePeers, replicas: Sequence[Replica]) -> None:
+        try:
+            await file_peers.connect(replicas)
+        except ForgeError:  # files come from their source
+            self._prepared["peers_failed"] += 1
 
     async def _prepare(self, replica: Replica, tasks: Sequence[Task]) -> None:
         try:
@@ -462,6 +478,17 @@ class EnvironmentActor(ServiceActor):
 
     async def prepare(self, tasks: Sequence[Task]) -> dict[str, float]:
         return dict(prepare_env(self._factory, tasks))
+
+    async def network(self) -> HostNetwork:
+        return HostNetwork.of_this_host()
+
+    async def serve_files(self, address: str, key: str) -> Sequence[str]:
+        assert isinstance(self._factory, SharesFiles)
+        return self._factory.serve_files(address, key)
+
+    async def ask_peers(self, urls: Sequence[str], key: str) -> None:
+        assert isinstance(self._factory, SharesFiles)
+        self._factory.ask_peers(urls, key)
 
     async def fork(self, key: int, copy: int) -> None:
         self._envs[copy] = await fork_env(self._envs[key])

@@ -58,7 +58,9 @@ class LocalPlace:
         self._image: ContainerImage | None = None
 
     async def hold(self) -> None:
-        """Fetch the image, which its store keeps until this is closed. Each call counts as a use of it."""
+        """Fetch the image, which its store keeps until this is closed: one use of it, however often this is called."""
+        if self._image is not None:
+            return
         self._image = await self._held.enter_async_context(image_lookahead(self._store).use(self._reference))
 
     async def open(self) -> DurableSession:
@@ -83,6 +85,7 @@ class LocalPlace:
 
     async def close(self) -> None:
         """Let go of the image."""
+        self._image = None
         await self._held.aclose()
 
 

@@ -30,6 +30,7 @@ class ImageLookahead:
     Args:
         most_images: images that are held for coming tasks; later ones are left to their episodes, or the next call.
         most_bytes: no further image is fetched once those held take this much of the disk.
+        shares: whether other hosts of the run may get layers from this one, and this one from them.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ImageLookahead:
         *,
         most_images: int = _MOST_IMAGES,
         most_bytes: int = _MOST_BYTES,
+        shares: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
@@ -57,6 +59,8 @@ class ImageLookahead:
         self._ready: set[str] = set()
         """Those that were in place at some time."""
         self._counts: defaultdict[str, float] = defaultdict(float)
+        self._shares = shares
+        self._serving, self._port = contextlib.ExitStack(), 0
 
     def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
         """Begin to fetch images, those needed first ahead of others, in place of those named before.
@@ -92,8 +96,20 @@ class ImageLookahead:
                 self._counts["image_wait_s"] += self._clock() - began_s
             yield image
 
+    def serve_files(self, address: str, key: str) -> list[str]:
+        """Serve the store's layers to other hosts; return the URL, none if it has other peers."""
+        if not self._port and self._shares:
+            self._port = self._serving.enter_context(self.store.serve(address, 0, key))
+        return [f"http://{address}:{self._port}"] if self._port else []
+
+    def ask_peers(self, urls: Sequence[str], key: str) -> None:
+        """Ask other hosts for layers before their source, unless the store has other peers."""
+        if self._shares:
+            self.store.peers = LayerPeers(addresses=urls, key=key)
+
     async def close(self) -> None:
-        """Stop fetching, and hold nothing."""
+        """Stop fetching and serving, and hold nothing."""
+        self._serving.close()
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.wait([self._fetching])
@@ -142,4 +158,4 @@ def image_lookahead(folder: str) -> ImageLookahead:
     """
     addresses = value_of("FORGE_RL_IMAGE_PEERS").split()
     peers = LayerPeers(addresses=addresses, key=api_key("image peers", "FORGE_RL_IMAGE_KEY")) if addresses else None
-    return ImageLookahead(ImageStore(Path(folder).expanduser(), peers=peers))
+    return ImageLookahead(ImageStore(Path(folder).expanduser(), peers=peers), shares=not addresses)

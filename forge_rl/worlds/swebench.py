@@ -141,6 +141,15 @@ class SweBenchEnv:
         references = [str(task.truth["image"]) for task in tasks]
         return {} if self.provider else image_lookahead(self.images).prepare(references)
 
+    def serve_files(self, address: str, key: str) -> Sequence[str]:
+        """Serve images' layers to other hosts of the run; see `EnvFactory`."""
+        return [] if self.provider else image_lookahead(self.images).serve_files(address, key)
+
+    def ask_peers(self, urls: Sequence[str], key: str) -> None:
+        """Ask other hosts of the run for images' layers first."""
+        if not self.provider:
+            image_lookahead(self.images).ask_peers(urls, key)
+
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
 

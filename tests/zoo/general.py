@@ -467,10 +467,8 @@ UNSERVED = {
     "Qwen/Qwen3.5-4B, its text model": "failed to be inspected",
     "Qwen/Qwen3.5-35B-A3B, its text model": "failed to be inspected",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "is_act_and_mul=False is supported only for",
-    "arcee-ai/Trinity-Nano-Preview": "leaves 1 of the engine's weights unchanged",
 }
 """Those without an engine on CPU, and the error: vLLM's code of Qwen3.5 imports torchvision, and its experts on CPU
-must have gates, which those of Nemotron 3 do not. It holds Trinity's biases that choose experts twice, and a load of a
-version, which finds one of the two unchanged, is refused."""
+must have gates, which those of Nemotron 3 do not."""
 LONG_TURNS = {"meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model": 9}
 """Turns of an episode that is longer than a chunk, which has to be whole blocks of the engine's cache, of 32 tokens."""

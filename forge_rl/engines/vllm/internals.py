@@ -255,6 +255,25 @@ def begin_reload(model: torch.nn.Module) -> None:
     check_names(get_layerwise_info(model), _OF_LAYER)
 
 
+def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return second names of parameters during a reload, with the names under which their values come.
+
+    vLLM registers a mixture's biases that choose experts with the experts, too. A reload sets those of AFMoE aside
+    under their first name alone, and copies the new values into the same memory at its end.
+
+    Args:
+        before: the parameters before the reload, each by its first name.
+    """
+    first_names = {(values.data_ptr(), values.shape): name for name, values in before.items() if values.numel()}
+    return {
+        name: first_names[place]
+        for name, parameter in model.named_parameters()
+        if name not in before
+        and not parameter.is_meta
+        and (place := (parameter.data_ptr(), parameter.shape)) in first_names
+    }
+
+
 def was_untied(model_config: Any) -> bool:
     """Return True if config.json ties the output projection to the embedding, and the files hold one all the same.
 

@@ -244,7 +244,9 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         internals.begin_reload(self.model)
         self._watch = SliceWatch(self.model, before)
         self._tied = HEAD not in before
-        names = {name.replace(internals.WRAPPED, ".") for name, _ in self.model.named_parameters()}
+        self._aliases = internals.aliases(self.model, before)
+        first_names = [name for name, _ in self.model.named_parameters() if name not in self._aliases]
+        names = {name.replace(internals.WRAPPED, ".") for name in first_names}
         self._expected = names - ({HEAD} if self._tied else set())
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
@@ -308,6 +310,15 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         self._check_complete()
         with self._watch:
             internals.finish_reload(self.model, self.model_config, tied=self._tied)
+        live = dict(self.model.named_parameters(remove_duplicate=False))
+        if parted := [
+            alias for alias, name in self._aliases.items() if live[alias].data_ptr() != live[name].data_ptr()
+        ]:
+            raise WeightsError(
+                f"version {self._version} leaves {parted[:3]} unchanged, which shared memory with "
+                f"{[self._aliases[alias] for alias in parted[:3]]}",
+                hint=f"install vLLM {internals.TRIED_ON}",
+            )
 
     def report(self) -> WorkerReport:
         """Report the last load, once its weights are in place."""

@@ -107,7 +107,7 @@ class ImageStore:
             mirrors={host: tuple(addresses) for host, addresses in (mirrors or {}).items()},
             credential_files=credential_files() if credentials is None else tuple(credentials),
         )
-        self._progress, self._peers = progress, peers
+        self._progress, self.peers = progress, peers
         self._threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="images")
         self._lookups: dict[tuple[object, ...], Future[ImageContent]] = {}
         self._lookup_threads = ThreadPoolExecutor(_LAYERS_AT_A_TIME, thread_name_prefix="image-names")
@@ -300,7 +300,7 @@ class ImageStore:
             shared = self._work.get(blob.diff_id)
             if shared is None or shared.work.is_unwanted.is_set() or shared.future.done():
                 work = LayerWork(blob, self._progress)
-                future = self._threads.submit(self._layers.obtain, work, source, self._peers)
+                future = self._threads.submit(self._layers.obtain, work, source, self.peers)
                 shared = self._work[blob.diff_id] = _JoinedWork(future, work, reference)
             shared.waiters += 1
         try:

@@ -1,0 +1,65 @@
+"""Lets the environment service's processes on several hosts pass each other the files that they fetched for tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import TypeVar
+
+from forge_rl.runtime.addresses import HostNetwork, meeting_address
+from forge_rl.runtime.replica import Replica
+
+T = TypeVar("T")
+
+
+class FilePeers:
+    """Has one process of each host serve the files that its environments' factory fetched, and all ask other hosts'.
+
+    Args:
+        deadline_s: timeout of one call.
+        may_be_public: allow ports on addresses that the whole internet can reach.
+    """
+
+    def __init__(self, deadline_s: float, *, may_be_public: bool) -> None:
+        self._deadline_s, self._may_be_public = deadline_s, may_be_public
+        self._key = secrets.token_urlsafe(32)
+        """What a process sends with each request to another."""
+        self._connected: set[Replica] = set()
+        self._lock = asyncio.Lock()
+
+    async def connect(self, replicas: Sequence[Replica]) -> None:
+        """Tell each process where those of other hosts serve, unless they have been told before.
+
+        Raises:
+            ConfigError: hosts could reach each other only over public addresses.
+            ForgeError: a process did not answer.
+        """
+        async with self._lock:
+            by_host = {replica.host: replica for replica in reversed(replicas)}
+            is_alone = len(by_host) < 2 and not self._connected  # else it must not ask hosts that are gone
+            if is_alone or set(replicas) == self._connected:
+                return
+            networks: dict[str, HostNetwork] = {
+                host: await replica.ask("network", deadline_s=self._deadline_s) for host, replica in by_host.items()
+            }
+            urls: dict[str, Sequence[str]] = {}
+            for host, replica in by_host.items():
+                other_networks = [network for other, network in networks.items() if other != host]
+                address = meeting_address([networks[host], *other_networks], may_be_public=self._may_be_public)
+                urls[host] = await replica.ask("serve_files", address, self._key, deadline_s=self._deadline_s)
+            for replica in replicas:
+                peers = [url for host in urls if host != replica.host for url in urls[host]]
+                await replica.ask("ask_peers", peers, self._key, deadline_s=self._deadline_s)
+            self._connected = set(replicas)
+
+
+def order_on_host(items: Sequence[T], host: int, hosts: int) -> list[T]:
+    """Return items in nearly the same order, in which hosts that begin at the same time are at different ones.
+
+        order_on_host([1, 2, 3, 4], 1, 2)  # [2, 1, 4, 3]
+
+    What one host has fetched, another then gets from it.
+    """
+    blocks = (items[first : first + hosts] for first in range(0, len(items), hosts))
+    return [block[(host + place) % len(block)] for block in blocks for place in range(len(block))]
