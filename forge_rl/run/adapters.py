@@ -302,6 +302,7 @@ class RunAdapters:
                 continue
             with tempfile.TemporaryDirectory(dir=self._folder, prefix=f"{FOLDER}-") as folder:
                 await self._trainer.adapters.save(adapter.name, Path(folder))
+                self._trainer.adapters_probed.pop(adapter.name, None)  # engines are about to leave that version
                 await self._generator.load_adapter(adapter.name, Path(folder))
             adapter.version = adapter.updates
             await self._trainer.probe_adapter(adapter.name, adapter.version)
