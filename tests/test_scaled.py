@@ -83,6 +83,11 @@ def test_a_resumed_run_keeps_what_it_began_with_on_any_machine() -> None:
     assert not {CONTEXT, NEW_TOKENS} & open_flags(by_code)
 
 
+def test_a_flag_that_is_turned_off_is_named() -> None:
+    flags = open_flags(parse(grpo.Config, "grpo", ["--trainer.no-enable-cpu-offload"]))
+    assert flags == open_flags(parse(grpo.Config, "grpo", [])) - {"trainer.enable_cpu_offload"}
+
+
 def test_an_open_context_ends_at_the_models_positions() -> None:
     config = parse(grpo.Config, "grpo", [])
     scaled, _, lines = with_scaled(config, None, architecture=model("135M", positions=512))
