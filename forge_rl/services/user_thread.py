@@ -31,7 +31,7 @@ class StuckError(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A function to call, and what became of it."""
+    """A function to call, and its result or error."""
 
     function: Callable[[], Any]
     in_hand: RunningCalls | None
@@ -80,13 +80,13 @@ class UserThread:
         self._exit_status = exit_status
         self._executor = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
-        """Held where one thread changes what the other does by whether a queue is empty."""
+        """Guards both queues and `_works`: whether a queue is empty decides who wakes whom."""
         self._jobs: deque[_Job] = deque()
-        """What is not yet called."""
+        """Functions that wait to be called."""
         self._works = False
-        """Whether the thread is at work, and looks for further jobs after each."""
+        """Whether the thread is running functions; it looks for the next one before it stops."""
         self._results: list[_Job] = []
-        """What has returned, for the event loop, which is woken for the first of them."""
+        """Functions that returned, until the event loop takes them; the first one in an empty list wakes it."""
         self._running: _Job | None = None
         self._thread = 0
         """Identifies the thread while it is at work."""
