@@ -135,8 +135,9 @@ class Mixture:
             self.changed.tell(f"mixture {name} {old_weights[name]:g} -> {weight:g}")
 
     def leave_out(self, sources: Collection[str]) -> None:
-        """Draw nothing from these sources and again from all others, from the next batch on. Weights
-        stay, and the other sources keep their proportions. Unknown names have no effect. Not part of the state.
+        """Draw nothing from these sources and again from all others, from the next batch on.
+
+        Weights stay, and the other sources keep their proportions. Unknown names have no effect. Not part of the state.
 
         Raises:
             TaskError: no other source has a weight above 0.

@@ -85,8 +85,8 @@ class VersionProbes:
         probed = self._trainer.probed
         if probed is not None and self._generator.version == probed.version:
             await self._compare(probed, lambda: self._trainer.probed if self._is_loaded(probed) else None)
-        for name, probed in list(self._trainer.adapters_probed.items()):
-            await self._compare(probed, partial(self._adapter_probed, name), adapter=name)
+        for name, adapter_probed in list(self._trainer.adapters_probed.items()):
+            await self._compare(adapter_probed, partial(self._adapter_probed, name), adapter=name)
 
     def _is_loaded(self, probed: ProbedVersion) -> bool:
         return self._generator.version == probed.version
