@@ -48,6 +48,8 @@ class _Job:
         try:
             with contextlib.nullcontext() if self.in_hand is None else self.in_hand.in_thread(self.number):
                 self.result = self.function()
+        except StopIteration as error:  # no future can hold it, and others' results must still be delivered
+            self.error = RuntimeError(f"StopIteration {error}".strip())
         except BaseException as error:
             self.error = error
 
@@ -94,7 +96,7 @@ class UserThread:
         """Next look at the time of the running function; None while there is none."""
 
     async def call(self, function: Callable[[], T], in_hand: RunningCalls | None = None) -> T:
-        """Call a function in the thread, which must not raise StopIteration: no future can hold that.
+        """Call a function in the thread. A StopIteration that it raises becomes a RuntimeError.
 
         Args:
             in_hand: record of the calls being executed.
