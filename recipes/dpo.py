@@ -14,6 +14,7 @@ import forge_rl as rl
 class Config(rl.ExampleConfig):
     """Train a policy on pairs of answers, against the policy that it starts from."""
 
+    LR_POWER = 1.0  # as reinforcement learning's: preferences take smaller rates than supervised training
     loss: rl.Dpo = field(default_factory=rl.Dpo)
 
 

@@ -199,6 +199,7 @@ def test_agents_whose_rewards_rise_together_have_their_mean() -> None:
         assert credit.mean(["proposer", "solver"], [1.0, 0.5 * (number % 4)]) == 0.5 + 0.25 * (number % 4)
         assert credit.mean(["proposer", "solver"], [0.0, 0.0]) == 0.0
         assert credit.mean(["solver"], [-1.0]) == -1.0
+    assert {credit.mean(["proposer", "solver"], [0.0, 1.0]) for _ in range(100)} == {0.5}, "the solver solves all"
 
 
 @pytest.fixture(scope="session")

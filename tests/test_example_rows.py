@@ -90,6 +90,14 @@ FORMS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {**SAID, "reasoning": "2 and 3", "reasoning_details": [{"type": "reasoning.summary", "summary": "Adds."}]},
         THOUGHT,
     ),
+    "OpenRouter's thoughts, hidden": (
+        {**SAID, "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}, {"type": "reasoning.text"}]},
+        SAID,
+    ),
+    "OpenRouter's thoughts, also hidden": (
+        {**SAID, "reasoning": "2 and 3", "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]},
+        THOUGHT,
+    ),
     "OpenAI's refusal": ({"role": "assistant", "content": None, "refusal": "No."}, {**SAID, "content": "No."}),
     "untrained in ShareGPT's words": ({"from": "gpt", "value": "5", "train": False}, {**SAID, "weight": 0}),
     "trained": ({**SAID, "weight": 1.0}, SAID),
@@ -149,6 +157,12 @@ def test_tools_have_one_form_in_all_data_sets(tools: dict[str, object]) -> None:
     task, _ = Columns(kind="conversation").read({"messages": [ASKED, SAID], **tools}, "t")
     assert task.tools == (TOOL,)
     assert not task.truth.keys() & tools.keys()
+
+
+@pytest.mark.parametrize("functions", ["def add(a, b): ...", ["add"]])
+def test_a_column_of_code_or_names_holds_no_tools(functions: object) -> None:
+    task, _ = Columns(kind="conversation").read({"messages": [ASKED, SAID], "functions": functions}, "t")
+    assert (task.tools, task.truth["functions"]) == ((), functions)
 
 
 @pytest.mark.parametrize(

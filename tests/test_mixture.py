@@ -89,10 +89,18 @@ def test_sources_that_are_left_out_give_nothing_and_the_others_keep_their_propor
     restored = _mixture(a=1, b=1, c=1)
     restored.restore(mixture.state())
     assert _quotas(restored, 4) == {"a": 1, "b": 2, "c": 1}, "whoever left it out says so again"
-    with pytest.raises(TaskError, match="above 0 without a, b, c"):
+    with pytest.raises(TaskError, match="all weights without a, b, c are 0"):
         mixture.leave_out("abc")
+    assert _quotas(mixture, 4) == {"a": 2, "c": 2}, "as before"
+    with pytest.raises(TaskError, match="all weights without b are 0"):
+        mixture.update({"a": 0, "c": 0})
+    mixture.adapt(Adapting(adapt="success"))
+    with pytest.raises(TaskError, match="all weights without b are 0"):
+        mixture.update({"a": 0, "c": 0})
+    assert set(_quotas(mixture, 4)) == {"a", "c"}
+    mixture.adapt(Adapting())
     mixture.leave_out([])
-    assert _quotas(mixture, 4) == {"a": 1, "b": 2, "c": 1}
+    assert set(_quotas(mixture, 8)) == {"a", "b", "c"}
 
 
 def test_weights_change_while_live() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +12,16 @@ import pytest
 from forge_rl import RunConfig
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.memory import TrainMemory
-from forge_rl.engines.optimizer import moments_bytes
+from forge_rl.engines.optimizer import OptimizerConfig, moments_bytes
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.flags.command_line import parse
 from forge_rl.run.plan.defaults import with_context, with_recomputation
 from forge_rl.run.plan.scaled import CONTEXT, LR, NEW_TOKENS, chosen_values, open_flags, with_scaled
 from forge_rl.services import generator_config, trainer_config
+from forge_rl.services.trainer import Trainer
 from recipes import code, dapo, distill, dpo, grpo, ppo, reward_model, sft
 
-WEIGHTS = {"135M": 134_515_008, "8B": 8_030_261_248}
+WEIGHTS = {"135M": 134_515_008, "1.7B": 1_720_574_976, "8B": 8_030_261_248}
 
 
 def model(name: str, positions: int = 131_072) -> Any:
@@ -32,12 +32,16 @@ def model(name: str, positions: int = 131_072) -> Any:
     ("recipe", "words", "size", "lr", "line"),
     [
         (grpo, (), "135M", 3e-5, "3e-05 for models up to SmolLM2-135M's size"),
-        (grpo, (), "8B", 3.9e-6, "3e-05 for SmolLM2-135M, over the root of 59.7 times the weights"),
+        (grpo, (), "1.7B", 2.3e-6, "3e-05 for SmolLM2-135M, over 12.8 times the weights"),
+        (grpo, (), "8B", 1e-6, "3e-05 for SmolLM2-135M, over 59.7 times the weights, but at least 1e-06"),
+        (sft, (), "8B", 3.9e-6, "3e-05 for SmolLM2-135M, over the root of 59.7 times the weights"),
+        (dpo, (), "8B", 1e-6, "over 59.7 times the weights"),
         (grpo, ("--trainer.optimizer.lr", "3e-5"), "8B", 3e-5, ""),
         (grpo, ("--lora.rank", "8", "--trainer.optimizer.lr", "3e-5"), "8B", 3e-5, "for adapters: as given; 10 times"),
-        *((each, ("--lora.rank", "8"), "8B", 3.9e-5, "times 10 for adapters") for each in (sft, dpo, distill)),
+        (sft, ("--lora.rank", "8"), "8B", 3.9e-5, "times 10 for adapters"),
+        *((recipe, ("--lora.rank", "8"), "8B", 1e-5, "times 10 for adapters") for recipe in (dpo, distill)),
         (reward_model, (), "8B", 3.9e-6, "59.7 times"),
-        (ppo, ("--lora.rank", "8"), "8B", 3.9e-5, "--critic.optimizer.lr 3.9e-06"),
+        (ppo, ("--lora.rank", "8"), "8B", 1e-5, "--critic.optimizer.lr 3.9e-06"),
     ],
 )
 def test_the_learning_rate_falls_with_the_models_size_unless_named(
@@ -60,10 +64,8 @@ def test_a_resumed_run_keeps_what_it_began_with_on_any_machine() -> None:
     begun, _, _ = with_scaled(config, None, architecture=model("8B"))
     choices = chosen_values(open_flags(config), begun, None) | {NEW_TOKENS: 512, "trainer.seq_len": 2048}
     resumed, _, lines = with_scaled(config, None, architecture=model("8B"), earlier=choices)
-    assert (resumed.trainer.optimizer.lr, resumed.generator.max_tokens, resumed.trainer.seq_len) == (3.9e-6, 512, 2048)
-    assert lines == [
-        "--generator.max-tokens 512 --trainer.optimizer.lr 3.9e-06 --trainer.seq-len 2048: as the run began"
-    ]
+    assert (resumed.trainer.optimizer.lr, resumed.generator.max_tokens, resumed.trainer.seq_len) == (1e-6, 512, 2048)
+    assert lines == ["--generator.max-tokens 512 --trainer.optimizer.lr 1e-06 --trainer.seq-len 2048: as the run began"]
     assert not open_flags(resumed) & choices.keys(), "nothing chooses them anew"
     named = parse(grpo.Config, "grpo", ["--trainer.optimizer.lr", "1e-5", "--generator.max-tokens", "16"])
     resumed, _, _ = with_scaled(named, None, architecture=model("8B"), earlier=choices)
@@ -72,6 +74,18 @@ def test_a_resumed_run_keeps_what_it_began_with_on_any_machine() -> None:
         resumed, _, lines = with_scaled(config, None, architecture=model("8B"), earlier=earlier)
         assert (resumed.trainer.optimizer.lr, lines) == (3e-5, [])
         assert not {LR, CONTEXT, NEW_TOKENS} & open_flags(resumed)
+    del choices[LR], choices[NEW_TOKENS]
+    resumed, _, lines = with_scaled(config, None, architecture=model("8B"), earlier=choices)
+    assert resumed.trainer.optimizer.lr == 1e-6, "named when the run began, and no longer: as in a new run"
+    assert "at least 1e-06" in lines[-1]
+    assert open_flags(resumed) == {NEW_TOKENS}, "a GPU's memory decides"
+    by_code, _, _ = with_scaled(grpo.Config(), None, architecture=model("8B"), earlier=choices)
+    assert not {CONTEXT, NEW_TOKENS} & open_flags(by_code)
+
+
+def test_a_flag_that_is_turned_off_is_named() -> None:
+    flags = open_flags(parse(grpo.Config, "grpo", ["--trainer.no-enable-cpu-offload"]))
+    assert flags == open_flags(parse(grpo.Config, "grpo", [])) - {"trainer.enable_cpu_offload"}
 
 
 def test_an_open_context_ends_at_the_models_positions() -> None:
@@ -135,7 +149,15 @@ def test_on_a_gpu_the_context_is_a_row_that_fits_and_half_of_it_new(
     assert len(lines) == sum(new != old for new, old in zip(expected, (1024, 16), strict=True))
 
 
-def test_a_recipes_own_tokens_stay(tmp_path: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class OwnRate(grpo.Config):
+    trainer: Trainer.Config = field(default_factory=lambda: Trainer.Config(optimizer=OptimizerConfig(lr=2e-6)))
+
+
+def test_a_recipes_own_learning_rate_and_tokens_stay() -> None:
+    assert LR not in open_flags(parse(OwnRate, "recipe", []))
+    scaled, _, _ = with_scaled(parse(OwnRate, "recipe", ["--lora.rank", "4"]), None, architecture=model("8B"))
+    assert scaled.trainer.optimizer.lr == pytest.approx(2e-5), "times 10 for adapters"
     for recipe in (dapo, code):
         config = parse(recipe.Config, "recipe", [])
         assert NEW_TOKENS not in open_flags(config)

@@ -42,3 +42,15 @@ async def test_a_result_does_not_wait_for_the_next_function():
         await asyncio.wait_for(asyncio.shield(second), 0)
     release.set()
     assert await second
+
+
+async def test_stop_iteration_costs_no_other_caller_its_result():
+    thread, release = UserThread(600.0, exit_status=1), threading.Event()
+    calls = [thread.call(lambda: release.wait(600.0)), thread.call(lambda: next(iter(()))), thread.call(lambda: 3)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await asyncio.sleep(0)
+    release.set()
+    first, error, last = await asyncio.gather(*tasks, return_exceptions=True)
+    assert (first, last) == (True, 3)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "StopIteration"

@@ -90,3 +90,20 @@ async def test_numbers_of_versions_are_used_again_after_a_rollback() -> None:
     run.publish(1, "math")
     await run.probes.attest()
     assert run.engines.asked == ["math"] * 4
+
+
+async def test_a_rollback_while_an_engine_answers_fails_no_adapter() -> None:
+    run, answer = Run(), Engines.score_on_each
+
+    class RolledBack(Engines):
+        async def score_on_each(self, texts: Any, *, adapter: str = "") -> dict[tuple[int, int], Logprobs]:
+            run.trainer.adapters_probed = {}
+            self.held[adapter] = -5 * run.drawn.random(TOKENS)
+            return await answer(self, texts, adapter=adapter)
+
+    for name in ("math", "code"):
+        run.publish(0, name)
+    run.engines.__class__ = RolledBack
+    await run.probes.attest()
+    assert run.engines.asked == ["math"], "of the earlier history, nothing is compared"
+    assert "weights/probe_gap/math" not in run.probes.pop_metrics()

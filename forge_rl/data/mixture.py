@@ -56,9 +56,9 @@ class Mixture:
                 f"the weights are for {sorted(source_weights)}, the sources are {sorted(self._sources)}",
                 hint="give one weight per source",
             )
+        self._left_out: frozenset[str] = frozenset()
         self._weights = self._checked({name: source_weights[name] for name in self._sources})
         self._owed = dict.fromkeys(self._sources, 0.0)
-        self._left_out: frozenset[str] = frozenset()
         self.evaluation = dict(evaluation or {})
         self.holds_out = holds_out
         self.overlap = overlap
@@ -124,10 +124,10 @@ class Mixture:
             try:
                 for name, weight in weights.items():
                     self._adaptive.pin(name, weight)
+                self._weights = self._checked(self._adaptive.shares())
             except TaskError:
                 self._adaptive.pinned = old_pinned
                 raise
-            self._weights = self._adaptive.shares()
         else:
             self._weights = self._checked({**self._weights, **weights})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
@@ -135,21 +135,22 @@ class Mixture:
             self.changed.tell(f"mixture {name} {old_weights[name]:g} -> {weight:g}")
 
     def leave_out(self, sources: Collection[str]) -> None:
-        """Draw nothing from some sources, and from all others, from the next batch on; weights stay, and the other
-        sources keep their proportions. Names of no source have no effect. Not part of the state.
+        """Draw nothing from these sources and again from all others, from the next batch on.
+
+        Weights stay, and the other sources keep their proportions. Unknown names have no effect. Not part of the state.
 
         Raises:
             TaskError: no other source has a weight above 0.
         """
-        left_out = frozenset(self._sources.keys() & set(sources))
-        if left_out == self._left_out:
+        old, left_out = self._left_out, frozenset(self._sources.keys() & set(sources))
+        if left_out == old:
             return
-        if not any(weight for name, weight in self._weights.items() if name not in left_out):
-            raise TaskError(
-                f"no source has a weight above 0 without {', '.join(sorted(left_out))}",
-                hint="give another source a weight above 0",
-            )
-        self._left_out = left_out
+        try:
+            self._left_out = left_out
+            self._checked(self._weights)
+        except TaskError:
+            self._left_out = old
+            raise
         self._owed = dict.fromkeys(self._sources, 0.0)
         names = ", ".join(sorted(left_out))
         self.changed.tell(f"mixture draws nothing from {names}" if names else "mixture draws from all sources")
@@ -231,7 +232,7 @@ class Mixture:
         }
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state, with the saved weights.
+        """Resume from a saved state, with the saved weights and no source left out.
 
         Raises:
             TaskError: the saved mixture has other sources.
@@ -247,7 +248,7 @@ class Mixture:
                 )
                 for name, source in self._sources.items():
                     source.restore(sources[name])
-                self._adaptive = adaptive_shares
+                self._adaptive, self._left_out = adaptive_shares, frozenset()
                 self._weights = self._checked({name: weights[name] for name in self._sources})
                 self._owed = {name: float(owed[name]) for name in self._sources}
             case _:
@@ -284,8 +285,9 @@ class Mixture:
         for name, weight in weights.items():
             if not 0 <= weight <= _MOST_WEIGHT:
                 raise TaskError(f"the weight of {name!r} is {weight}", hint=f"set a number from 0 to {_MOST_WEIGHT:g}")
-        if not any(weights.values()):
-            raise TaskError(f"all weights are 0: {weights}", hint="give at least one source a weight above 0")
+        if not any(weight for name, weight in weights.items() if name not in self._left_out):
+            without = f" without {', '.join(sorted(self._left_out))}" if self._left_out else ""
+            raise TaskError(f"all weights{without} are 0: {weights}", hint="give another source a weight above 0")
         return weights
 
 

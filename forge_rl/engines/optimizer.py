@@ -29,7 +29,8 @@ class OptimizerConfig:
     """AdamW, its learning rate schedule and gradient clipping."""
 
     lr: Tunable[float] = 3e-5
-    """Peak learning rate. If left out, models larger than SmolLM2-135M get less, by the root of their weights."""
+    """Peak learning rate. If left out, models larger than SmolLM2-135M get less: 1e-6 from 4 billion weights on, and in
+    supervised training by the root of their weights."""
     weight_decay: Tunable[float] = 0.0
     """Decoupled weight decay of AdamW, of matrices: weights of layers and experts, embeddings and the output head.
     Norms, biases and other vectors do not decay."""

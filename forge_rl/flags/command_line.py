@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import sys
 import tomllib
 import types
@@ -23,6 +24,9 @@ from forge_rl.flags.retired import retired_default
 from forge_rl.flags.texts import suggest
 
 C = TypeVar("C")
+
+_NEGATION = re.compile(r"(?<![^.])no_(?=\w+$)")
+"""Prefix that turns a flag off, as in trainer.no_enable_cpu_offload."""
 
 
 def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
@@ -60,7 +64,8 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         else:
             rest.append(word)
             if name.startswith("--"):
-                given_flags.add(name.removeprefix("--").replace("-", "_"))
+                flag = name.removeprefix("--").replace("-", "_")
+                given_flags |= {flag, _NEGATION.sub("", flag)}
     with giving(given_flags):
         config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
     assert config is not None

@@ -85,13 +85,14 @@ class VersionProbes:
         probed = self._trainer.probed
         if probed is not None and self._generator.version == probed.version:
             await self._compare(probed, lambda: self._trainer.probed if self._is_loaded(probed) else None)
-        for name in list(self._trainer.adapters_probed):
-            await self._compare(
-                self._trainer.adapters_probed[name], partial(self._trainer.adapters_probed.get, name), adapter=name
-            )
+        for name, adapter_probed in list(self._trainer.adapters_probed.items()):
+            await self._compare(adapter_probed, partial(self._adapter_probed, name), adapter=name)
 
     def _is_loaded(self, probed: ProbedVersion) -> bool:
         return self._generator.version == probed.version
+
+    def _adapter_probed(self, name: str) -> ProbedVersion | None:
+        return self._trainer.adapters_probed.get(name)
 
     async def _compare(
         self, probed: ProbedVersion, latest: Callable[[], ProbedVersion | None], *, adapter: str = ""
@@ -99,9 +100,10 @@ class VersionProbes:
         """Compare every engine with what the trainer scored with the policy or an adapter, once for each version.
 
         Args:
-            latest: returns the version probed last; an engine may have begun to load it before it answered.
+            latest: returns the version probed last, which an engine may load before it answers; None if there is none,
+                as after a rollback.
         """
-        if probed is self._attested.get(adapter):
+        if probed is self._attested.get(adapter) or latest() is not probed:
             return
         if not np.isfinite(probed.logprobs).all():  # a policy that is NaN fails elsewhere
             return

@@ -190,7 +190,7 @@ class RunAdapters:
         self._leave_out_failed()
 
     def _leave_out_failed(self) -> None:
-        """Generate nothing for sources whose adapter is trained no more: the others have whole batches then."""
+        """Generate no episodes for sources whose adapter has failed, so that batches hold only what is trained."""
         self._rollouts.leave_out([name for name, adapter in self._adapters.items() if adapter.failure])
 
     async def step(
@@ -302,6 +302,7 @@ class RunAdapters:
                 continue
             with tempfile.TemporaryDirectory(dir=self._folder, prefix=f"{FOLDER}-") as folder:
                 await self._trainer.adapters.save(adapter.name, Path(folder))
+                self._trainer.adapters_probed.pop(adapter.name, None)  # engines are about to leave that version
                 await self._generator.load_adapter(adapter.name, Path(folder))
             adapter.version = adapter.updates
             await self._trainer.probe_adapter(adapter.name, adapter.version)

@@ -47,6 +47,7 @@ class ExampleConfig(RunConfig):
     )
     """Flags that `--help` lists, next to the recipe's own."""
     UNUSED: ClassVar[tuple[str, ...]] = ("group_size", "environment", "evaluation.blocking")
+    LR_POWER: ClassVar[float] = 0.5
 
     tasks: tuple[str, ...] = ()
     """The mixture of examples, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, or FILE.py:NAME. Keys of

@@ -57,6 +57,9 @@ class RunConfig:
     UNSCALED: ClassVar[tuple[str, ...]] = ()
     """Flags whose defaults do not follow the model and the device, such as those that the recipe reads before a start;
     see `run.plan.scaled`."""
+    LR_POWER: ClassVar[float] = 1.0
+    """Power of the model's number of weights by which the default learning rate falls: 1, or 0.5 for supervised
+    training."""
     model: str = "smollm2-135m"
     """Name of a bundled model, Hugging Face id with or without @revision, or folder of a model or a checkpoint."""
     steps: Tunable[int] = 10

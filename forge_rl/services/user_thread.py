@@ -31,7 +31,7 @@ class StuckError(Exception):
 
 @dataclass(eq=False, slots=True)
 class _UserCall:
-    """A function to call, and what became of it."""
+    """A function to call, and its result or error."""
 
     function: Callable[[], Any]
     in_hand: RunningCalls | None
@@ -48,6 +48,8 @@ class _UserCall:
         try:
             with contextlib.nullcontext() if self.in_hand is None else self.in_hand.in_thread(self.number):
                 self.result = self.function()
+        except StopIteration as error:  # no future can hold it, and others' results must still be delivered
+            self.error = RuntimeError(f"StopIteration {error}".strip())
         except BaseException as error:
             self.error = error
 
@@ -80,13 +82,13 @@ class UserThread:
         self._exit_status = exit_status
         self._executor = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
-        """Held where one thread changes what the other does by whether a queue is empty."""
+        """Guards both queues and `_works`: whether a queue is empty decides who wakes whom."""
         self._jobs: deque[_UserCall] = deque()
-        """What is not yet called."""
+        """Functions that wait to be called."""
         self._works = False
-        """Whether the thread is at work, and looks for further jobs after each."""
+        """Whether the thread is running functions; it looks for the next one before it stops."""
         self._results: list[_UserCall] = []
-        """What has returned, for the event loop, which is woken for the first of them."""
+        """Functions that returned, until the event loop takes them; the first one in an empty list wakes it."""
         self._running: _UserCall | None = None
         self._thread = 0
         """Identifies the thread while it is at work."""
@@ -94,7 +96,7 @@ class UserThread:
         """Next look at the time of the running function; None while there is none."""
 
     async def call(self, function: Callable[[], T], in_hand: RunningCalls | None = None) -> T:
-        """Call a function in the thread, which must not raise StopIteration: no future can hold that.
+        """Call a function in the thread. A StopIteration that it raises becomes a RuntimeError.
 
         Args:
             in_hand: record of the calls being executed.

@@ -116,8 +116,8 @@ class VersionEffects:
         problem = "" if gap <= bound else f"its logprobs differ by {gap:.2g}, more than rounding's {bound:.2g}"
         if not np.isfinite(gap):
             problem = "its logprobs are not finite"
-        # A few tokens' rounding may be small by chance, and that of all versions is not. The first version's stands for
-        # itself: what an engine that fell behind lacks looks like rounding, and is not to hide it.
+        # The rounding of a few tokens may be small by chance, but not over several versions. The first version is
+        # compared by its own alone: an engine that fell behind has large gaps since, which must not count as rounding.
         noises = [earlier.noise for earlier in history.latest]
         usual_noise = float(np.sqrt(np.mean(np.square(noises)))) if noises else 0.0
         for earlier in history.answers:

@@ -156,8 +156,9 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
         message["content"] = message.pop("refusal")
     content, thoughts = _content(column, location, message.get("content"))
     if _THOUGHT_LIST in message:
-        extra_thoughts = _content(column, location, message.pop(_THOUGHT_LIST))[1]
-        thoughts = thoughts or ([] if any(message.get(key) for key in _THOUGHTS) else extra_thoughts)
+        thought_parts = message.pop(_THOUGHT_LIST)
+        if not thoughts and not any(message.get(key) for key in _THOUGHTS):
+            thoughts = _content(column, location, _readable(thought_parts))[1]
     for key in _THOUGHTS:
         if key in message:
             thoughts = [_text(column, location, key, message.pop(key)), *thoughts]
@@ -194,6 +195,18 @@ def _renamed(entry: object) -> object:
             "content": entry.get("value"),
         }
     return {**entry, "role": _ROLES.get(role, role)} if isinstance(role, str) else entry
+
+
+def _readable(thought_parts: object) -> object:
+    """Leave out thoughts that a provider encrypted, or of which it gave only the signature."""
+    if not isinstance(thought_parts, list):
+        return thought_parts
+    return [
+        part
+        for part in thought_parts
+        if not isinstance(part, Mapping)
+        or (part.get("type") != "reasoning.encrypted" and (part.get("type") != "reasoning.text" or part.get("text")))
+    ]
 
 
 def _content(column: str, location: str, content: object) -> tuple[object, list[str]]:

@@ -114,7 +114,7 @@ class Columns:
         _check_unread(row)
         prompt_column, messages, answers = self._example(row)
         problem = prompt_key(messages)
-        tools_column = self.tools or next((name for name in _TOOLS if row.get(name) is not None), "")
+        tools_column = self.tools or next((name for name in _TOOLS if _holds_tools(name, row.get(name))), "")
         tools = read_tools(tools_column, _get(row, tools_column), fillers=_fills(row)) if tools_column else ()
         truth = {name: value for name, value in row.items() if name not in (prompt_column, tools_column)}
         system = self.system
@@ -342,6 +342,15 @@ def _check_unread(row: Mapping[str, object]) -> None:
             value=template_args,
             hint="set them for all rows with --template-args, and remove the column",
         )
+
+
+def _holds_tools(name: str, value: object) -> bool:
+    """Return whether a column holds tool schemas. One named functions may also hold code, or names of functions."""
+    if name == "functions" and isinstance(value, str):
+        return value.lstrip().startswith(("[", "{"))
+    if name == "functions" and isinstance(value, list):
+        return all(isinstance(item, Mapping) for item in value)
+    return value is not None
 
 
 def _system(row: Mapping[str, object]) -> str:

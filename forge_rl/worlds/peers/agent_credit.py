@@ -13,7 +13,8 @@ class AgentCredit:
     """Averages the rewards of the policy's agents, and refuses games whose mean teaches nothing.
 
     In a game of a constant sum, what one agent wins another loses, so that each episode has the same mean: the policy
-    would be given the same reward for any play. A sum of 0 shows in one episode, another one in several.
+    would be given the same reward for any play. A sum of 0 shows in one episode, another one in several that are won by
+    different agents: where the same one always wins, the others may only be too weak.
 
         AgentCredit().mean(["first", "second"], [1.0, 0.0])  # 0.5
     """
@@ -22,6 +23,10 @@ class AgentCredit:
         self._mean = 0.0
         self._episodes = 0
         """Episodes in a row in which the agents' rewards differed and had this mean."""
+        self._rewards: tuple[float, ...] = ()
+        """Rewards of the first of them."""
+        self._varies = False
+        """Whether a later one had others."""
 
     def mean(self, names: Sequence[str], rewards: Sequence[float]) -> float:
         """Return the mean reward of an episode's agents.
@@ -34,8 +39,11 @@ class AgentCredit:
             self._episodes = self._episodes if abs(mean - self._mean) <= _TOLERANCE else 0
             return mean
         is_same = self._episodes > 0 and abs(mean - self._mean) <= _TOLERANCE
-        self._mean, self._episodes = mean, self._episodes + 1 if is_same else 1
-        if abs(mean) <= _TOLERANCE or self._episodes >= _EPISODES:
+        if is_same:
+            self._episodes, self._varies = self._episodes + 1, self._varies or tuple(rewards) != self._rewards
+        else:
+            self._mean, self._episodes, self._rewards, self._varies = mean, 1, tuple(rewards), False
+        if abs(mean) <= _TOLERANCE or (self._episodes >= _EPISODES and self._varies):
             raise RuntimeError(
                 f"the rewards of {', '.join(names)} add up to {mean * len(rewards):g} in each game, so their mean "
                 "teaches nothing: let the environment train one of them"
