@@ -23,7 +23,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
 
 if TYPE_CHECKING:
-    from forge_rl.weights.buckets import Transport
+    from forge_rl.weights.transports.protocol import Transport
 
 
 _RUNS = (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
