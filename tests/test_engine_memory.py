@@ -36,3 +36,20 @@ def test_what_shares_a_page_with_others_is_left() -> None:
     tensor = torch.ones(PAGE // 2, dtype=torch.uint8)
     release([tensor])
     assert tensor.eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lazy_zeros_take_no_memory_until_they_are_written_nor_after_a_release(dtype: torch.dtype) -> None:
+    from forge_rl.engines.vllm.cpu import lazy_zeros, release
+
+    torch.full((64 << 20,), torch.nan)  # memory that another tensor would get
+    before = resident_bytes()
+    values = lazy_zeros((64, 1 << 20), dtype)
+    assert (values.shape, values.dtype, values.is_contiguous()) == ((64, 1 << 20), dtype, True)
+    assert resident_bytes() - before < 16 << 20
+    assert values.eq(0).all()
+    values.fill_(torch.nan)
+    assert resident_bytes() - before > 100 << 20
+    release([values])
+    assert resident_bytes() - before < 16 << 20
+    assert values.eq(0).all()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,15 @@ def release_kv_cache(worker: Any) -> None:
     """Free the KV cache's pages on CPU, which vLLM's sleep cannot; it then reads as zeros, as on a fresh start."""
     internals.check_names(worker, ("model_runner.kv_caches",))
     release(worker.model_runner.kv_caches)
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros whose pages are allocated when written, for keys and values.
+
+    Attention multiplies masked values by 0, which a NaN in memory that was used before would survive.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:

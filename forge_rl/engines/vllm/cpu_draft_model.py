@@ -74,7 +74,8 @@ class DraftModel:
         alike: dict[object, list[str]] = defaultdict(list)
         for name, layer in layers.items():
             heads, size = layer.num_kv_heads, layer.head_size
-            layer.kv_cache = torch.empty(requests * blocks, heads, block, 2 * size, dtype=layer.kv_cache_torch_dtype)
+            shape = (requests * blocks, heads, block, 2 * size)
+            layer.kv_cache = cpu.lazy_zeros(shape, layer.kv_cache_torch_dtype)
             self._keys_and_values.append(layer.kv_cache)
             alike[layer.num_heads, heads, size, layer.sliding_window].append(name)
         build = CPUAttentionBackend.get_builder_cls()
