@@ -28,7 +28,7 @@ _GPU_BYTES = 80 << 30
 
 
 class MetaEngine:
-    """Trains on the meta device while `counted` counts.
+    """Trains on the meta device while `counter` counts.
 
     What is no operation on meta tensors is counted by formula: attention is one kernel forward (FlashAttention two, as
     it fills a generator's state) and three backward.
@@ -38,9 +38,9 @@ class MetaEngine:
     """
 
     def __init__(
-        self, folder: Path, settings: TrainSettings, counted: CountedOperations, *, fused: bool = True
+        self, folder: Path, settings: TrainSettings, counter: CountedOperations, *, fused: bool = True
     ) -> None:
-        self.counted, self._fused = counted, fused
+        self.counter, self._fused = counter, fused
         self.attention_flops = 0.0
         """Of both passes, without what is computed again."""
         with self.on_device():
@@ -49,8 +49,8 @@ class MetaEngine:
         model: Any = self.engine.model
         for number, layer in model.layers.items():
             window = self.engine.architecture.window if int(number) in window_layers else None
-            layer.attention.inner_attention = _CountedAttention(counted, window)
-        self.engine.optimizer = _CountedAdamW(self.engine.model.parameters(), counted)
+            layer.attention.inner_attention = _CountedAttention(counter, window)
+        self.engine.optimizer = _CountedAdamW(self.engine.model.parameters(), counter)
 
     def rows(self, update: Update) -> RowResults:
         """Run both passes of an update's rows."""
@@ -95,7 +95,7 @@ class MetaEngine:
             tensors = {name: tensor.to(_META) for name, tensor in copy.row.tensors().items()}
             columns = {name: column.to(_META) for name, column in copy.row.columns.items()}
             local_indices, scored_indices = copy.local_indices.to(_META), copy.scored_indices.to(_META)
-        self.counted.cost.copies += 1
+        self.counter.cost.copies += 1
         return replace(
             copy,
             row=replace(copy.row, **tensors, columns=columns),
@@ -108,26 +108,26 @@ class MetaEngine:
 class _CountedAdamW(torch.optim.SGD):
     """torch's fused AdamW, which does not take meta tensors: reads weight, gradient and moments, writes all but one."""
 
-    def __init__(self, weights: Iterable[torch.Tensor], counted: CountedOperations) -> None:
+    def __init__(self, weights: Iterable[torch.Tensor], counter: CountedOperations) -> None:
         super().__init__(weights)
-        self._counted = counted
+        self._counter = counter
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Count an update of all weights."""
         elements = sum(weight.numel() for group in self.param_groups for weight in group["params"])
-        self._counted.cost.add("AdamW", launches=-(-elements // (320 << 16)), size=28 * elements)
+        self._counter.cost.add("AdamW", launches=-(-elements // (320 << 16)), size=28 * elements)
 
 
 class _CountedAttention(torch.nn.Module):
     """Causal attention over a row as if it were one sequence."""
 
-    def __init__(self, counted: CountedOperations, window: int | None) -> None:
+    def __init__(self, counter: CountedOperations, window: int | None) -> None:
         super().__init__()
-        self._counted, self._window = counted, window
+        self._counter, self._window = counter, window
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Take and return [1, L, heads, width]."""
-        out: torch.Tensor = _Attention.apply(q, k, v, self._counted, self._window, _kind(options["attention_masks"]))
+        out: torch.Tensor = _Attention.apply(q, k, v, self._counter, self._window, _kind(options["attention_masks"]))
         if (transform := options.get("out_transform")) is not None:
             out = transform(out, out.new_empty(out.shape[:-1], dtype=torch.float32))
         return out
@@ -144,7 +144,7 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        counted: CountedOperations,
+        counter: CountedOperations,
         window: int | None,
         kind: str,
     ) -> torch.Tensor:
@@ -153,8 +153,8 @@ class _Attention(torch.autograd.Function):
         pairs = sum(min(keys, index + 1) for index in range(tokens)) if window else tokens * (tokens + 1) / 2
         ctx.flops = 2.0 * pairs * q.shape[2] * (q.shape[-1] + v.shape[-1])
         ctx.save_for_backward(q, k, v, out)
-        ctx.counted, ctx.kind = counted, kind
-        counted.cost.add(
+        ctx.counter, ctx.kind = counter, kind
+        counter.cost.add(
             kind,
             launches=2 if kind == "FlashAttention" else 1,
             size=sum(x.nbytes for x in (q, k, v, out)),
@@ -166,5 +166,5 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
         size = sum(x.nbytes for x in (q, k, v, out, grad, q, k, v))
-        ctx.counted.cost.add(ctx.kind, launches=3, size=size, flops=2.5 * ctx.flops)
+        ctx.counter.cost.add(ctx.kind, launches=3, size=size, flops=2.5 * ctx.flops)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None

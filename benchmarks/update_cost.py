@@ -161,26 +161,26 @@ def measure(config: Config, report: Report) -> None:
 
 def count(shape: dict[str, Any], *, tokens: int, rows: int, fused: bool = True) -> Counts:
     """Count an update of a model with the given config.json; with `fused_products`, or torch's own in their place."""
-    counted = CountedOperations()
+    counter = CountedOperations()
     with tempfile.TemporaryDirectory(prefix="update-cost-") as scratch:
         folder = Path(scratch)
         (folder / "config.json").write_text(json.dumps(shape))
-        trainer = MetaEngine(folder, TrainSettings(dtype="bfloat16", seq_len=tokens), counted, fused=fused)
+        trainer = MetaEngine(folder, TrainSettings(dtype="bfloat16", seq_len=tokens), counter, fused=fused)
     update = Update(minibatch=_minibatch(tokens, rows), loss=ClippedSurrogate(), version=0)
-    with trainer.on_device(), counted:
+    with trainer.on_device(), counter:
         results = trainer.rows(update)
-        row, counted.cost = counted.cost, Cost()
+        row, counter.cost = counter.cost, Cost()
         trainer.step(results)
-        step, counted.cost = counted.cost, Cost()
+        step, counter.cost = counter.cost, Cost()
         trainer.cast()
-        counted.cost = Cost()
+        counter.cost = Cost()
         _score(trainer.engine.model, tokens)
     floor, products = _floor(trainer.engine.model, shape, tokens)
     attention = sum(row.flops[kind] for kind in ATTENTION) / rows
     attended = sum(row.sizes[kind] for kind in ATTENTION) / rows
     return Counts(
         row=row,
-        head=counted.cost,
+        head=counter.cost,
         step=step,
         floor=floor + attended,
         useful=products + attention * 3 / 3.5,

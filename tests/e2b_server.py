@@ -5,19 +5,17 @@ import base64
 import contextlib
 import io
 import json
-import socket
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+
+from tests.served import Served
 
 
-class E2BServer:
+class E2BServer(Served):
     """Serves both the API and the sandboxes' ports, below /PORT/ID; `async with E2BServer() as server:`."""
 
     def __init__(self) -> None:
@@ -27,20 +25,7 @@ class E2BServer:
         self.answers: dict[str, Response] = {}
         """Answers to give instead, by path."""
 
-    async def __aenter__(self) -> "E2BServer":
-        app = Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"])])
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        await self._serving
-
-    async def _answer(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         path = request.url.path
         body: Any = None
         if request.headers.get("content-type") == "application/json":

@@ -1,5 +1,6 @@
 """Serves a stand-in of a service over HTTP on loopback, in the test's own event loop."""
 
+import abc
 import asyncio
 import contextlib
 import socket
@@ -12,13 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 
-class Served:
+class Served(abc.ABC):
     """A service whose subclass answers requests; `url` is its address."""
 
     url: str
 
+    @abc.abstractmethod
     async def answer(self, request: Request) -> Response:
-        raise NotImplementedError
+        """Answer a request."""
 
     async def __aenter__(self) -> Self:
         methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]

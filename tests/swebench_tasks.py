@@ -4,6 +4,17 @@ import difflib
 import json
 from pathlib import Path
 
+SHELL_TEST = """#!/bin/bash
+set -uxo pipefail
+cd /testbed
+: '>>>>> Start Test Output'
+[ "$(cat answer)" = 42 ] && echo "PASSED t::fixed" || echo "FAILED t::fixed - no"
+[ -e kept ] && echo "PASSED t::kept" || echo "FAILED t::kept - no"
+[ -e kept ] && [ "$(cat answer)" = 42 ]
+: '>>>>> End Test Output'
+"""
+"""The tests of a row without Python, whose fix writes 42 to `answer`."""
+
 FUNCTIONS = {
     "clamp": (
         "x, low, high",

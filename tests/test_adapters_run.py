@@ -55,8 +55,8 @@ def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_traine
 def test_a_failed_adapters_source_gets_no_more_episodes(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
-    out, bad = tmp_path / "run", TASKS[1].replace("letters", "bad", 1)
-    flags = ["--tasks", TASKS[0].replace("sums", "good", 1), bad, *LORA, "--trainer.max-skipped-updates", "2"]
+    out, bad_tasks = tmp_path / "run", TASKS[1].replace("letters", "bad", 1)
+    flags = ["--tasks", TASKS[0].replace("sums", "good", 1), bad_tasks, *LORA, "--trainer.max-skipped-updates", "2"]
     flags += ["--groups-per-batch", "4", "--group-size", "4", "--steps", "4", "--checkpoint-every", "0"]
     command = tiny_run(commands, tiny_model, out, *flags, recipe="tests.failing_adapter")
     assert command.end(600) == 0, command.output

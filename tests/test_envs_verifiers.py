@@ -183,14 +183,17 @@ async def test_the_workers_score_counts_and_its_death_is_infrastructure(peer: st
     assert (bad.outcome, bad.problem) == (Outcome.INFRASTRUCTURE_ERROR, "verifiers:sums: its process was killed")
 
 
-@pytest.mark.parametrize("won", [1.0, 0.0])
-def test_a_game_that_one_agent_wins_and_the_other_loses_is_refused(won: float) -> None:
-    credit, lost = AgentCredit(), -1.0 if won else 1.0
+@pytest.mark.parametrize("winner_reward", [1.0, 0.0])
+def test_a_game_that_one_agent_wins_and_the_other_loses_is_refused(winner_reward: float) -> None:
+    credit, loser_reward = AgentCredit(), -1.0 if winner_reward else 1.0
     names = ["black", "white"]
-    with pytest.raises(RuntimeError, match=f"black, white add up to {won + lost:g} in each game"):
-        _ = [credit.mean(names, [won, lost] if number % 3 else [lost, won]) for number in range(100)]
+    with pytest.raises(RuntimeError, match=f"black, white add up to {winner_reward + loser_reward:g} in each game"):
+        _ = [
+            credit.mean(names, [winner_reward, loser_reward] if number % 3 else [loser_reward, winner_reward])
+            for number in range(100)
+        ]
     with pytest.raises(RuntimeError, match="teaches nothing"):
-        credit.mean(names, [won, lost])
+        credit.mean(names, [winner_reward, loser_reward])
 
 
 def test_agents_whose_rewards_rise_together_have_their_mean() -> None:

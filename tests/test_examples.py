@@ -289,8 +289,8 @@ def test_a_run_names_the_columns_and_fields_that_it_does_not_train(folder: Path,
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat, **columns}) + "\n")
     mixture = DataConfig(held_out_share=1e-9).build([f"{tmp_path}/a.jsonl"], seed=0, kind="conversation")
     maker = ExampleMaker(conversation_episodes, Tokenizer(folder), longest=1000)
-    told = check_tasks(mixture, lambda: ExampleLengths(maker), cache=tmp_path)["a"].describe(1000)
-    assert told.endswith("neither shown to the model nor trained: documents, label, messages' name"), told
+    description = check_tasks(mixture, lambda: ExampleLengths(maker), cache=tmp_path)["a"].describe(1000)
+    assert description.endswith("neither shown to the model nor trained: documents, label, messages' name"), description
 
 
 def test_a_pair_whose_answers_the_template_writes_alike_is_refused(folder: Path) -> None:

@@ -55,8 +55,8 @@ async def test_a_batch_has_p_groups_of_g_episodes_of_one_task_each() -> None:
 async def test_the_coming_tasks_are_told_when_a_batch_begins_and_when_it_is_there() -> None:
     messages: tuple[Message, ...] = ({"role": "user", "content": "1"},)
     tasks = [Task(id=str(number), source="list", messages=messages) for number in range(30)]
-    environment, told = StagedEnvironment(SingleTurn), list[list[str]]()
-    environment.prepare = lambda tasks: told.append([task.id for task in tasks])  # type: ignore[method-assign]
+    environment, coming_ids = StagedEnvironment(SingleTurn), list[list[str]]()
+    environment.prepare = lambda tasks: coming_ids.append([task.id for task in tasks])  # type: ignore[method-assign]
     generator = StagedGenerator()
     mixture = Mixture({"list": TaskList("list", tasks, (), seed=0)})
     executor = rollouts(environment=environment, mixture=mixture, generator=generator)
@@ -64,9 +64,9 @@ async def test_the_coming_tasks_are_told_when_a_batch_begins_and_when_it_is_ther
     for generator.version in range(3):
         batch = await executor.next_batch()
         batches.append([group.task.id for group in batch.groups])
-    assert len(told) == 6
-    assert told[0] == batches[0] + batches[1], "the first batch, and the one after it"
-    assert told[1] == told[2] == batches[1] + batches[2], "while the first batch trains"
+    assert len(coming_ids) == 6
+    assert coming_ids[0] == batches[0] + batches[1], "the first batch, and the one after it"
+    assert coming_ids[1] == coming_ids[2] == batches[1] + batches[2], "while the first batch trains"
 
 
 async def test_a_source_with_an_adapter_is_written_with_it_in_batches_and_evaluations() -> None:

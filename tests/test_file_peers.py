@@ -65,8 +65,8 @@ class Reading:
 @pytest.mark.usefixtures("nothing_left")
 async def test_a_layer_comes_from_the_registry_to_one_host_and_from_there_to_the_other(tmp_path: Path):
     with registry() as server:
-        made = image([layer(member("f", b"read"))])
-        task = Task(id="1", source="s", messages=(), truth={"image": server.add(made, "it:1")})
+        built_image = image([layer(member("f", b"read"))])
+        task = Task(id="1", source="s", messages=(), truth={"image": server.add(built_image, "it:1")})
         async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
             service = await Environment.start(
                 Environment.Config(replicas=2),
@@ -82,7 +82,7 @@ async def test_a_layer_comes_from_the_registry_to_one_host_and_from_there_to_the
             texts = [str(observation.messages[0]["content"]).split() for _, observation in opened]
             assert len({process for process, _ in texts}) == 2, "both hosts"
             assert [text for _, text in texts] == ["read", "read"]
-            assert server.requests[f"/v2/it/blobs/{made.layers[0]}"] == 1
+            assert server.requests[f"/v2/it/blobs/{built_image.layers[0]}"] == 1
             assert "environment/peers_failed" not in service.pop_metrics()
             faults.closing = True
             await service.stop()

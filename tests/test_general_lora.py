@@ -162,7 +162,7 @@ def test_a_checkpoint_of_adapters_goes_on_from_them(tmp_path: Path):
     other.load_training_state(step / "training")
     for resumed in (engine, other):
         train_batch(resumed, batches[1])
-    ends = [{shard.name: shard.values.clone() for shard in each.local_shards()} for each in (engine, other)]
+    ends = [{shard.name: shard.values.clone() for shard in trained.local_shards()} for trained in (engine, other)]
     assert all(torch.equal(values, ends[1][name]) for name, values in ends[0].items())
 
 

@@ -298,9 +298,9 @@ def test_a_checkpoint_goes_on_as_training_that_was_not_interrupted(values: bool,
         train_batch(engine, laid, loss)
     ends = [hf_weights(engine.model) for engine in engines]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-    again = TitanEngine(step / "model", settings, values=values)
-    assert ("score.weight" in hf_weights(again.model)) == values
-    train_batch(again, laid, loss)
+    reloaded = TitanEngine(step / "model", settings, values=values)
+    assert ("score.weight" in hf_weights(reloaded.model)) == values
+    train_batch(reloaded, laid, loss)
 
 
 @pytest.mark.parametrize("name", [HYBRID, "zai-org/GLM-4.5-Air", "mistralai/Mixtral-8x7B-Instruct-v0.1"])
@@ -325,10 +325,10 @@ def test_the_plan_of_a_run_counts_a_model_on_transformers_code(tmp_path: Path, c
     loss = ("clipped:kl_coef=0.1",)
     for lora in (LoRAConfig(), LoRAConfig(rank=4)):
         show_plan(replace(config, lora=lora, loss=loss))
-    whole, adapted = capsys.readouterr().out.split("memory of a run of")[1:]
-    assert "frozen reference" in whole
-    assert "LoRA adapters of rank 4" in adapted
-    assert "frozen reference" not in adapted
+    full_plan, lora_plan = capsys.readouterr().out.split("memory of a run of")[1:]
+    assert "frozen reference" in full_plan
+    assert "LoRA adapters of rank 4" in lora_plan
+    assert "frozen reference" not in lora_plan
 
 
 def test_a_trained_value_model_has_its_own_head(tmp_path: Path):

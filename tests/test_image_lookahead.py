@@ -198,8 +198,8 @@ async def test_each_process_is_told_of_the_coming_tasks_of_its_sources(tmp_path:
 async def test_layers_come_from_the_peers_that_variables_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     key = "a key of the job"
     with registry() as server:
-        made = image([layer(member("f", b"1"))])
-        reference = server.add(made, "it:1")
+        built_image = image([layer(member("f", b"1"))])
+        reference = server.add(built_image, "it:1")
         first = ImageStore(tmp_path / "first")
         await first.get(reference)
         with first.serve("127.0.0.1", 0, key) as port:
@@ -207,7 +207,7 @@ async def test_layers_come_from_the_peers_that_variables_name(tmp_path: Path, mo
             monkeypatch.setenv("FORGE_RL_IMAGE_KEY", key)
             server.requests.clear()
             lookahead = image_lookahead(str(tmp_path / "second"))
-            async with lookahead.use(reference) as here:
-                assert (here.layers[0] / "f").read_bytes() == b"1"
+            async with lookahead.use(reference) as local_image:
+                assert (local_image.layers[0] / "f").read_bytes() == b"1"
             await lookahead.close()
-        assert f"/v2/it/blobs/{made.layers[0]}" not in server.requests
+        assert f"/v2/it/blobs/{built_image.layers[0]}" not in server.requests

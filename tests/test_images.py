@@ -307,9 +307,9 @@ async def test_mirrors_are_those_of_registries_conf(tmp_path: Path, monkeypatch:
         lines += ["[[registry.mirror]]", 'location = "a.example/path"']
         lines += ["[[registry]]", 'location = "b.example/c"', "blocked = true"]
         path.write_text("\n".join(lines))
-        with pytest.warns(UserWarning, match="is not used") as told:
+        with pytest.warns(UserWarning, match="is not used") as mirror_warnings:
             store = ImageStore(tmp_path / "store")
-        assert [str(warning.message).partition(": ")[2] for warning in told] == [
+        assert [str(warning.message).partition(": ")[2] for warning in mirror_warnings] == [
             "the mirror 'a.example/path' is not used",
             "what it says of 'b.example/c' is not used",
         ]

@@ -28,16 +28,7 @@ from tests.e2b_task_server import KEY as E2B_KEY
 from tests.e2b_task_server import E2BTaskServer
 from tests.harbor_tasks import FILES, TASKS, TRICKS, write_tasks
 from tests.modal_package import ModalPackage
-
-ROW_TEST = """#!/bin/bash
-set -uxo pipefail
-cd /testbed
-: '>>>>> Start Test Output'
-[ "$(cat answer)" = 42 ] && echo "PASSED t::fixed" || echo "FAILED t::fixed - no"
-[ -e kept ] && echo "PASSED t::kept" || echo "FAILED t::kept - no"
-[ -e kept ] && [ "$(cat answer)" = 42 ]
-: '>>>>> End Test Output'
-"""
+from tests.swebench_tasks import SHELL_TEST
 
 
 @pytest.fixture
@@ -168,7 +159,7 @@ async def test_a_row_of_swebench_in_containers_of_docker(
     server: DockerServer, tmp_path: Path, commands: str, reward: float
 ):
     row = {"instance_id": "a__b-1", "repo": "a/b", "problem_statement": "Answer.", "image": "task:1"}
-    row |= {"FAIL_TO_PASS": ["t::fixed"], "PASS_TO_PASS": ["t::kept"], "eval_script": ROW_TEST}
+    row |= {"FAIL_TO_PASS": ["t::fixed"], "PASS_TO_PASS": ["t::kept"], "eval_script": SHELL_TEST}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     flag = f"swebench:{tmp_path / 'rows.jsonl'},memory_mib=256,provider=docker,held_out_share=0"
     assert await rewards(flag, {"a__b-1": commands}) == {"a__b-1": reward}

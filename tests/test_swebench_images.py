@@ -19,17 +19,7 @@ from forge_rl.worlds.swebench import SweBenchEnv
 from forge_rl.worlds.swebench_rows import statuses_of, with_exit_code
 from tests.container_images import DEBIAN, PYTHON, host_layer, layer, packages_layer, written_layout
 from tests.sandbox_pool import loop_with_pool, only_pytest
-from tests.swebench_tasks import FUNCTIONS, fix, repository_files, tricks, write_rows
-
-SHELL_TEST = """#!/bin/bash
-set -uxo pipefail
-cd /testbed
-: '>>>>> Start Test Output'
-[ "$(cat answer)" = 42 ] && echo "PASSED t::fixed" || echo "FAILED t::fixed - no"
-[ -e kept ] && echo "PASSED t::kept" || echo "FAILED t::kept - no"
-[ -e kept ] && [ "$(cat answer)" = 42 ]
-: '>>>>> End Test Output'
-"""
+from tests.swebench_tasks import FUNCTIONS, SHELL_TEST, fix, repository_files, tricks, write_rows
 
 
 @pytest.fixture(scope="module")

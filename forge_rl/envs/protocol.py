@@ -139,7 +139,7 @@ class SharesFiles(Protocol):
     """A factory whose processes on several hosts pass each other the files that they fetched for tasks."""
 
     def serve_files(self, address: str, key: str) -> Sequence[str]:
-        """Serve this process's files at an address of its host, to whoever sends the key; return the URLs."""
+        """Serve this process's files at an address of its host, to clients that send the key; return the URLs."""
 
     def ask_peers(self, urls: Sequence[str], key: str) -> None:
         """Ask other hosts, at these URLs, before a file's source."""

@@ -190,7 +190,7 @@ class RunAdapters:
         self._leave_out_failed()
 
     def _leave_out_failed(self) -> None:
-        """Generate no episodes for sources whose adapter has failed, so that batches hold only what is trained."""
+        """Generate no episodes for sources whose adapter has failed, so that batches hold trained ones only."""
         self._rollouts.leave_out([name for name, adapter in self._adapters.items() if adapter.failure])
 
     async def step(

@@ -29,7 +29,7 @@ class FilePeers:
         self._lock = asyncio.Lock()
 
     async def connect(self, replicas: Sequence[Replica]) -> None:
-        """Tell each process where those of other hosts serve, unless they have been told before.
+        """Give each process the addresses at which other hosts serve, unless it has them.
 
         Raises:
             ConfigError: hosts could reach each other only over public addresses.

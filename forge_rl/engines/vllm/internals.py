@@ -258,7 +258,7 @@ def begin_reload(model: torch.nn.Module) -> None:
 def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return second names of parameters during a reload, with the names under which their values come.
 
-    vLLM registers a mixture's biases that choose experts with the experts, too. A reload sets those of AFMoE aside
+    vLLM registers a mixture's biases that choose experts with the experts, too. A reload sets AFMoE's aside
     under their first name alone, and copies the new values into the same memory at its end.
 
     Args:

@@ -41,7 +41,7 @@ _TUNED_WEIGHTS = 134_515_008
 _LEAST_LR = 1e-6
 """Learning rate of full training that verl, TRL and slime publish for GRPO with models of 0.6 to 32 billion weights."""
 _SUPERVISED_POWER = 0.5
-"""Power of the number of weights by which rates of supervised training fall: that of
+"""Power of the number of weights by which rates of supervised training fall, as in
 `tinker_cookbook.hyperparam_utils.get_full_finetune_lr_multiplier`."""
 
 
