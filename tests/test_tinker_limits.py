@@ -15,7 +15,7 @@ from forge_rl.engines.adapter_settings import AdamStep
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.tinker import futures, sessions, trainings, wire
-from forge_rl.tinker.checkpoints import CheckpointStore
+from forge_rl.tinker.checkpoints import CheckpointStore, SaveSettings
 from forge_rl.tinker.futures import FutureResult, Promises
 from forge_rl.tinker.requests import SampleRequest
 from forge_rl.tinker.sampling import LoadedAdapters, SampleService
@@ -137,7 +137,7 @@ async def test_a_checkpoint_that_a_kill_cut_off_is_none(tmp_path: Path):
             assert saved["path"].endswith(path)
         assert len((await ann.get("checkpoints"))["checkpoints"]) == 2
         record = server._store.record(model_id, "ann")
-        settings = trainings.SaveSettings(kind="weights", name="two", seq=2, updates=0)
+        settings = SaveSettings(kind="weights", name="two", seq=2, updates=0)
 
         async def write(folder: Path) -> None:
             raise AssertionError("it is written")

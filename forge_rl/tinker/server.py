@@ -23,13 +23,15 @@ from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.gateway.guard import Guard, InFlightLimit
 from forge_rl.tinker import requests, wire
 from forge_rl.tinker.checkpoints import AdapterRecord, CheckpointStore, now
+from forge_rl.tinker.execution import RequestExecutor
 from forge_rl.tinker.futures import POLL_S, FutureResult, Promises
 from forge_rl.tinker.journal import JournalEntry, Kind
 from forge_rl.tinker.sampling import LoadedAdapters, SampleService, SamplingEngines
 from forge_rl.tinker.sessions import Sessions
 from forge_rl.tinker.tenants import Tenants
 from forge_rl.tinker.tinker_config import TinkerConfig
-from forge_rl.tinker.trainings import AdapterTrainer, BaseModel, Training, Trainings
+from forge_rl.tinker.training import AdapterTrainer, BaseModel, Training
+from forge_rl.tinker.trainings import Trainings
 
 Handler = Callable[[str, bytes, Request], Awaitable[Response]]
 _API = "/api/v1"
@@ -86,15 +88,8 @@ class TinkerServer:
         self._promises = Promises()
         self._store = CheckpointStore(out, max_checkpoints=config.max_checkpoints)
         self._sessions = Sessions(out / "sessions.json", max_sessions=config.max_sessions, on_end=self._end_session)
-        self._trainings = Trainings(
-            services.trainer,
-            base,
-            self._store,
-            self._tenants,
-            self._promises,
-            self._sessions,
-            config,
-        )
+        executor = RequestExecutor(services.trainer, base, self._store, self._promises, self._sessions)
+        self._trainings = Trainings(services.trainer, executor, self._store, self._tenants, self._promises, config)
         loaded = LoadedAdapters(services.engines, max_loaded=services.max_loaded)
         self._samples = SampleService(services.engines, loaded, self._store, seed=seed, max_scored=services.max_scored)
         self._sampling: dict[str, asyncio.Task[None]] = {}

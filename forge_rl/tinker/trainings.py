@@ -8,168 +8,30 @@ import json
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol
 
-from forge_rl.algorithms.protocol import Loss
-from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings
-from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import CheckpointError, ForgeError, ModelError, PoisonError, ReplicaError, ServiceError
 from forge_rl.gateway.errors import ApiError, to_api_error
-from forge_rl.packing.rows import Layout, Minibatch
-from forge_rl.services.trainer_adapters import Pass
-from forge_rl.system.folders import write_whole
-from forge_rl.tinker import requests, wire
-from forge_rl.tinker.checkpoints import AdapterCheckpoint, AdapterRecord, CheckpointStore, SaveSettings
-from forge_rl.tinker.futures import FutureResult, Promise, Promises
-from forge_rl.tinker.journal import Journal, JournalEntry
-from forge_rl.tinker.losses import TinkerLoss
-from forge_rl.tinker.rows import PackedData, check_data
-from forge_rl.tinker.sessions import Sessions
+from forge_rl.tinker.checkpoints import AdapterRecord, CheckpointStore
+from forge_rl.tinker.execution import MOST_AHEAD, RequestExecutor
+from forge_rl.tinker.futures import Promise, Promises
+from forge_rl.tinker.journal import JournalEntry
 from forge_rl.tinker.tenants import Tenants
 from forge_rl.tinker.tinker_config import TinkerConfig
+from forge_rl.tinker.training import AdapterTrainer, PackedPass, Training
 
-MOST_AHEAD = 4096
-"""Maximum requests of an adapter that wait for earlier ones."""
-MOST_DATA = 4096
 _MAX_ATTEMPTS = 2
 """Times that a request may end the trainer before it fails."""
 _JOURNAL_BYTES = 64 << 20
 """Size of an adapter's journal from which its state is written to disk as soon as it has no gradient."""
 _MOST_JOURNAL_BYTES = 1 << 30
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-class Adapters(Protocol):
-    """Adapters of a trainer, as `TrainerAdapters` has them."""
-
-    async def open(self, name: str, settings: AdapterSettings) -> None: ...
-    async def drop(self, name: str) -> None: ...
-    async def run(self, name: str, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> Pass: ...
-    async def run_many(self, passes: Sequence[AdapterPass]) -> list[Pass | ForgeError]: ...
-    async def step(self, name: str, adam: AdamStep) -> tuple[dict[str, float], int]: ...
-    async def save(self, name: str, folder: Path) -> None: ...
-    async def load(self, name: str, folder: Path, *, optimizer: bool) -> int: ...
-
-
-class AdapterTrainer(Protocol):
-    """A trainer of adapters, as `Trainer` is one."""
-
-    @property
-    def adapters(self) -> Adapters: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def alive(self) -> bool: ...
-    async def restart(self, resume: Path | None, *, cause: str = "") -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseModel:
-    """The model that all adapters adapt."""
-
-    name: str
-    """In requests."""
-    folder: Path
-    tokenizer_id: str
-    """Where clients find its tokenizer."""
-    vocab_size: int
-    max_model_len: int
-    lora: LoRAConfig
-    """Largest rank, and the scale and targets of adapters."""
-
-    def settings(self, record: AdapterRecord) -> AdapterSettings:
-        """Return the settings of a training's adapter.
-
-        Raises:
-            ApiError: it would adapt nothing.
-        """
-        targets = self.lora.targets
-        if not record.train_mlp:
-            targets = _ATTENTION
-        if not record.train_attn:
-            if not record.train_mlp:
-                raise ApiError(400, "train_unembed alone adapts nothing here", param="lora_config")
-            targets = ("gate_proj", "up_proj", "down_proj")
-        return AdapterSettings(lora=replace(self.lora, rank=record.rank, targets=targets), seed=record.seed)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PackedPass:
-    """A pass that is ready for the trainer."""
-
-    seq: int
-    adapter_pass: AdapterPass
-    packed: PackedData
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of its rows, padding included."""
-        return sum(len(row) for row in self.adapter_pass.minibatch.rows)
-
-    def answer(self, result: Pass, *, adapters: int = 1) -> FutureResult:
-        """Return what its client gets.
-
-        Args:
-            adapters: number of adapters whose rows were computed together.
-        """
-        metrics = {"loss:sum": result.metrics["loss"], "adapters:max": float(adapters)}
-        body = wire.encode_pass(self.packed.of_data(result.logprobs), metrics)
-        return FutureResult(body=body, is_protobuf=True)
-
-
-@dataclass(eq=False)
-class Training:
-    """One adapter's requests and counts."""
-
-    record: AdapterRecord
-    session_id: str
-    folder: Path
-    expected: int = 0
-    """Seq of the request that is next."""
-    waiting: dict[int, JournalEntry] = field(default_factory=dict)
-    """Accepted requests by seq."""
-    admitted: dict[int, contextlib.ExitStack] = field(default_factory=dict)
-    updates: int = 0
-    snapshot_updates: int = 0
-    has_gradient: bool = False
-    packed_pass: PackedPass | None = None
-    """The last pass that was packed."""
-    attempts: int = 0
-    """Times that the next request has ended the trainer."""
-    poison: set[int] = field(default_factory=set)
-    """Seqs of requests that have ended the trainer too often, and are not executed any more."""
-
-    @property
-    def model_id(self) -> str:
-        """Its id in the API."""
-        return self.record.model_id
-
-    def add_poison(self, seq: int) -> None:
-        """Keep that a request ends the trainer, also over a restart of this process."""
-        self.poison.add(seq)
-        write_whole(self.folder / "poison.json", json.dumps(sorted(self.poison)))
-
-    @property
-    def journal(self) -> Journal:
-        """Its requests on disk."""
-        return Journal(self.folder / "journal")
-
-    @property
-    def snapshot(self) -> tuple[int, Path] | None:
-        """Seq of the newest state on disk, and its folder."""
-        folders = {int(path.name.partition("-")[2]): path for path in self.folder.glob("snapshot-*[0-9]")}
-        return max(folders.items()) if folders else None
 
 
 class Trainings:
     """Executes the requests of all adapters, one at a time, in turn between adapters that have some.
 
-        trainings = Trainings(trainer, base, store, tenants, promises, sessions, TinkerConfig())
+        trainings = Trainings(trainer, executor, store, tenants, promises, TinkerConfig())
         await trainings.restore()
-        request_id = trainings.submit(training, Entry(seq=1, kind="optim_step", body=body))
+        request_id = trainings.submit(training, JournalEntry(seq=1, kind="optim_step", body=body))
 
     What a request changes depends on the requests of its own adapter alone. A request is on disk before its client gets
     an id for it; if the trainer or this process dies, each adapter's last state is loaded, and later requests are
@@ -179,16 +41,14 @@ class Trainings:
     def __init__(
         self,
         trainer: AdapterTrainer,
-        base: BaseModel,
+        executor: RequestExecutor,
         store: CheckpointStore,
         tenants: Tenants,
         promises: Promises,
-        sessions: Sessions,
         config: TinkerConfig,
     ) -> None:
-        self.base = base
-        self._sessions = sessions
         self._trainer = trainer
+        self._executor = executor
         self._store = store
         self._tenants = tenants
         self._promises = promises
@@ -264,7 +124,7 @@ class Trainings:
         results: dict[str, tuple[bool, str]] = {}
         if training.snapshot is not None:
             results = json.loads((training.snapshot[1] / "results.json").read_text())
-            await self._load(training)
+            await self._executor.load_snapshot(training)
             training.expected = training.snapshot[0] + 1
         self._trainings[training.model_id] = training
         self._promises.take_up(results, training.record.tenant)
@@ -285,7 +145,7 @@ class Trainings:
         Raises:
             ApiError: its tenant has too many tokens in flight, or it is too far ahead of the others.
         """
-        request_id = _request_id(training, entry.seq)
+        request_id = training.request_id(entry.seq)
         if entry.seq < training.expected or entry.seq in training.waiting:
             return request_id
         if entry.seq > training.expected + MOST_AHEAD:
@@ -316,7 +176,7 @@ class Trainings:
             stack.close()
         for seq in training.waiting:
             with contextlib.suppress(ApiError):
-                promise = self._promises.get(_request_id(training, seq), training.record.tenant)
+                promise = self._promises.get(training.request_id(seq), training.record.tenant)
                 promise.fail(cause or ApiError(410, "its adapter was unloaded"))
         training.waiting.clear()
         self._dropped.append(training)
@@ -343,7 +203,7 @@ class Trainings:
 
     def _wait(self, training: Training, entry: JournalEntry) -> None:
         training.waiting[entry.seq] = entry
-        self._promises.open(_request_id(training, entry.seq), training.record.tenant)
+        self._promises.open(training.request_id(entry.seq), training.record.tenant)
         if training not in self._ready:
             self._ready.append(training)
         self._wake.set()
@@ -366,7 +226,7 @@ class Trainings:
     async def _step(self, training: Training) -> None:
         """Execute the next request of a training, however often the trainer has to be restarted for it."""
         entry = training.waiting[training.expected]
-        promise = self._promises.get(_request_id(training, entry.seq), training.record.tenant)
+        promise = self._promises.get(training.request_id(entry.seq), training.record.tenant)
         if entry.seq in training.poison:
             promise.fail(PoisonError("this request ended the trainer before", service="trainer"))
         while not promise.done.is_set():
@@ -374,7 +234,7 @@ class Trainings:
                 with contextlib.suppress(ReplicaError):  # it died again; it is not restarted for ever
                     await self._recover()
             try:
-                promise.keep(await self._execute(training, entry))
+                promise.keep(await self._executor.execute(training, entry))
             except Exception as error:
                 if not isinstance(error, ApiError | ForgeError | OSError):
                     raise
@@ -400,73 +260,7 @@ class Trainings:
         needs_snapshot |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
         if needs_snapshot and self._trainer.alive and promise.result is not None and not training.has_gradient:
             with contextlib.suppress(OSError, ServiceError):  # the journal has all that this would have written
-                await self._take_snapshot(training, entry.seq)
-
-    async def _execute(self, training: Training, entry: JournalEntry) -> FutureResult:
-        """Execute a request; raises ApiError or ForgeError for its client."""
-        match entry.kind:
-            case "create":
-                return await self._create(training)
-            case "pass":
-                return await self._pass(training, entry)
-            case "optim_step":
-                adam = requests.read(requests.OptimStep, entry.body).adam_params
-                step = AdamStep(
-                    lr=adam.learning_rate,
-                    beta1=adam.beta1,
-                    beta2=adam.beta2,
-                    eps=adam.eps,
-                    weight_decay=adam.weight_decay,
-                    max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf"),
-                )
-                metrics, training.updates = await self._trainer.adapters.step(training.model_id, step)
-                training.has_gradient = False
-                return _json(metrics={"grad_norm": metrics["grad_norm"], "updates": float(training.updates)})
-            case "save_weights" | "save_weights_for_sampler":
-                return await self._save(training, entry)
-            case "load_weights":
-                request = requests.read(requests.LoadWeights, entry.body)
-                if request.model_id is None:
-                    await self._create(training)
-                _, checkpoint, folder = self._store.find(request.path, training.record.tenant)
-                training.updates = await self._trainer.adapters.load(
-                    training.model_id, folder, optimizer=request.optimizer
-                )
-                training.has_gradient, training.snapshot_updates = False, training.updates
-                return _json(type="load_weights", path=checkpoint.path, model_id=training.model_id)
-        raise AssertionError(entry.kind)
-
-    async def _create(self, training: Training) -> FutureResult:
-        settings = self.base.settings(training.record)
-        with contextlib.suppress(ForgeError):
-            await self._trainer.adapters.drop(training.model_id)  # of an attempt that was cut off
-        await self._trainer.adapters.open(training.model_id, settings)
-        training.updates = training.snapshot_updates = 0
-        training.has_gradient = False
-        return _json(type="create_model", model_id=training.model_id)
-
-    async def _pass(self, training: Training, entry: JournalEntry) -> FutureResult:
-        packed = await self._packed(training, entry)
-        run = packed.adapter_pass
-        result = await self._trainer.adapters.run(run.name, run.minibatch, run.loss, backward=run.backward)
-        training.has_gradient |= run.backward
-        return packed.answer(result)
-
-    async def _packed(self, training: Training, entry: JournalEntry) -> PackedPass:
-        """Check and pack a pass; raises ApiError for its client."""
-        if training.packed_pass is not None and training.packed_pass.seq == entry.seq:
-            return training.packed_pass
-        request = await asyncio.to_thread(wire.read_pass, entry.body, most_data=MOST_DATA)
-        loss = TinkerLoss.read(request.loss_fn, request.loss_config)
-        layout = self._trainer.layout
-        most_tokens = min(layout.longest, self.base.max_model_len)
-        check_data(request, vocab_size=self.base.vocab_size, most_tokens=most_tokens)
-        packed = await asyncio.to_thread(PackedData.pack, request.data, layout)
-        adapter_pass = AdapterPass(
-            name=training.model_id, minibatch=packed.minibatch, loss=loss, backward=not request.forward_only
-        )
-        training.packed_pass = PackedPass(seq=entry.seq, adapter_pass=adapter_pass, packed=packed)
-        return training.packed_pass
+                await self._executor.take_snapshot(training, entry.seq)
 
     async def _run_together(self, first: Training) -> bool:
         """Execute the next passes of a training and of others that fit into one row with it.
@@ -481,7 +275,7 @@ class Trainings:
             if entry is None or not is_pass or training.attempts:
                 continue
             try:
-                packed = await self._packed(training, entry)
+                packed = await self._executor.packed(training, entry)
             except (ApiError, ForgeError):
                 continue  # `_step` fails with the same
             is_alike = not together or packed.adapter_pass.backward == together[0][1].adapter_pass.backward
@@ -496,7 +290,7 @@ class Trainings:
         accepted = [
             (
                 training.waiting[packed.seq],
-                self._promises.get(_request_id(training, packed.seq), training.record.tenant),
+                self._promises.get(training.request_id(packed.seq), training.record.tenant),
             )
             for training, packed in together
         ]
@@ -515,53 +309,6 @@ class Trainings:
             self._ready.append(training)  # behind the others
         return True
 
-    async def _save(self, training: Training, entry: JournalEntry) -> FutureResult:
-        request = requests.read(requests.SaveWeights, entry.body)
-        is_sampler = entry.kind == "save_weights_for_sampler"
-        settings = SaveSettings(
-            kind="sampler_weights" if is_sampler else "weights",
-            name=request.path or f"seq-{entry.seq}",
-            seq=entry.seq,
-            updates=training.updates,
-            ttl_s=request.ttl_seconds,
-            user_metadata=request.user_metadata,
-            overwrite=request.overwrite,
-        )
-
-        async def write(folder: Path) -> None:
-            await self._trainer.adapters.save(training.model_id, folder)
-
-        checkpoint: AdapterCheckpoint = await self._store.save(training.record, settings, write)
-        answer: dict[str, object] = {"type": entry.kind, "path": checkpoint.path}
-        if is_sampler and request.path is None:
-            seq = request.sampling_session_seq_id or 0
-            answer["sampling_session_id"] = self._sessions.open_sampler(training.session_id, seq, checkpoint.path)
-        return _json(**answer)
-
-    async def _take_snapshot(self, training: Training, seq: int) -> None:
-        """Write a training's state, which its journal then need not lead to."""
-        earlier = training.snapshot
-        partial = training.folder / f"snapshot-{seq}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        await self._trainer.adapters.save(training.model_id, partial)
-        results = self._promises.unsent(
-            _request_id(training, past) for past in range(max(0, seq - MOST_AHEAD), seq + 1)
-        )
-        (partial / "results.json").write_text(json.dumps(results))
-        partial.rename(training.folder / f"snapshot-{seq}")
-        training.journal.keep(seq)
-        training.snapshot_updates = training.updates
-        if earlier is not None:
-            shutil.rmtree(earlier[1], ignore_errors=True)
-
-    async def _load(self, training: Training) -> None:
-        """Open a training's adapter with its state on disk."""
-        await self._trainer.adapters.open(training.model_id, self.base.settings(training.record))
-        assert training.snapshot is not None
-        training.updates = await self._trainer.adapters.load(training.model_id, training.snapshot[1], optimizer=True)
-        training.has_gradient, training.snapshot_updates = False, training.updates
-
     async def _recover(self) -> None:
         """Restart the trainer, and bring all adapters back to where they were.
 
@@ -571,33 +318,9 @@ class Trainings:
         await self._trainer.restart(None, cause="it died")
         for training in list(self._trainings.values()):
             try:
-                await self._replay(training)
+                await self._executor.replay(training)
             except (ForgeError, OSError) as error:
                 if not self._trainer.alive:
                     raise
                 # Its state cannot be read, such as on a broken disk: this costs its tenant, and nobody else.
                 self.end(training, to_api_error(error) if isinstance(error, ForgeError) else ApiError(507, str(error)))
-
-    async def _replay(self, training: Training) -> None:
-        """Bring one adapter back to where it was."""
-        snapshot = training.snapshot
-        if snapshot is not None:
-            await self._load(training)
-        for entry in training.journal.read():
-            is_past = entry.seq >= training.expected or (snapshot is not None and entry.seq <= snapshot[0])
-            if is_past or entry.seq in training.poison:
-                continue
-            if entry.kind in ("create", "pass", "optim_step", "load_weights"):
-                try:
-                    await self._execute(training, entry)
-                except (ApiError, ForgeError):  # as the first time
-                    if not self._trainer.alive:
-                        raise
-
-
-def _request_id(training: Training, seq: int) -> str:
-    return f"{training.model_id}:{seq}"
-
-
-def _json(**fields: object) -> FutureResult:
-    return FutureResult(body=json.dumps(fields).encode())
