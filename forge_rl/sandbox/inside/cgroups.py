@@ -13,11 +13,27 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 CONTROLLERS = ("memory", "pids", "cpu")
 _PREFIX = "forge_rl-sandbox"
 _PERIOD_US = 100_000
 _TASKS_PER_CPU = 4
+
+
+class GroupFds(NamedTuple):
+    """Descriptors by which a process enters the cgroups of its session."""
+
+    doors: list[int]
+    last_doors: list[int]
+    """Those entered when all is ready: beside busy processes, a new cpu group may wait long for its first turns."""
+    unified: int | None
+    """The group of version 2, which a process can be forked into; None if there is none."""
+
+    def close(self) -> None:
+        """Close them in this process."""
+        for fd in (*self.doors, *self.last_doors, *(() if self.unified is None else (self.unified,))):
+            os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -207,7 +223,11 @@ class CgroupTree:
                 name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if is_unified else ("cpu.cfs_quota_us", str(quota))
                 _write(folder, f"{session}/{name}", value)
 
-    def doors(self, session: str, *controllers: str) -> list[int]:
+    def open_group(self, session: str) -> GroupFds:
+        """Open what a process needs to enter a session's cgroups."""
+        return GroupFds(self._doors(session, "memory", "pids"), self._doors(session, "cpu"), self._unified(session))
+
+    def _doors(self, session: str, *controllers: str) -> list[int]:
         """Open the files by which a process enters a session's cgroups of version 1, by writing 0.
 
         A thread that moves itself takes no lock that all forks of the machine need. Whoever holds one of these can
@@ -228,7 +248,7 @@ class CgroupTree:
         for folder in self.folders:
             _write(folder, f"{session}/cgroup.procs", str(pid))
 
-    def unified(self, session: str) -> int | None:
+    def _unified(self, session: str) -> int | None:
         """Open a session's folder of version 2, to fork into; None if there is none."""
         for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
             if hierarchy.version == 2:

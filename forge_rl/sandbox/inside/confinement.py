@@ -45,6 +45,12 @@ class Lineage:
     to_copy: int = -1
     """Descriptor of the workspace's base if its first process has to copy it."""
 
+    def open_space(self) -> int:
+        """Open the mount namespace in which its folders are seen."""
+        if self.space >= 0:
+            return os.dup(self.space)
+        return os.open(f"/proc/{self.init or 'self'}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+
 
 class Confinement:
     """How the sessions of a server are confined.

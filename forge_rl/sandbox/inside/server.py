@@ -20,9 +20,19 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from forge_rl.sandbox.inside import cells, cgroups, commands, frames, kernel, overlays, seccomp, surroundings
+from forge_rl.sandbox.inside import (
+    cells,
+    cgroups,
+    commands,
+    frames,
+    kernel,
+    overlays,
+    seccomp,
+    session_folders,
+    surroundings,
+)
 from forge_rl.sandbox.inside.confinement import MOST_FILES, Confinement, Lineage
 
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
@@ -127,16 +137,6 @@ def _serve(channel: socket.socket, tree: cgroups.CgroupTree, config: dict[str, A
     os._exit(0)
 
 
-class _GroupFds(NamedTuple):
-    """Descriptors by which a process enters the cgroups of its session."""
-
-    doors: list[int]
-    last_doors: list[int]
-    """Those entered when all is ready."""
-    unified: int | None
-    """The group of version 2, which a process can be forked into."""
-
-
 class _SessionServer:
     """Starts and ends sessions on request; one thread, so that it can fork."""
 
@@ -149,7 +149,7 @@ class _SessionServer:
             self.confinement.process,
             self.confinement.rootless,
         )
-        self.copies_images = config["copies_images"]
+        self.roots = session_folders.ImageRoots(self.confinement, copied=config["copies_images"])
         self.sessions: dict[str, Lineage] = {}
         self.ending: set[str] = set()
         self.births: dict[int, tuple[socket.socket, str, bool]] = {}
@@ -267,15 +267,13 @@ class _SessionServer:
             layers=layers,
         )
         lineage.members[name] = ["0", overlays.NAME] if workspace else ["0"]
-        # Beside many busy processes, a new group may wait long for its first turns: it is entered when all is ready.
-        doors, last = self.tree.doors(name, "memory", "pids"), self.tree.doors(name, "cpu")
-        unified = self.tree.unified(name)
+        group = self.tree.open_group(name)
         try:
             if not (self.strict or layers):
                 os.mkdir(lineage.folder, 0o700)
-                _mount_scratch(lineage, limits)
+                session_folders.mount_scratch(lineage, limits)
                 if workspace:
-                    _show_workspace(lineage, limits, *workspace)
+                    session_folders.show_workspace(lineage, limits, *workspace)
             yield
             if name not in self.sessions or name in self.ending:
                 raise OSError("it was ended before it began")
@@ -284,93 +282,33 @@ class _SessionServer:
                 self._expect(name, ours, fork=False)
                 lineage.init = kernel.fork_into(None, surroundings.NAMESPACES)
                 if lineage.init == 0:
-                    shows = functools.partial(_show_workspace, lineage, limits, *workspace)
-                    group = _GroupFds(doors, last, unified)
+                    shows = functools.partial(session_folders.show_workspace, lineage, limits, *workspace)
                     if layers:
-                        shows = functools.partial(self._enter_image, lineage, limits, group, control, *workspace)
+                        shows = functools.partial(self.roots.enter, lineage, limits, group, control, *workspace)
                     self._become_init(lineage, limits, control, group, birth, shows if workspace else None)
                 birth.close()
                 self.inits[lineage.init] = lineage
             else:
                 # A session of an image has mounts of its own: those of a thousand others would slow down its commands.
-                pid = kernel.fork_into(unified, kernel.NEW_MOUNTS if layers else 0)
+                pid = kernel.fork_into(group.unified, kernel.NEW_MOUNTS if layers else 0)
                 if pid == 0:
                     if layers:
                         kernel.unmount("/tmp")
-                        group = _GroupFds(doors, last, unified)
-                        self._enter_image(lineage, limits, group, control, *workspace)
+                        self.roots.enter(lineage, limits, group, control, *workspace)
                     meters = self.tree.meters(name) if self.process else []
-                    self.confinement.become_session(lineage, limits, control, doors, last, meters)
+                    self.confinement.become_session(lineage, limits, control, group.doors, group.last_doors, meters)
                 self.pids[pid] = name
                 if layers:
                     lineage.space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            for fd in [*doors, *last, *([unified] if unified is not None else [])]:
-                os.close(fd)
-
-    def _enter_image(
-        self, lineage: Lineage, limits: dict[str, Any], group: _GroupFds, control: int, owner: int
-    ) -> None:
-        """Make the root of a session's commands, in the mount namespace of the session; of its Python, enter it too."""
-        try:
-            if not self.strict:
-                _mount_scratch(lineage, limits)
-            place, reason = os.path.join(lineage.folder, overlays.NAME), ""
-            os.mkdir(place, 0o700)
-            try:
-                if self.copies_images:
-                    raise OSError("this pool copies images")
-                changes = overlays.mount_image(lineage.layers, lineage.folder, lineage.uid)
-            except OSError as error:
-                reason = str(error)
-                self._copy_image(lineage, group, reason)
-                changes = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-            _tell_of_workspace(owner, f"workspace {reason}".encode(), changes)
-            os.close(changes)
-            if not self.process:
-                folders = list(self.confinement.carried)
-                if reason:
-                    kernel.mount(place, place, flags=kernel.BIND)  # only a mount can be a root
-                proc = surroundings.enter_image(place, lineage.folder, lineage.uid, folders)
-                lineage.proc = f"/proc/self/fd/{proc}"
-        except OSError as error:
-            with contextlib.suppress(OSError), socket.socket(fileno=control) as channel:
-                channel.sendall(frames.encode({"failed": f"its image cannot be mounted here: {error}"}))
-            os._exit(1)
-
-    def _copy_image(self, lineage: Lineage, group: _GroupFds, reason: str) -> None:
-        """Copy an image's files to a session's scratch folder, by a process in its cgroups.
-
-        Raises:
-            OSError: they do not fit; says why it is a copy.
-        """
-        reader, writer = os.pipe()
-        child = kernel.fork_into(group.unified)
-        if child == 0:
-            cause = ""
-            try:
-                signal.set_wakeup_fd(-1)
-                for door in group.doors:
-                    os.write(door, b"0")
-                overlays.copy_image(lineage.layers, lineage.folder, lineage.uid)
-            except BaseException as error:
-                cause = str(error) or type(error).__name__
-            os.write(writer, f"!{cause}".encode("utf-8", "replace")[:1024])
-            os._exit(0)
-        os.close(writer)
-        cause = os.read(reader, 1024).decode("utf-8", "replace") or "?killed, as by its memory limit"
-        os.close(reader)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
-        if cause != "!":
-            raise OSError(f"{reason}; and its files cannot be copied within the session's Limits: {cause[1:]}")
+            group.close()
 
     def _become_init(
         self,
         lineage: Lineage,
         limits: dict[str, Any],
         control: int,
-        group: _GroupFds,
+        group: cgroups.GroupFds,
         birth: socket.socket,
         show_workspace: Callable[[], None] | None,
     ) -> NoReturn:
@@ -379,7 +317,7 @@ class _SessionServer:
             kernel.unmount("/proc")
             kernel.unmount("/tmp")
             surroundings.mount_proc()
-            _mount_scratch(lineage, limits)
+            session_folders.mount_scratch(lineage, limits)
             if show_workspace is not None:
                 show_workspace()
             signal.set_wakeup_fd(-1)
@@ -429,43 +367,8 @@ class _SessionServer:
         self._expect(name, birth, fork=True)
         if workspace:
             lineage.members[name].append(overlays.fork_name(name))
-            self._fork_workspace(lineage, name, message, *workspace)
-
-    def _fork_workspace(
-        self, lineage: Lineage, name: str, message: dict[str, Any], owner: int, changes: int, *base: int
-    ) -> None:
-        """Copy a workspace for a fork, in a process in the fork's cgroups, which tells the owner."""
-        doors, unified = self.tree.doors(name, *cgroups.CONTROLLERS), self.tree.unified(name)
-        limits = message["limits"]
-        bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
-        try:
-            if kernel.fork_into(unified) == 0:
-                try:
-                    signal.set_wakeup_fd(-1)
-                    for door in doors:
-                        os.write(door, b"0")
-                    place = overlays.ForkFolder(lineage.folder, overlays.fork_name(name), lineage.uid)
-                    space = self._space_of(lineage)
-                    if message["is_overlay"]:
-                        lower = lineage.layers or base[0]
-                        changes_fd = overlays.mount_fork(lower, changes, place, space, **bounds)
-                    else:  # the fork itself copies it
-                        kernel.enter_mounts(space)
-                        changes_fd = overlays.make_folder(*place)
-                    _tell_of_workspace(owner, b"workspace", changes_fd)
-                except BaseException as error:
-                    _tell_of_workspace(owner, str(error).encode("utf-8", "replace")[:1024])
-                finally:
-                    os._exit(0)
-        finally:
-            for fd in [*doors, *([unified] if unified is not None else [])]:
-                os.close(fd)
-
-    def _space_of(self, lineage: Lineage) -> int:
-        """Open the mount namespace in which a lineage's folders are seen."""
-        if lineage.space >= 0:
-            return os.dup(lineage.space)
-        return os.open(f"/proc/{lineage.init or 'self'}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            with contextlib.closing(self.tree.open_group(name)) as group:
+                session_folders.copy_workspace(lineage, name, message, group, workspace)
 
     def _expect(self, name: str, birth: socket.socket, *, fork: bool) -> None:
         """Wait for a new process to say on a channel that it is there."""
@@ -584,7 +487,7 @@ class _SessionServer:
         if remover == 0:
             try:
                 signal.set_wakeup_fd(-1)
-                kernel.enter_mounts(self._space_of(lineage))
+                kernel.enter_mounts(lineage.open_space())
                 overlays.remove(lineage.folder, folders)
             finally:
                 os._exit(0)
@@ -615,30 +518,3 @@ def _uids(number: int) -> tuple[int, int]:
     if size < 4096:
         raise OSError(f"this container has only {size} user ids, too few for sessions of their own")
     return first_uid + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
-
-
-def _show_workspace(lineage: Lineage, limits: dict[str, Any], owner: int, base: int) -> None:
-    """Make a session's workspace; send its owner the folder with the changes, and the reason if it is a copy."""
-    reason = ""
-    place = os.path.join(lineage.folder, overlays.NAME)
-    os.mkdir(place, 0o700)
-    bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
-    try:
-        changes = overlays.mount(base, lineage.folder, lineage.uid, **bounds)
-    except OSError as error:
-        lineage.to_copy, reason = base, str(error)
-        changes = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    _tell_of_workspace(owner, f"workspace {reason}".encode(), changes)
-    os.close(changes)
-
-
-def _tell_of_workspace(owner: int, text: bytes, *changes: int) -> None:
-    with socket.socket(fileno=os.dup(owner)) as channel:
-        socket.send_fds(channel, [text], list(changes))
-
-
-def _mount_scratch(lineage: Lineage, limits: dict[str, Any]) -> None:
-    options = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=700"
-    kernel.mount(
-        "tmpfs", lineage.folder, "tmpfs", surroundings.HIDDEN, f"{options},uid={lineage.uid},gid={lineage.uid}"
-    )
