@@ -14,8 +14,9 @@ from forge_rl.engines.protocol import Quantization
 from forge_rl.runtime import supervision
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
+from forge_rl.services.device_sharing import DeviceSharing
 from forge_rl.services.engine_pool import LendOne
-from forge_rl.services.generator import DeviceSharing, Generator
+from forge_rl.services.generator import Generator
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling, Turn

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,14 +16,10 @@ from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import (
     ConfigError,
-    ContextError,
-    DeadlineError,
     ReplicaError,
-    ServiceError,
     WeightsError,
 )
 from forge_rl.models.adapters import AdapterFiles
-from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervisor import Supervisor
@@ -34,63 +28,30 @@ from forge_rl.services.completion import (
     DraftCounts,
     Observer,
     ResumableCompletion,
-    validate_chunk,
-    validate_scores,
 )
-from forge_rl.services.engine_pool import EnginePool, EngineStart, Lend, LendOne, serve_model
+from forge_rl.services.device_sharing import DeviceSharing, Guests
+from forge_rl.services.engine_pool import EnginePool, EngineStart, Lend, serve_model
 from forge_rl.services.engine_processes import EngineProcesses, seats_of
+from forge_rl.services.engine_requests import EngineRequests
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
-from forge_rl.services.request_limits import RequestLimits
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.system.listeners import Listeners
 from forge_rl.system.tasks import task_group
-from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
+from forge_rl.token_arrays import ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
 
 _MAX_NAME = 128
 """Maximum characters of an adapter's name."""
-_ANSWER_S = 3600.0
-"""Longest wait for the next chunk of a completion, or for scores, not counting pauses. A last resort:
---generator.stall-s finds engines that hang, and a request may wait long in the queue of a busy one."""
 
 
 async def _start_engines(processes: EngineProcesses, supervisor: Supervisor, count: int, deadline_s: float) -> None:
     await processes.import_first(deadline_s)
     await supervisor.start(count)
-
-
-@dataclass(frozen=True)
-class Guests:
-    """A generator's engines on the trainer's devices, which decode while the trainer waits; see `DeviceHandover`."""
-
-    _pool: EnginePool
-
-    async def sleep(self) -> None:
-        """Free the devices; other engines resume the guests' requests."""
-        await self._pool.send_guests_away()
-
-    async def wake(self) -> None:
-        """Decode again, with the version that the other engines serve."""
-        await self._pool.bring_guests_back()
-
-    pause, resume = sleep, wake
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSharing:
-    """How engines share devices with a trainer."""
-
-    trainer_hosts: ServiceHosts | None = None
-    """Hosts of the guests, with the trainer's devices; by default the engines'."""
-    lend: Lend = contextlib.nullcontext
-    """Gives the engines their devices for a chat, if something else may hold them."""
-    replace: LendOne = contextlib.nullcontext
-    """Gives a replacement engine its devices once they are free, and reserves them while it starts."""
 
 
 class Generator:
@@ -121,13 +82,8 @@ class Generator:
         self._pool = pool
         self._tokenizer = tokenizer
         self._lend = lend
-        self._stopping = False
         self._loading = asyncio.Lock()
-        self.non_finite = NonFiniteTokens()
-        self._drafts = DraftCounts()
-        self._trial = asyncio.Lock()
-        """Held by a suspect completion until its first token, so that suspects run one at a time."""
-        self._limits = RequestLimits(config.max_num_seqs * config.data_parallel_size)
+        self._requests = EngineRequests(config, service, pool, tokenizer, lend)
         self.last_load: Sequence[LoadReport] = ()
         """Each engine's report of the last load."""
 
@@ -221,7 +177,9 @@ class Generator:
 
     def engines(self) -> dict[int, int]:
         """Return the serving engines: maximum concurrent requests by index, as their KV caches allow."""
-        return {replica.index: self._limits.of(replica) for replica in self._service.replicas if replica.serving}
+        return {
+            replica.index: self._requests.limits.of(replica) for replica in self._service.replicas if replica.serving
+        }
 
     @property
     def replicas(self) -> int:
@@ -259,61 +217,8 @@ class Generator:
         return self._pool.answers(loading=self._loading.locked())
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
-        """Decode the rest of a completion on one engine, passing it each chunk.
-
-        Completions that may have killed several engines are tried one at a time, until the next token of each.
-        Cancelling this cancels the request.
-
-        Args:
-            engine: index of the engine; by default the one with the fewest requests in flight.
-
-        Raises:
-            WeightsError: no version is loaded yet, or the last load failed.
-            ConfigError: prompt and completion may exceed the context length, or vLLM refuses the request.
-            ReplicaError: the engine died, failed, or sent garbage; earlier chunks are valid.
-            DeadlineError: no chunk came for an hour.
-            ServiceError: no engine is left.
-        """
-        # Engines read the model's settings, which need not name the token that ends turns.
-        prompt_ids, sampling = completion.shown, completion.rest.updated(stop_ids=self._tokenizer.stop_ids)
-        self._check(prompt_ids, sampling)
-        is_suspect = completion.suspect
-        if is_suspect:
-            await self._trial.acquire()
-        try:
-            replica = await self._choose(engine)
-            first_load = self._pool.current
-
-            def take(chunk: Chunk) -> bool:
-                nonlocal is_suspect
-                self._pool.note_progress(replica)
-                if is_suspect:
-                    self._trial.release()
-                    is_suspect = False
-                problem = validate_chunk(
-                    chunk,
-                    completion.sampling,
-                    num_drawn=completion.tokens,
-                    vocab_size=self._tokenizer.vocab_size,
-                    versions=self._pool.versions[first_load:],
-                )
-                if not problem:
-                    chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
-                if problem:
-                    raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-                if chunk.cache is not None and self._limits.note(replica, chunk.cache):
-                    self._service.listeners.tell()
-                self._drafts.note(chunk)
-                return completion.add(chunk)
-
-            gather_s = completion.gather_s
-            with self._blaming(replica, refuses=bool(sampling.extra)):
-                await replica.ask("stream", prompt_ids, sampling, gather_s, deadline_s=_ANSWER_S, on_item=take)
-            if not completion.finish:
-                raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
-        finally:
-            if is_suspect:
-                self._trial.release()
+        """Decode the rest of a completion on one engine; see `EngineRequests.decode`."""
+        await self._requests.decode(completion, engine=engine)
 
     async def generate(
         self,
@@ -357,67 +262,14 @@ class Generator:
         top_k: int = 0,
         adapter: str = "",
     ) -> ScoredTokens:
-        """Score given tokens after a prompt, under the weights of the current version; see `DecodeEngine.score`.
-
-        Engines that are paused, or have lent their devices to the trainer, resume for the duration.
-
-        Raises:
-            WeightsError: no version is loaded yet, or the last load failed.
-            ContextError: prompt and tokens do not fit into the context.
-            ConfigError: vLLM refuses the request.
-            PoisonError: several engines in a row died of it.
-            DeadlineError: no answer for an hour.
-            ServiceError: no engine is left.
-        """
-        self._check_version()
-        self._check_adapter(adapter)
-        if len(prompt_ids) + len(token_ids) >= self.config.max_model_len:
-            raise ContextError(
-                f"{len(prompt_ids)} + {len(token_ids)} tokens to score do not fit into {self.config.max_model_len}",
-                hint="raise max_model_len; one more token than those to score must fit",
-            )
-
-        async def attempt(replica: Replica) -> ScoredTokens:
-            with self._blaming(replica):
-                args = prompt_ids, token_ids, temperature, top_k, adapter
-                scores = await replica.ask("score", *args, deadline_s=_ANSWER_S)
-            self._pool.note_progress(replica)
-            if problem := validate_scores(scores, len(token_ids), top_k, self._tokenizer.vocab_size):
-                raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-            assert isinstance(scores, ScoredTokens)
-            return scores
-
-        async with self._lend():
-            return await self._service.try_on(attempt)
+        """Score given tokens after a prompt; see `EngineRequests.score`."""
+        return await self._requests.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k, adapter=adapter)
 
     async def score_on_each(
         self, texts: Sequence[TokenIds], *, adapter: str = ""
     ) -> dict[tuple[int, int], npt.NDArray[np.float64]]:
-        """Score all tokens but the first of each text on every engine that serves, without those that die meanwhile.
-
-        Args:
-            adapter: name of a loaded adapter to score with; "" for the policy.
-
-        Returns:
-            [N] logprobs, text after text, by the engine's index and number of restarts.
-
-        Raises:
-            WeightsError, ConfigError: all engines refuse.
-        """
-
-        async def attempt(replica: Replica) -> tuple[tuple[int, int], npt.NDArray[np.float64]]:
-            with self._blaming(replica):
-                calls = [
-                    replica.ask("score", text[:1], text[1:], 1.0, 0, adapter, deadline_s=_ANSWER_S) for text in texts
-                ]
-                scores = await asyncio.gather(*calls)
-            for text, text_scores in zip(texts, scores, strict=True):
-                if problem := validate_scores(text_scores, len(text) - 1, 0, self._tokenizer.vocab_size):
-                    raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-            logprobs = np.concatenate([np.asarray(text_scores.logprobs, np.float64) for text_scores in scores])
-            return (replica.index, replica.incarnation), logprobs
-
-        return dict(await self._pool.each("scoring probes", attempt))
+        """Score texts on every engine that serves; see `EngineRequests.score_on_each`."""
+        return await self._requests.score_on_each(texts, adapter=adapter)
 
     async def sample(self, prompts: Sequence[TokenIds]) -> list[Turn]:
         """Complete prompts with the current policy, as training episodes are sampled.
@@ -540,7 +392,7 @@ class Generator:
         """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, the number of
         spares that stand by, of versions that each engine serves as adapters, and the bytes of weights that the engines
         hold in 8 bits."""
-        metrics = self._limits.pop_metrics()
+        metrics = self._requests.limits.pop_metrics()
         if self.config.spares:
             metrics["generator/spares"] = float(self.spares)
         if self.config.adapters == "served" and self.last_load:
@@ -555,69 +407,21 @@ class Generator:
 
     def drain_drafts(self) -> DraftCounts:
         """Return the counts of drafted tokens since the last call."""
-        counts, self._drafts = self._drafts, DraftCounts()
-        return counts
+        return self._requests.drain_drafts()
+
+    @property
+    def non_finite(self) -> NonFiniteTokens:
+        """Tokens whose logprobs were not finite."""
+        return self._requests.non_finite
 
     async def stop(self) -> None:
         """Stop the engines: first vLLM's processes, then ours."""
-        self._stopping = True
+        self._requests.stop()
         replicas = (*self._service.replicas, *self._service.spares.values())
         live_replicas = [replica for replica in replicas if replica.alive]
         calls = [replica.call_ranks("close", lambda _: (), deadline_s=5.0) for replica in live_replicas]
         await asyncio.gather(*calls, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()
-
-    @contextlib.contextmanager
-    def _blaming(self, replica: Replica, *, refuses: bool = False) -> Iterator[None]:
-        """Count an engine as failed if it reports an error of its own in the body.
-
-        A refusal by a remote engine counts as its failure too, unless the request may be at fault (`refuses`): it would
-        otherwise end the run.
-        """
-        try:
-            yield
-        except (ReplicaError, DeadlineError):
-            raise
-        except (ConfigError, WeightsError) as error:
-            if replica.index >= len(self.config.urls) or (refuses and isinstance(error, ConfigError)):
-                raise
-            raise self._pool.mark_failed(replica, f"it refuses: {error.message}") from error
-        except ServiceError as error:
-            if self._stopping:
-                raise
-            raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
-
-    async def _choose(self, engine: int | None) -> Replica:
-        if engine is None:
-            return await self._service.available()
-        for replica in self._service.replicas:
-            if replica.index == engine and replica.serving:
-                return replica
-        error = ReplicaError("it does not serve", service=self._service.name, replica=engine)
-        error.blamed = False
-        raise error
-
-    def _check(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
-        """Raise an error of `decode` if the request cannot be served."""
-        self._check_version()
-        self._check_adapter(sampling.adapter)
-        if len(prompt_ids) + sampling.max_tokens > self.config.max_model_len:
-            raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed "
-                f"{self.config.max_model_len}",
-                hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
-            )
-
-    def _check_version(self) -> None:
-        if self.version is None:
-            raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
-
-    def _check_adapter(self, name: str) -> None:
-        if name and name not in self._pool.adapters:
-            names = ", ".join(self._pool.adapters) or "none"
-            raise ConfigError(
-                f"the engines have no adapter {name!r:.80}", hint=f"load it first; loaded are: {names:.400}"
-            )
 
     def __repr__(self) -> str:
         loads = ", ".join(f"{replica.index}: {replica.in_flight}" for replica in self._service.replicas)

@@ -25,9 +25,10 @@ from forge_rl.run.start.hosts import RunHosts
 from forge_rl.run.start.preparation import PreparedRun
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service
+from forge_rl.services.device_sharing import DeviceSharing
 from forge_rl.services.environment import Environment
 from forge_rl.services.far_hosts import copy_folders
-from forge_rl.services.generator import DeviceSharing, Generator
+from forge_rl.services.generator import Generator
 from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.teachers import Teachers
