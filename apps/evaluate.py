@@ -69,7 +69,8 @@ from forge_rl.rewards.reward_flag import RewardTexts, build_reward
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure, score_set
-from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.interfaces import RunEpisode
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.rollout.executor import NoListener
+from forge_rl.rollout.interfaces import NoListener
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.system.listeners import Listeners
 from forge_rl.token_arrays import Chunk, TokenIds

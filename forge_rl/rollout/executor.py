@@ -11,16 +11,17 @@ import contextvars
 import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING
 
 from forge_rl.errors import ContextError, ForgeError, PoisonError, TaskError, UnscoredError
 from forge_rl.metrics import RolloutStatus
-from forge_rl.rewards.scorer import not_scored, score_again
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation, describe_failure
+from forge_rl.rollout.group_scores import GroupScores
+from forge_rl.rollout.interfaces import CountsEpisodes, NoListener, PreparesTasks, RolloutListener, RunEpisode
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.reward_outage import EpisodeScoring, RewardOutage
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
@@ -36,44 +37,6 @@ _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
 _MOST_OUTAGES = 3
 """Most outages of the reward after which an evaluation repeats an episode."""
-
-
-@runtime_checkable
-class CountsEpisodes(Protocol):
-    """What runs episodes and counts something of them."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call."""
-
-
-@runtime_checkable
-class PreparesTasks(Protocol):
-    """What runs episodes and prepares for coming ones."""
-
-    def prepare(self, tasks: Sequence[Task]) -> None:
-        """Begin with what tasks need, those that come first ahead of others, without waiting for it."""
-
-
-RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
-"""Runs one episode of a task with its policy client, such as an EpisodeRunner."""
-
-
-class RolloutListener(Protocol):
-    """Receives what a user should see, such as the log of a run."""
-
-    def warn(self, text: str) -> None:
-        """Report a warning to the user."""
-
-    def episode(self, episode: Episode) -> None:
-        """Record a finished episode; evaluations pass only failed ones."""
-
-
-class NoListener:
-    """Ignores everything."""
-
-    def warn(self, text: str) -> None: ...
-
-    def episode(self, episode: Episode) -> None: ...
 
 
 class RolloutExecutor:
@@ -114,7 +77,7 @@ class RolloutExecutor:
         self._generator = dispatcher.generator
         self._run_episode = run_episode
         scoring = scoring or EpisodeScoring()
-        self._reward = scoring.reward
+        self._scores = GroupScores(scoring.reward, lambda episode: self._tell(self._listener.episode, episode))
         self._devices = devices
         self._seed = seed
         self._version = version
@@ -498,10 +461,10 @@ class RolloutExecutor:
                 except asyncio.CancelledError as error:
                     result = _not_cancelled(task, error)
                 if result.outcome.scored:
-                    result = await self._score_group(episode, result)
+                    result = await self._scores.score(episode, result)
                 if evaluation is None or result.outcome is not Outcome.JUDGE_ERROR or outages == _MOST_OUTAGES:
                     break
-                if not await self._outage.is_over_for(self._scored_with(episode, result)):
+                if not await self._outage.is_over_for(self._scores.scored_with(episode, result)):
                     break
             if len(problem := shortened(result.problem)) < len(result.problem):
                 result = result.updated(problem=problem)
@@ -522,14 +485,14 @@ class RolloutExecutor:
             self._fail(error)
             return
         if result.score is not None:
-            self._outage.scored = self._scored_with(episode, result)
+            self._outage.scored = self._scores.scored_with(episode, result)
         elif evaluation is None and result.outcome is Outcome.JUDGE_ERROR:
             self._outage.unscored = (*episode.group.results, result)
         try:
             record()
             if evaluation is not None and episode.state == "done":
                 if not result.outcome.scored:  # its mates are scored whichever of them ends last
-                    await self._score_group(episode, result)
+                    await self._scores.score(episode, result)
                 evaluation.record(episode, result)
         except UnscoredError as error:
             self._outage.begin(error)
@@ -564,13 +527,6 @@ class RolloutExecutor:
         if self._running.get(episode) is task:
             del self._running[episode]
 
-    def _scored_with(self, episode: InflightEpisode, result: Episode) -> tuple[Episode, ...]:
-        """Return the episodes that the reward scores together with the one that ended with `result`, which is last."""
-        if self._reward is None or self._reward.form != "group":
-            return (result,)
-        mates = (mate.result for mate in episode.group.episodes if mate is not episode)
-        return (*(mate for mate in mates if mate is not None), result)
-
     def _warn(self, text: str) -> None:
         self._tell(self._listener.warn, text)
 
@@ -580,28 +536,6 @@ class RolloutExecutor:
             receive(*news)
         except Exception as error:
             self._fail(error)
-
-    async def _score_group(self, episode: InflightEpisode, result: Episode) -> Episode:
-        """Score a group's episodes together, if needed, once its last one ended with `result`; return that one's."""
-        mates = [mate for mate in episode.group.episodes if mate is not episode]
-        if any(mate.result is None for mate in mates):
-            return result
-        unscored_mates = [mate for mate in mates if mate.result is not None and mate.result.unscored]
-        unscored = [mate.result for mate in unscored_mates if mate.result is not None]
-        if result.unscored:
-            unscored.append(result)
-        if not unscored:
-            return result
-        assert self._reward is not None, "episodes that come without a score need a reward"
-        try:
-            scored = await score_again(self._reward, unscored)
-        except Exception as error:
-            return not_scored(result, error) if result.outcome.scored else result
-        for mate, mates_result in zip(unscored_mates, scored, strict=False):
-            mate.result = mates_result
-            if episode.group.batch != EVALUATION:
-                self._tell(self._listener.episode, mates_result)
-        return scored[-1] if result.unscored else result
 
 
 def _not_cancelled(task: Task, error: asyncio.CancelledError) -> Episode:

@@ -24,7 +24,8 @@ from forge_rl.rollout.agent_runner import GATEWAY, AgentRunner
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.examples import ExampleMaker, Examples
-from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.interfaces import RunEpisode
 from forge_rl.rollout.reward_outage import EpisodeScoring
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.version_probes import VersionProbes
