@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,3 +211,18 @@ def wait_for_step(command: Command, run: AttachedRun, beyond: int) -> None:
     while run.step <= beyond:
         assert time.monotonic() < until, command.output
         time.sleep(0.5)
+
+
+def signal_all(command: Command, number: signal.Signals, *, children: bool = False) -> None:
+    """Signals each process of a run, as scancel, systemd and a time limit do; or all but the controller."""
+    for process in [psutil.Process(command.process.pid)][children:] + command.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def wait_until(holds: Callable[[], bool], command: Command, timeout_s: float = 120.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert command.process.poll() is None, command.output
+        assert time.monotonic() < until, command.output
+        time.sleep(0.1)

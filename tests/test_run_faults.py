@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-import re
 import signal
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from forge_rl.weights.volume import reclaim
-from tests.commands import TASKS, Command, actor_of, forgotten, metrics, shared_memory, tasks_by_step, tiny_run
+from tests.commands import (
+    TASKS,
+    Command,
+    actor_of,
+    forgotten,
+    metrics,
+    shared_memory,
+    signal_all,
+    tasks_by_step,
+    tiny_run,
+    wait_until,
+)
 from tests.processes import below
 
 FOR_EVER = ("--steps", "100000", "--evaluation.every", "0")
-
-
-def signal_all(command: Command, number: signal.Signals, *, children: bool = False) -> None:
-    """Signals each process of a run, as scancel, systemd and a time limit do; or all but the controller."""
-    for process in [psutil.Process(command.process.pid)][children:] + command.children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
 
 
 def engine_of(command: Command, replica: int) -> psutil.Process:
@@ -172,139 +172,3 @@ def test_a_run_lends_devices_to_a_guest_and_survives_either_death(
     assert all(row["lag/max"] <= 1 and row.get("logprob_gap", 0) < 1e-4 for row in rows)
     drawn = Counter(task for tasks in tasks_by_step(out).values() for task in tasks)
     assert max(drawn.values()) == 1, "no task is trained on twice"
-
-
-@pytest.mark.long
-def test_a_phase_that_takes_too_long_names_what_it_waits_for(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
-) -> None:
-    arguments = (*FOR_EVER, "--phase-deadline-s", "1", "--generator.max-tokens", "200")
-    command = tiny_run(commands, tiny_model, tmp_path / "run", *arguments)
-    assert command.end(240) == 1
-    assert re.search(r"phase \w+: .*did not end within its 1 s", command.output), command.output
-    assert command.strays() == []
-
-
-@pytest.mark.long
-def test_a_port_in_use_is_named(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        command = tiny_run(commands, tiny_model, tmp_path / "run", "--trainer.ranks", "2", "--trainer.port", str(port))
-        assert command.end(240) == 1, command.output
-    assert f":{port}" in command.output
-    assert "--trainer.port" in command.output
-    assert command.strays() == []
-
-
-def events(out: Path) -> str:
-    return (out / "events.jsonl").read_text()
-
-
-def saved_steps(out: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in sorted((out / "checkpoints").glob("step-*"))]
-
-
-def wait_until(holds: Callable[[], bool], command: Command, timeout_s: float = 120.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not holds():
-        assert command.process.poll() is None, command.output
-        assert time.monotonic() < until, command.output
-        time.sleep(0.1)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_run_survives_lost_output_and_full_disks_and_still_saves(
-    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORGE_RL_FAKE_ENGINES", str(tmp_path))
-    before, out = shared_memory(), tmp_path / "run"
-    arguments = (*FOR_EVER, "--checkpoint-every", "2", "--reward.replicas", "1", "--reward.restart.max-restarts", "0")
-
-    def run() -> Command:
-        return tiny_run(commands, tiny_model, out, *arguments, recipe="tests.tiny_fake")
-
-    def steps() -> int:
-        return int(metrics(out)[-1]["step"])
-
-    # Whoever reads its output goes; then the disk has no room for what the controller writes, and has room again.
-    command = run()
-    command.wait_for("step +1/")
-    command.stop_reading()
-    wait_until(lambda: "nothing more is shown" in events(out), command)
-    controller = psutil.Process(command.process.pid)
-    controller.rlimit(psutil.RLIMIT_FSIZE, (0, -1))
-    changes: set[int] = set()
-
-    def tries(count: int) -> None:
-        least = len(changes) + count
-        wait_until(lambda: changes.add((out / "checkpoints").stat().st_mtime_ns) or len(changes) >= least, command)
-
-    tries(3)  # a checkpoint may have been all but written
-    seen, saved = steps(), saved_steps(out)
-    tries(3)
-    assert steps() == seen
-    assert saved_steps(out) == saved
-    controller.rlimit(psutil.RLIMIT_FSIZE, (-1, -1))
-    wait_until(lambda: steps() > seen and bool(set(saved_steps(out)) - set(saved)), command)
-    assert steps() > seen + 1, "it trained meanwhile"
-    wait_until(lambda: "JSONLSink.log works again" in events(out), command)
-
-    signal_all(command, signal.SIGTERM)
-    signal_all(command, signal.SIGHUP)
-    assert command.process.wait(240) in (143, 129)  # two that wait for a busy process are handled by number
-    assert command.strays() == []
-    assert saved_steps(out)[-1] == steps()
-
-    # A fault that ends a run: what was trained is saved, and where is said.
-    command, begun = run(), steps()
-    command.wait_for(f"step +{begun + 2}/")
-    wait_until(lambda: saved_steps(out)[-1] != steps(), command)
-    actor_of(command, "reward").kill()
-    assert command.end() == 1
-    assert "SIGKILL" in command.output
-    last = steps()
-    assert saved_steps(out)[-1] == last
-    assert f"step {last} is saved in {out}/checkpoints" in command.output
-    assert "Traceback" not in command.output
-    assert command.strays() == []
-    assert not forgotten(before)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("place", ["restore", "publish"])
-def test_a_stop_in_a_recovery_leaves_checkpoints_of_one_step(
-    place: str, commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORGE_RL_FAKE_ENGINES", str(tmp_path))
-    out = tmp_path / "run"
-    arguments = ("--evaluation.every", "0", "--keep-checkpoints", "9", "--groups-per-batch", "4", *TASKS)
-
-    def run(steps: int, every: int, slow: str) -> Command:
-        monkeypatch.setenv("SLOW", slow)
-        flags = ("--steps", str(steps), "--checkpoint-every", str(every), *arguments)
-        return tiny_run(commands, tiny_model, out, *flags, recipe="tests.slow_recovery")
-
-    def counts() -> list[tuple[int, int, int]]:
-        states = (json.loads(path.read_text()) for path in sorted((out / "checkpoints").glob("step-*/controller.json")))
-        return [(state["step"], state["updates"], state["rollouts"]["batches"]) for state in states]
-
-    command = run(100000, 4, place)
-    command.wait_for("step +7/")
-    wait_until(lambda: bool(saved_steps(out)), command)  # it is written while steps go on
-    actor_of(command, "trainer").kill()
-    command.wait_for(f"waits in {place}")
-    command.process.send_signal(signal.SIGTERM)
-    assert command.end(120) == 143, command.output
-    assert "nothing is saved, as the run was rolling back" in command.output
-    assert command.strays() == []
-    saved = saved_steps(out)
-    assert counts() == [(step, step, step) for step in saved]
-
-    again = run(saved[-1] + 2, 1, "")
-    assert again.end(150) == 0, again.output
-    assert counts() == [(step, step, step) for step in (*saved, saved[-1] + 1, saved[-1] + 2)]
-    assert [(row["step"], row["updates"]) for row in metrics(out)] == [(n, n) for n in range(1, saved[-1] + 3)]
