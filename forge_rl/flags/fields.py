@@ -9,7 +9,7 @@ import inspect
 import itertools
 import textwrap
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,19 +84,21 @@ def usable_flags(kind: type, config: object = None) -> list[Flag]:
     return [flag for flag in flags_of(kind, config) if not {flag.path[0], flag.dotted} & {*unused}]
 
 
-def changed_flags(config: object, groups: Collection[str]) -> list[str]:
-    """Return the flags of groups of a config, such as "schedule" or "trainer.optimizer", that differ from the defaults.
-
-    A recipe's own defaults do not count as changed.
-    """
+def changes_of(config: object) -> list[Flag]:
+    """Return the flags of a config that differ from the defaults; a recipe's own defaults do not count as changed."""
     kind = type(config)
     defaults = {flag.dotted: flag.value for flag in flags_of(kind)}
-    return [
-        flag.name
-        for flag in flags_of(kind, config)
-        if any(f"{flag.dotted}.".startswith(f"{group}.") for group in groups)
-        and flag.value != defaults.get(flag.dotted, flag.value)
-    ]
+    return [flag for flag in flags_of(kind, config) if flag.value != defaults.get(flag.dotted, flag.value)]
+
+
+def names_in(flags: Iterable[Flag], groups: Collection[str]) -> list[str]:
+    """Return the names of flags that are in one of some groups, such as "schedule" or "trainer.optimizer"."""
+    return [flag.name for flag in flags if any(f"{flag.dotted}.".startswith(f"{group}.") for group in groups)]
+
+
+def changed_flags(config: object, groups: Collection[str]) -> list[str]:
+    """Return the names of the flags of groups of a config that differ from the defaults."""
+    return names_in(changes_of(config), groups)
 
 
 def categories_of(config: object) -> dict[str, Category]:
@@ -135,6 +137,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
+@functools.cache
 def _hint(kind: type, name: str) -> tuple[Any, tuple[Any, ...]]:
     """Return a field's type and its annotations for tyro."""
     hint = _hints(kind)[name]
@@ -143,6 +146,7 @@ def _hint(kind: type, name: str) -> tuple[Any, tuple[Any, ...]]:
     return hint, ()
 
 
+@functools.cache
 def _category(kind: type, name: str) -> Category | None:
     """Return the category of a field by its annotation in the class or its bases, or else by the class's CATEGORY."""
     bases = (base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
@@ -153,6 +157,7 @@ def _category(kind: type, name: str) -> Category | None:
 _PLAIN = tyro.conf.arg()
 
 
+@functools.cache
 def _argument(kind: type, name: str) -> Any:
     """Return the `tyro.conf.arg` of a field's type."""
     return next((mark for mark in _hint(kind, name)[1] if isinstance(mark, type(_PLAIN))), _PLAIN)

@@ -11,7 +11,7 @@ from forge_rl.data.curriculum import Curriculum
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import ConfigError
-from forge_rl.flags.fields import changed_flags
+from forge_rl.flags.fields import changes_of, names_in
 from forge_rl.metrics.recorder import Recording
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
@@ -168,8 +168,9 @@ def check_switches(config: SwitchedRun) -> None:
     Raises:
         ConfigError: names the first of them, and the switch.
     """
+    changes = changes_of(config)
     for switch, needed in SWITCHES.items():
-        idle = [flag for flag in changed_flags(config, needed.flags) if flag != switch]
+        idle = [name for name in names_in(changes, needed.flags) if name != switch]
         if idle and not needed.is_on(config):
             hint = f"{needed.hint}, or leave out {idle[0]}"
             raise ConfigError(f"{idle[0]} has no effect, as {needed.why}", hint=hint)
