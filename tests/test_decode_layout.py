@@ -90,7 +90,9 @@ def test_an_engine_decodes_more_requests_at_a_time_on_a_gpu(
     ("device", "config", "settings", "message"),
     [
         ("cpu", SMALL, {"batch_invariant": True}, "--generator.batch-invariant needs GPUs"),
-        ("cpu", SMALL, {"quantization": "fp8"}, "--generator.quantization needs GPUs"),
+        ("cpu", SMALL, {"quantization": "fp8"}, ""),
+        ("cpu", MOE, {"quantization": "fp8"}, "--generator.quantization fp8 of experts needs GPUs"),
+        ("cpu", MOE, {"quantization": "int8"}, "--generator.quantization int8 of experts needs GPUs"),
         ("cuda", SMALL, {"quantization": "int8"}, "int8 is of experts, and the model has none"),
         ("cuda", SMALL, {"quantization": "fp8", "dtype": "float32"}, "computes in bfloat16, not in float32"),
         ("cuda", SMALL, {"quantization": "fp8", "batch_invariant": True}, ""),

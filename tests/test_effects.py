@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from forge_rl.sandbox import SandboxError
 from forge_rl.sandbox.shared import check_shared_pool
@@ -135,3 +136,20 @@ def test_effects_of_flags_for_experts_are_above_zero_in_a_run(commands: list[Com
     assert {row["experts/replayed"] for row in rows} == {1.0}
     loads = [(row["experts/rank_max_over_mean/plain"], row["experts/rank_max_over_mean"]) for row in rows]
     assert any(plain > lent for plain, lent in loads), ("experts were lent", loads)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_engines_of_a_run_compute_with_weights_of_each_version_in_8_bits(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = ("--steps", "2", "--evaluation.every", "0", "--checkpoint-every", "0")
+    flags += ("--generator.dtype", "bfloat16", "--generator.quantization", "fp8")
+    command = tiny_run(commands, tiny_model, out, *flags)
+    assert command.end(400) == 0, command.output
+    tensors = load_file(tiny_model / "model.safetensors")
+    linear_weights = sum(values.numel() for name, values in tensors.items() if "_proj" in name)
+    rows = [row for row in metrics(out) if "grad_norm" in row]
+    assert len(rows) == 2
+    assert {row["generator/quantized_bytes"] for row in rows} == {linear_weights}

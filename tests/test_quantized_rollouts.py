@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.engines import decode_layout
 from forge_rl.engines.protocol import DecodeSettings, Quantization
 from forge_rl.run.start.checks import rounded_rollouts
 from forge_rl.weights.fingerprints import fingerprint
@@ -65,21 +64,10 @@ class Given:
         yield {"proj.weight": self.values}
 
 
-class Kernel:
-    """In place of the FP8 matmul, which vLLM has for CUDA, and for CPUs with AMX."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        pass
-
-    def input_quant_key(self) -> None:
-        return None
-
-
 def test_each_version_is_rounded_again_and_attested_as_it_was_received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from vllm.config import set_current_vllm_config
     from vllm.model_executor import parameter
     from vllm.model_executor.layers.linear import ReplicatedLinear
-    from vllm.model_executor.layers.quantization.online import fp8
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     from forge_rl.engines.vllm import cpu
@@ -105,7 +93,6 @@ def test_each_version_is_rounded_again_and_attested_as_it_was_received(tmp_path:
 
     config = vllm_config(tmp_path, "fp8")
     config.quant_config.packed_modules_mapping = {}
-    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **how: Kernel())
     monkeypatch.setattr(cpu, "patch", lambda model: None)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
@@ -127,6 +114,11 @@ def test_each_version_is_rounded_again_and_attested_as_it_was_received(tmp_path:
             error = (live.double() * scale - values.double()).abs()
             assert 0 < error.max() <= values.double().abs().max() * 2**-4, "E4M3 has three bits of mantissa"
             assert torch.allclose(model.proj.weight_scale.double(), scale)
+            inputs = torch.randn(5, 32).bfloat16()
+            input_scale = inputs.double().abs().amax(1, keepdim=True) / 448
+            rounded = (inputs / input_scale).to(torch.float8_e4m3fn).double() * input_scale
+            product = rounded @ (live.double() * scale).t()
+            torch.testing.assert_close(model.proj(inputs)[0].double(), product, rtol=2**-7, atol=2**-7)
             (shard,) = report.shards
             assert (report.version, report.repacked, report.bytes) == (version, ["proj.weight"], values.nbytes)
             assert report.quantized_bytes == values.numel()
@@ -135,14 +127,8 @@ def test_each_version_is_rounded_again_and_attested_as_it_was_received(tmp_path:
 
 @pytest.mark.parametrize(("quantization", "expected"), [("fp8", {"generator/quantized_bytes": 4096.0}), ("none", {})])
 async def test_bytes_of_8_bit_weights_are_summed_over_engines(
-    quantization: Quantization,
-    expected: dict[str, float],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    nothing_left: None,
+    quantization: Quantization, expected: dict[str, float], tmp_path: Path, nothing_left: None
 ):
-    monkeypatch.setattr(decode_layout, "_check_kernels", lambda settings: None)  # it refuses CPUs
-
     async with stage(tmp_path, quantization=quantization) as on:
         assert on.generator.pop_metrics() == {}, "nothing is loaded"
         on.orders.tell(1, quantized_bytes=4096)

@@ -37,8 +37,8 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
             hint="lower --generator.replicas, --generator.tensor-parallel-size or --generator.data-parallel-size; "
             "--generator.max-num-seqs has one engine decode more at a time",
         )
-    rounds_experts = settings.quantization == "int8"
-    if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts or rounds_experts):
+    rounds_weights = settings.quantization == "int8" or (settings.quantization == "fp8" and device_type() == "cpu")
+    if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts or rounds_weights):
         return
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -49,10 +49,15 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error!r}", hint="give a model folder") from error
     if settings.routed_experts and not experts:
         raise ConfigError("the model has no experts to be returned", hint="leave out --generator.routed-experts")
-    if rounds_experts and not experts:
+    if settings.quantization == "int8" and not experts:
         raise ConfigError(
             "--generator.quantization int8 is of experts, and the model has none",
             hint="set --generator.quantization fp8, or none",
+        )
+    if rounds_weights and experts and device_type() == "cpu":
+        raise ConfigError(
+            f"--generator.quantization {settings.quantization} of experts needs GPUs, and engines would run on CPU",
+            hint="leave out --generator.quantization",
         )
     if settings.enable_expert_parallel:
         _check_experts(experts, settings)
@@ -71,11 +76,10 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
 
 
 def _check_kernels(settings: DecodeSettings) -> None:
-    """Refuse kernels that vLLM lacks: on CPU none is batch-invariant, and quantised ones need AMX at least."""
-    options = {"batch-invariant": settings.batch_invariant, "quantization": settings.quantization != "none"}
-    flags = " and ".join(f"--generator.{name}" for name, is_set in options.items() if is_set)
-    if flags and device_type() != "cuda":
-        raise ConfigError(f"{flags} needs GPUs, and engines would run on CPU", hint=f"leave out {flags}")
+    """Refuse kernels that vLLM has for no model: on CPU none is batch-invariant, and quantised ones take bfloat16."""
+    flag = "--generator.batch-invariant"
+    if settings.batch_invariant and device_type() != "cuda":
+        raise ConfigError(f"{flag} needs GPUs, and engines would run on CPU", hint=f"leave out {flag}")
     if settings.quantization != "none" and settings.dtype == "float32":
         raise ConfigError(
             f"--generator.quantization {settings.quantization} computes in bfloat16, not in float32",

@@ -80,7 +80,8 @@ class DecodeSettings:
     quantization: Quantization = "none"
     """Format that engines round the weights of each version to when they load it: faster, and another policy than the
     trainer's. fp8: E4M3, with a scale for each output of a linear layer or expert matrix and each token's input. int8:
-    of experts only, with a scale for each output. Embeddings and the head are not rounded. For CUDA."""
+    of experts only, with a scale for each output. Embeddings and the head are not rounded. On CPU: fp8 alone, of models
+    without experts."""
     adapters: Operational[AppliedAdapters] = "merged"
     """How engines apply the adapters of versions, with --lora.rank. merged: added to the base's weights, at no cost a
     token; a load clears the KV cache, and requests in flight go on with the new version. served: as vLLM's own LoRA
