@@ -168,6 +168,8 @@ def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Pa
         )
     ]
     check_layouts(tmp_path, cases, dict(flags))
+    experts = {"lora": replace(LORA, rank=4, targets=("all-linear", "experts")), "lora_seed": 5}
+    check_layouts(tmp_path, [on_transformers(mixtral, 2, layout | experts) for layout in ({}, TP, EP)], experts)
 
 
 def test_rows_of_several_adapters_are_computed_together_and_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -80,9 +80,10 @@ class LoRAConfig:
         """Describe the adapters in one line, for the start of a run."""
         root = "sqrt(rank)" if self.rslora else "rank"
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        experts = "; experts at the rank over the number a token uses" if EXPERTS in self.targets else ""
         return (
-            f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}{dropout}: the "
-            "model's own weights are frozen"
+            f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}{dropout}{experts}: "
+            "the model's own weights are frozen"
         )
 
 
@@ -136,6 +137,15 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
             f"{EXPERTS} {HEAD}",
         )
     return matches
+
+
+def check_shared_base(lora: LoRAConfig) -> None:
+    """Raise ConfigError for targets that several adapters over one base cannot have."""
+    if targets := [target for target in (EXPERTS, HEAD) if target in lora.targets]:
+        raise ConfigError(
+            f"--lora.targets {targets[0]}: several adapters over one base adapt linear layers only",
+            hint=f"leave out {targets[0]}, or train one adapter with recipes.grpo --lora.rank {lora.rank}",
+        )
 
 
 def _check_experts(architecture: Architecture, lora: LoRAConfig) -> None:

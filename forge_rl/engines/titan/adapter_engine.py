@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings, PassResult
 from forge_rl.engines.families.general import mixes_rows
-from forge_rl.engines.lora_config import EXPERTS, HEAD, adapted_modules
+from forge_rl.engines.lora_config import adapted_modules, check_shared_base
 from forge_rl.engines.titan.adapter_files import AdapterState, read_state, write_state
 from forge_rl.engines.titan.adapter_switch import AdapterSwitch
 from forge_rl.engines.titan.lora import adapted_modules_of, first_factor
@@ -71,12 +71,7 @@ class TitanAdapters:
     def __init__(self, engine: TitanEngine, folder: Path) -> None:
         if engine.model.adapters is None:
             raise ConfigError("the trainer has no adapters", hint="set --lora.rank to the largest rank of an adapter")
-        lora = engine.model.adapters.lora
-        if joint_targets := [target for target in (EXPERTS, HEAD) if target in lora.targets]:
-            raise ConfigError(
-                f"--lora.targets {joint_targets[0]}: of several adapters over one base, each adapts linear layers only",
-                hint=f"leave out {joint_targets[0]}, or train one adapter with recipes.grpo --lora.rank {lora.rank}",
-            )
+        check_shared_base(engine.model.adapters.lora)
         if not isinstance(engine.optimizer, torch.optim.AdamW):
             raise ConfigError(
                 "adapters over one base have moments in float32",
