@@ -82,8 +82,8 @@ class LoRAConfig:
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
         experts = "; experts at the rank over the number a token uses" if EXPERTS in self.targets else ""
         return (
-            f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}{dropout}{experts}: "
-            "the model's own weights are frozen"
+            f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}"
+            f"{dropout}{experts}: the model's own weights are frozen"
         )
 
 
