@@ -21,7 +21,7 @@ from apps.gateway import START_DEADLINE_S, running_services
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import with_longest_context
 from forge_rl.engines.degrees import check_model
-from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.lora_config import LoRAConfig, check_shared_base
 from forge_rl.errors import ConfigError
 from forge_rl.gateway import check_address
 from forge_rl.gateway.keys import kept_key, read_key_file
@@ -76,6 +76,7 @@ class Config(TinkerConfig):
         super().__post_init__()
         if not self.lora.rank:
             raise ConfigError("--lora.rank is 0", hint="set it to the largest rank of an adapter")
+        check_shared_base(self.lora)
         if self.lora.dropout:
             raise ConfigError(f"--lora.dropout is {self.lora.dropout}, which requests cannot see", hint="leave it out")
 

@@ -18,8 +18,13 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.factory import start_decode_engine
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, Dtype
+from forge_rl.errors import AttestationError
+from forge_rl.models.adapter_products import merged_weight
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
-from tests.engine_conformance import Stream, expected, fetch, publish
+from forge_rl.weights.manifest import factor_names
+from tests.engine_adapters import load, published
+from tests.engine_conformance import Decoder, Stream, expected, fetch, publish
 
 
 class Weights(torch.nn.Module):
@@ -62,6 +67,39 @@ async def gaps_to(engine: DecodeEngine, dtype: Dtype, *folders: Path) -> list[fl
     return found
 
 
+async def expert_mistakes(engine: DecodeEngine, weights: dict[str, torch.Tensor], scratch: Path) -> dict[str, str]:
+    """Load a version with an adapter of each expert, and then versions in which one expert's has a mistake; return the
+    engine's error by "TENSOR, MISTAKE", "" if it took the version. Empty for models without experts."""
+    names = [name for name in weights if ".experts." in name and "_proj" in name and "bias" not in name]
+    if not names:
+        return {}
+    scale, factors = 1.5, dict[str, tuple[torch.Tensor, torch.Tensor]]()
+    for name in names:
+        *stack, rows, columns = weights[name].shape
+        factors[name] = (0.1 * torch.randn(*stack, 2, columns), torch.randn(*stack, rows, 2))
+    merged = {name: merged_weight(weights[name], *factors[name], scale) for name in names}
+    stored = weights | {f: v for n in names for f, v in zip(factor_names(n), factors[n], strict=True)}
+    scales = dict.fromkeys(names, scale)
+    decoder = Decoder(engine, scratch, cast(Tokenizer, None), lambda: 0, torch.nn.Module(), version=1)
+    await load(decoder, published(decoder, stored, merged, scales))
+    errors = dict[str, str]()
+    for name in (names[0], names[-1]):
+        a, b = factors[name]
+        lost, other = b.clone(), b.clone()
+        if b.ndim == 3:
+            lost[-1], other[0] = 0.0, b[1]
+        else:
+            lost, other = torch.zeros_like(b), factors[names[names.index(name) - 3]][1]
+        for mistake, wrong in (("lost", lost), ("another expert's", other)):
+            wrong_names = dict(zip(factor_names(name), (a, wrong), strict=True))
+            errors[f"{name}, {mistake}"] = ""
+            try:
+                await load(decoder, published(decoder, stored | wrong_names, merged, scales))
+            except AttestationError as raised:
+                errors[f"{name}, {mistake}"] = raised.message
+    return errors
+
+
 async def main(folder: Path, other: Path, scratch: Path, dtype: Dtype) -> None:
     settings = DecodeSettings(dtype=dtype, max_model_len=256, kv_cache_gib=0.25)
     engine = await start_decode_engine(folder, settings, seed=0)
@@ -71,10 +109,13 @@ async def main(folder: Path, other: Path, scratch: Path, dtype: Dtype) -> None:
         manifest = publish(Weights(other), scratch / "versions", 1, bucket_bytes=64 << 20, dtype=resolve_dtype(dtype))
         report = await engine.load(manifest, fetch(manifest, scratch, -1), reader="the engine")
         changed, loaded = await gaps_to(engine, dtype, folder, other)
+        weights = load_file(other / "model.safetensors") if dtype == "float32" else {}
+        errors = await expert_mistakes(engine, weights, scratch)
     finally:
         engine.close()
     gaps_found = {"started": started, "loaded": loaded, "changed": changed}
-    print(json.dumps(gaps_found | {"version": report.version, "in_place": report.in_place}))
+    found = {"version": report.version, "in_place": report.in_place, "expert_mistakes": errors}
+    print(json.dumps(gaps_found | found))
 
 
 if __name__ == "__main__":

@@ -73,4 +73,7 @@ def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: st
     assert found["version"] == 1
     most, least_changed = (1, 300) if dtype == "float32" else (2, 20)  # bfloat16 rounds elsewhere than in transformers
     assert found["changed"] > least_changed, "the two versions must differ for this to be a test"
+    assert bool(found["expert_mistakes"]) == (family in ("qwen3_moe", "gpt_oss"))
+    for mistake, error in found["expert_mistakes"].items():
+        assert error.endswith(f"tensors differ: {mistake.partition(', ')[0]}"), (mistake, error)
     assert max(found["started"], found["loaded"]) < most, found

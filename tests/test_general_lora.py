@@ -15,6 +15,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.families.general import file_names
 from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.factor_pairs import factor_pairs
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
@@ -25,7 +26,7 @@ from recipes.grpo import Config
 from tests import test_adapter_engine as of_native
 from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
-from tests.test_lora import saved
+from tests.test_lora import in_peft, saved
 from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
@@ -46,40 +47,74 @@ OFTEN = (
 """Checkpoints whose adapted modules differ most: states, experts, two RoPEs, fused matrices, other names in files."""
 
 
+SPARSE = (
+    "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "Qwen/Qwen3.5-35B-A3B, its text model",
+    "zai-org/GLM-4.5-Air",
+    "MiniMaxAI/MiniMax-M2",
+    "baidu/ERNIE-4.5-21B-A3B-PT",
+    "LiquidAI/LFM2-8B-A1B",
+    "arcee-ai/Trinity-Nano-Preview",
+    "ibm-granite/granite-4.0-h-tiny",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "Qwen/Qwen3-30B-A3B, on transformers' code",
+)
+"""Checkpoints with experts that can have adapters."""
+CASES = [
+    *(pytest.param(name, LORA, marks=() if name in OFTEN else pytest.mark.nightly) for name in GENERAL),
+    *(
+        pytest.param(
+            name,
+            replace(LORA, rank=6, targets=("all-linear", "experts")),
+            marks=() if name in (SPARSE[0], SPARSE[2]) else pytest.mark.nightly,
+        )
+        for name in SPARSE
+    ),
+    pytest.param("mistralai/Mixtral-8x7B-Instruct-v0.1", replace(LORA, targets=("lm_head", "q_proj"))),
+]
+
+
 def adapters_of(engine: TitanEngine) -> dict[str, torch.nn.Parameter]:
     """Return an engine's adapters by the names that peft gives them in memory."""
+    ends = {"": "", "gate_up_": ".base_layer", "up_": ".base_layer", "down_": ""}
     return {
-        f"base_model.model.{name}.default.weight": parameter
-        for name, parameter in engine.model.named_parameters()
-        if name.endswith(ADAPTERS)
+        f"base_model.model.{pair.path}{ends[pair.prefix]}.{kind}.default.weight": parameter
+        for pair in factor_pairs(engine.model)
+        for kind, parameter in zip(ADAPTERS, pair.parameters, strict=True)
     }
 
 
-def adapted_engine(name: str, folder: Path, **settings: Any) -> TitanEngine:
+def adapted_engine(name: str, folder: Path, *, lora: LoRAConfig = LORA, **settings: Any) -> TitanEngine:
     """Return an engine of a checkpoint of the zoo, with random adapters."""
     write(name, folder)
-    engine = engine_of(folder, "transformers", lora=LORA, **settings)
+    engine = engine_of(folder, "transformers", lora=lora, **settings)
     with torch.no_grad():
         for number, parameter in enumerate(adapters_of(engine).values()):
             parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(number))
     return engine
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in GENERAL]
-)
-def test_gradients_of_adapters_on_packed_rows_are_those_of_peft(name: str, tmp_path: Path):
+@pytest.mark.parametrize(("name", "lora"), CASES)
+def test_gradients_of_adapters_on_packed_rows_are_those_of_peft(name: str, lora: LoRAConfig, tmp_path: Path):
     folder = tmp_path / "hf"
-    engine = adapted_engine(name, folder)
+    engine = adapted_engine(name, folder, lora=lora)
     factors = adapters_of(engine)
-    modules = {factor.removeprefix("base_model.model.").partition(".lora_")[0] for factor in factors}
-    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=sorted(modules))
+    pairs = list(factor_pairs(engine.model))
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=sorted(pair.path for pair in pairs if not pair.prefix),
+        target_parameters=sorted(pair.name for pair in pairs if pair.prefix),
+        rank_pattern={pair.name: pair.parameters[0].shape[1] for pair in pairs if pair.prefix},
+    )
     reference = peft.get_peft_model(reference_of(folder), config)
     trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
     assert trained.keys() == factors.keys()
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.data = factors[name].detach().clone()
+            assert parameter.shape == in_peft(name, factors[name]).shape
+            parameter.data = in_peft(name, factors[name]).detach().clone()
     forward, spread = run_rows(engine, reference, rows_of(share_prefixes=True))
     assert spread > 0.2, "the model must tell tokens apart for this to be a test"
     assert forward < 1e-9
@@ -88,17 +123,15 @@ def test_gradients_of_adapters_on_packed_rows_are_those_of_peft(name: str, tmp_p
         assert expected is not None
         assert gradient is not None, name
         assert expected.abs().max() > 0, name
-        assert (gradient - expected).abs().max() / expected.abs().max() < 1e-9, name
+        assert (in_peft(name, gradient) - expected).abs().max() / expected.abs().max() < 1e-9, name
     assert [name for name, p in engine.model.named_parameters() if p.grad is not None and "lora_" not in name] == []
-    assert adapter_parameters(engine.architecture, LORA) == sum(factor.numel() for factor in factors.values()) > 0
+    assert adapter_parameters(engine.architecture, lora) == sum(factor.numel() for factor in factors.values()) > 0
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in GENERAL]
-)
-def test_peft_reads_what_is_saved_and_merges_what_is_published(name: str, tmp_path: Path):
+@pytest.mark.parametrize(("name", "lora"), CASES)
+def test_peft_reads_what_is_saved_and_merges_what_is_published(name: str, lora: LoRAConfig, tmp_path: Path):
     source = tmp_path / "hf"
-    engine = adapted_engine(name, source)
+    engine = adapted_engine(name, source, lora=lora)
     train_batch(engine, packed(random_batch(1, vocab=250), seq_len=128))
     folder = saved(engine, source, tmp_path / "step")
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
@@ -135,6 +168,8 @@ def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Pa
         )
     ]
     check_layouts(tmp_path, cases, dict(flags))
+    experts = {"lora": replace(LORA, rank=4, targets=("all-linear", "experts")), "lora_seed": 5}
+    check_layouts(tmp_path, [on_transformers(mixtral, 2, layout | experts) for layout in ({}, TP, EP)], experts)
 
 
 def test_rows_of_several_adapters_are_computed_together_and_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -169,9 +204,10 @@ def test_a_checkpoint_of_adapters_goes_on_from_them(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("zai-org/GLM-4.5-Air", {"targets": ("gate_proj",)}, "gate_proj: experts, routers, what shares a name"),
-        ("zai-org/GLM-4.5-Air", {"targets": ("q_proj", "experts")}, "experts: experts, routers"),
-        ("ibm-granite/granite-4.0-h-1b", {"targets": ("in_proj", "conv1d")}, "conv1d: experts, .* convolutions"),
+        ("zai-org/GLM-4.5-Air", {"targets": ("gate_proj",)}, "gate_proj: routers, what shares a name"),
+        ("zai-org/GLM-4.5-Air", {"targets": ("experts",), "dropout": 0.1}, "experts have no dropout"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct, its text model", {"targets": ("experts",)}, "no experts that can"),
+        ("ibm-granite/granite-4.0-h-1b", {"targets": ("in_proj", "conv1d")}, "conv1d: routers, .* convolutions"),
         ("ibm-granite/granite-4.0-h-1b", {"targets": ("out_proj",)}, "out_proj: .* Mamba's output have no adapters"),
         ("ibm-granite/granite-4.0-h-1b", {"targets": ("query",)}, "has no such linear layer"),
         ("ibm-granite/granite-4.0-h-1b", {"dropout": 0.1}, "layers with a state in a 'granitemoehybrid' see one"),

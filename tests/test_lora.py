@@ -21,8 +21,10 @@ from forge_rl.engines.factory import plan_training
 from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
+from forge_rl.engines.titan import head
+from forge_rl.engines.titan.factor_pairs import factor_pairs
 from forge_rl.engines.titan.index import INDEX
-from forge_rl.engines.titan.lora import adapted_modules_of, without_adapters
+from forge_rl.engines.titan.lora import without_adapters
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, WeightsError
@@ -64,23 +66,37 @@ def engine_of(
 
 def named_factors(engine: TitanEngine) -> dict[str, torch.nn.Parameter]:
     """An engine's adapters by peft's names."""
-    return {
-        f"base_model.model.{engine.model.names.to_hf(name).removesuffix('.weight')}.{kind}.default.weight": parameter
-        for name, module in adapted_modules_of(engine.model)
-        for kind in ADAPTERS
-        for parameter in [getattr(module, kind)]
-    }
+    factors = {}
+    for pair in factor_pairs(engine.model):
+        stem = pair.name.removesuffix(".weight")
+        if pair.prefix:
+            stem = stem.rpartition(".")[0] + ("" if pair.prefix == "down_" else ".base_layer")
+        for kind, parameter in zip(ADAPTERS, pair.parameters, strict=True):
+            factors[f"base_model.model.{stem}.{kind}.default.weight"] = parameter
+    return factors
+
+
+def in_peft(name: str, values: torch.Tensor) -> torch.Tensor:
+    """A factor, or its gradient, as peft has it: of stacked experts [experts * rank, inputs], [outputs, rank *
+    experts]."""
+    if values.ndim < 3:
+        return values
+    return values.flatten(0, 1) if "lora_A" in name else values.permute(1, 2, 0).flatten(1)
 
 
 def with_peft(model: torch.nn.Module, engine: TitanEngine, lora: LoRAConfig) -> Any:
     """Give transformers' model peft's adapters on the modules that the engine has them on, with the engine's values."""
     factors = named_factors(engine)
-    modules = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in factors}
+    experts = {pair.name for pair in factor_pairs(engine.model) if pair.prefix}
+    modules = {pair.name.removesuffix(".weight") for pair in factor_pairs(engine.model) if not pair.prefix}
+    rank = {factor.shape[-2] for name, factor in factors.items() if factor.ndim == 3 and "lora_A" in name}
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
         target_modules=sorted(modules),
+        target_parameters=sorted(experts),
+        rank_pattern={name: r for name in experts for r in rank},
         task_type="CAUSAL_LM",
     )
     adapted = peft.get_peft_model(model, config)
@@ -88,16 +104,27 @@ def with_peft(model: torch.nn.Module, engine: TitanEngine, lora: LoRAConfig) -> 
     assert trained.keys() == factors.keys()
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.copy_(factors[name])
+            parameter.copy_(in_peft(name, factors[name]))
     return adapted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rslora", [False, True])
-def test_gradients_are_those_of_peft(family: str, rslora: bool, tmp_path: Path):
-    if rslora and family != "qwen3":
-        return
-    deviation, largest = gradient_deviation(tmp_path, family, LoRAConfig(rank=3, alpha=5.0, rslora=rslora))
+SPARSE = "qwen3_moe", "gpt_oss", "deepseek_v3"
+WHOLE = LoRAConfig(rank=6, alpha=5.0, targets=("all-linear", "experts", "lm_head"))
+"""Adapters of linear layers, experts, at half or a third of their rank, and the head."""
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *((family, LoRAConfig(rank=3, alpha=5.0)) for family in FAMILIES),
+        ("qwen3", LoRAConfig(rank=3, alpha=5.0, rslora=True)),
+        ("qwen3", LoRAConfig(rank=3, targets=("lm_head",))),
+        *((family, WHOLE) for family in SPARSE),
+        ("qwen3_moe", LoRAConfig(rank=1, rslora=True, targets=("experts",))),
+    ],
+)
+def test_gradients_are_those_of_peft(family: str, lora: LoRAConfig, tmp_path: Path):
+    deviation, largest = gradient_deviation(tmp_path, family, lora)
     assert largest > 1e-3
     assert deviation < 1e-9
 
@@ -113,7 +140,7 @@ def gradient_deviation(folder: Path, family: str, lora: LoRAConfig) -> tuple[flo
     clip = engine._parallelism.clip
 
     def recorded(*arguments: Any) -> torch.Tensor:
-        gradients.update({name: p.grad.clone() for name, p in named_factors(engine).items()})
+        gradients.update({name: in_peft(name, p.grad).clone() for name, p in named_factors(engine).items()})
         assert [n for n, p in engine.model.named_parameters() if p.grad is not None and "lora_" not in n] == []
         return clip(*arguments)
 
@@ -148,12 +175,19 @@ def saved(engine: TitanEngine, source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_peft_reads_what_is_saved_and_merges_what_is_published(family: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *((family, LoRAConfig(rank=3, alpha=5.0)) for family in ("llama", "qwen3", *SPARSE)),
+        *((family, WHOLE) for family in SPARSE),
+        ("qwen3_moe", replace(WHOLE, targets=("experts",), rslora=True)),
+    ],
+)
+def test_peft_reads_what_is_saved_and_merges_what_is_published(family: str, lora: LoRAConfig, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     source = tmp_path / "hf"
-    engine = trained_engine(source, LoRAConfig(rank=3, alpha=5.0), family, dtype="float32")
+    engine = trained_engine(source, lora, family, dtype="float32")
     folder = saved(engine, source, tmp_path / "step")
     assert not list((folder / "training").glob("*.safetensors"))
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -171,18 +205,33 @@ def test_peft_reads_what_is_saved_and_merges_what_is_published(family: str, tmp_
     files, start = (load_file(place / "model.safetensors") for place in (tmp_path / "merged", source))
     published = {shard.name: shard.values for shard in engine.local_shards()}
     changed = {name for name, values in start.items() if not values.equal(files[name])}
-    assert changed == {spec.name for spec in engine.specs() if spec.changed}
+    expected = {spec.name for spec in engine.specs() if spec.changed}
+    assert changed <= expected
+    assert all(".experts.7." in name for name in expected - changed), "no token used that one"
+    assert any(".experts." in name for name in changed) == ("experts" in lora.targets)
+    assert ("lm_head.weight" in changed) == ("lm_head" in lora.targets)
     for name, values in files.items():
         torch.testing.assert_close(published[name], values)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(dtype: str, tmp_path: Path):
-    engine = trained_engine(tmp_path, LoRAConfig(rank=4), dtype=dtype, travels=True)
+@pytest.mark.parametrize(
+    ("family", "lora", "dtype", "count"),
+    [
+        ("llama", LoRAConfig(rank=4), "float32", 14),
+        ("qwen3", LoRAConfig(rank=4, targets=("all-linear", "lm_head")), "bfloat16", 15),
+        ("qwen3_moe", WHOLE, "bfloat16", 8 + 2 * 4 * 3 + 1),
+        ("gpt_oss", WHOLE, "float32", 8 + 2 * 2 + 1),
+    ],
+)
+def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(
+    family: str, lora: LoRAConfig, dtype: str, count: int, tmp_path: Path
+):
+    engine = trained_engine(tmp_path, lora, family, dtype=dtype, travels=True)
     specs, published = engine.specs(), {shard.name: shard.values for shard in engine.local_shards()}
     assert [spec.name for spec in specs if spec.changed] == [name for name in published if "lora_" in name]
     adapted = {spec.name for spec in specs if spec.adapter_scale is not None}
-    assert len(adapted) == 14
+    assert len(adapted) == count
+    scales = {spec.name: spec.adapter_scale for spec in specs if spec.name in adapted}
     start = load_file(tmp_path / "model.safetensors")
     assert all(values.equal(start[name].to(values.dtype)) for name, values in published.items() if name in start)
     drafted = draft(specs, version=3, dtype=getattr(torch, dtype))
@@ -191,7 +240,7 @@ def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(dtype
     expected = {}
     for name in adapted:
         a, b = (published[factor] for factor in factor_names(name))
-        merged = merged_weight(published[name], a, b, engine.model.adapters.lora.scale)
+        merged = merged_weight(published[name], a, b, scales[name])
         assert not merged.equal(published[name])
         expected[name] = fingerprint(merged, merged.shape)
     assert {report.name: report.fingerprint for report in engine.merged_reports(drafted)} == expected
@@ -246,12 +295,13 @@ def test_adapters_switched_off_are_the_model_that_training_started_from(tmp_path
     assert not torch.equal(engine.logprobs(laid.rows, temperature=1.0)[0], start[0])
 
 
-def test_a_checkpoint_holds_adapters_alone_and_goes_on_from_them(tmp_path: Path):
-    lora = LoRAConfig(rank=4, dropout=0.3)
-    engine = trained_engine(tmp_path / "hf", lora)
+@pytest.mark.parametrize(("family", "lora"), [("llama", LoRAConfig(rank=4, dropout=0.3)), ("qwen3_moe", WHOLE)])
+def test_a_checkpoint_holds_adapters_alone_and_goes_on_from_them(family: str, lora: LoRAConfig, tmp_path: Path):
+    engine = trained_engine(tmp_path / "hf", lora, family)
     folder = saved(engine, tmp_path / "hf", tmp_path / "step")
-    held = json.loads((folder / "training" / INDEX).read_text())
-    assert {key.rpartition(".")[2] for key in held} == {"lora_A", "lora_B", "updates", "planned", "version", "steps"}
+    held = json.loads((folder / "training" / INDEX).read_text()).keys()
+    counts = {"updates", "planned", "version", "steps"}
+    assert {key.rpartition(".")[2][-6:] for key in held - counts} == {"lora_A", "lora_B"}
     other = engine_of(tmp_path / "hf", lora)
     assert other.load_training_state(folder / "training") == 2
     laid = packed(random_batch(2, vocab=43))
@@ -308,7 +358,23 @@ def test_first_values_are_of_the_seed_and_peft_starts_as_far(tmp_path: Path):
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("llama", {"lora": LoRAConfig(rank=4, targets=("lm_head",))}, "embeddings and heads have no adapters"),
+        (
+            "tied",
+            {"lora": LoRAConfig(rank=4, targets=("lm_head",))},
+            "lm_head: the head of this 'llama' is the embedding",
+        ),
+        (
+            "llama",
+            {"lora": LoRAConfig(rank=4, targets=("embed_tokens",))},
+            "embeddings and value heads have no adapters",
+        ),
+        ("llama", {"lora": LoRAConfig(rank=4, targets=("experts",))}, "a 'llama' has no experts"),
+        ("qwen3_moe", {"lora": LoRAConfig(rank=4, targets=("experts",), dropout=0.1)}, "experts have no dropout"),
+        (
+            "qwen3_moe",
+            {"lora": WHOLE, "tensor_parallel_degree": 2},
+            "need whole experts, and tensor-parallel ranks split",
+        ),
         ("llama", {"lora": LoRAConfig(rank=4, targets=("query",))}, "no such linear layer"),
         ("llama", {"lora": LoRAConfig(rank=4, targets=("all-linear", "q_proj"))}, "q_proj: all-linear includes it"),
         ("qwen3_moe", {"lora": LoRAConfig(rank=4, targets=("q_proj", "gate_proj"))}, "only attention has adapters"),
@@ -319,7 +385,7 @@ def test_first_values_are_of_the_seed_and_peft_starts_as_far(tmp_path: Path):
     ],
 )
 def test_what_has_no_adapter_is_refused_by_name(family: str, settings: dict, message: str, tmp_path: Path):
-    make_model(tmp_path, family)
+    make_model(tmp_path, **({"tie_word_embeddings": True} if family == "tied" else {"family": family}))
     with pytest.raises(ConfigError, match=message) as error:
         check_model(TrainSettings(**settings), 2, read_architecture(tmp_path))
     assert "--" in str(error.value)
@@ -357,10 +423,12 @@ def test_a_plan_of_adapters_has_no_reference_and_few_moments(tmp_path: Path):
     assert after.state < before.state / 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_of_adapters_are_counted_before_there_are_any(family: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [*((family, LoRAConfig(rank=3)) for family in FAMILIES), *((family, WHOLE) for family in SPARSE)],
+)
+def test_parameters_of_adapters_are_counted_before_there_are_any(family: str, lora: LoRAConfig, tmp_path: Path):
     make_model(tmp_path, family, **FAMILIES[family])
-    lora = LoRAConfig(rank=3)
     factors = named_factors(engine_of(tmp_path, lora)).values()
     assert adapter_parameters(read_architecture(tmp_path), lora) == sum(factor.numel() for factor in factors) > 0
 
@@ -430,3 +498,34 @@ def test_an_adapter_is_a_model_as_long_as_its_base_is_unchanged(tmp_path: Path):
     (step / "model" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ModelError, match="use_dora"):
         Adapter.read(step / "model")
+
+
+def test_an_adapted_head_is_scored_in_chunks_as_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Logits are held for a few tokens at a time, with the logprobs and gradients of one product."""
+    make_model(tmp_path, "qwen3")
+    lora, laid = LoRAConfig(rank=3, targets=("q_proj", "lm_head")), packed(random_batch(1, vocab=43))
+    ends, sizes = [], []
+    product = head._product
+
+    def recorded(*arguments: Any) -> torch.Tensor:
+        logits = product(*arguments)
+        sizes.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(head, "_product", recorded)
+    for chunk_bytes in (head.HEAD_CHUNK_BYTES, 43 * 4 * 5):
+        monkeypatch.setattr(head, "HEAD_CHUNK_BYTES", chunk_bytes)
+        sizes.clear()
+        engine = engine_of(tmp_path, lora)
+        for _ in range(2):
+            train_batch(engine, laid, ClippedSurrogate(entropy_coef=0.1), total_updates=5)
+        largest = max(sizes)
+        ends.append((engine.logprobs(laid.rows, temperature=0.7), named_factors(engine)))
+    (whole, factors), (chunked, chunked_factors) = ends
+    assert largest == 5
+    torch.testing.assert_close(torch.cat(chunked), torch.cat(whole), rtol=1e-10, atol=1e-12)
+    for name, values in factors.items():
+        torch.testing.assert_close(chunked_factors[name], values, rtol=1e-9, atol=1e-12)
+    with without_adapters(engine.model):
+        off = torch.cat(engine.scorer.logprobs(engine.model, laid.rows, 0.7))
+    assert not torch.allclose(off, torch.cat(chunked))

@@ -19,24 +19,34 @@ from forge_rl.weights.manifest import combine_shards, draft, factor_names
 from tests.fakes import make_model, packed, random_batch
 from tests.test_layouts import relays
 
-LORA = (("lora", LoRAConfig(rank=3, alpha=6.0, publish="merged")), ("lora_seed", 5))
+LORA = LoRAConfig(rank=3, alpha=6.0, publish="merged")
+WHOLE = replace(LORA, rank=4, targets=("all-linear", "experts", "lm_head"))
+"""Adapters of linear layers, experts, at half their rank, and the head."""
 FAMILIES = "llama", "qwen3_moe", "gpt_oss", "deepseek_v3"
 
 
 def adapted_cases(families: tuple[str, ...], *, ranks: int) -> list[layouts.Case]:
     """Layouts of so many ranks that adapters work in."""
     cases = [case for case in layouts.cases(families) if case.ranks == ranks and "PP" not in case.name]
-    return [replace(case, degrees=case.degrees + LORA) for case in cases]  # type: ignore[operator]
+    return [replace(case, degrees=(*case.degrees, ("lora", lora_of(case)), ("lora_seed", 5))) for case in cases]
 
 
-def alone(family: str, *, router_replay: bool) -> layouts.Case:
-    degrees = (("router_replay", True), *LORA) if router_replay else LORA
-    return layouts.Case(family=family, name="one process", ranks=1, degrees=degrees)  # type: ignore[arg-type]
+def lora_of(case: layouts.Case) -> LoRAConfig:
+    """Return the most adapters that a layout can have: tensor-parallel ranks alone split each expert."""
+    degrees = dict(case.degrees)
+    splits_experts = "tensor_parallel_degree" in degrees and "expert_parallel_degree" not in degrees
+    return WHOLE if layouts.is_mixture(case.family) and not splits_experts else LORA
+
+
+def alone(case: layouts.Case) -> layouts.Case:
+    names = "router_replay", "lora", "lora_seed"
+    degrees = tuple((name, value) for name, value in case.degrees if name in names)
+    return layouts.Case(family=case.family, name="one process", ranks=1, degrees=degrees)
 
 
 def check(folder: Path, cases: list[layouts.Case]) -> None:
     layouts.make_models(folder, FAMILIES)
-    singles = [alone(case.family, router_replay="router_replay" in dict(case.degrees)) for case in cases]
+    singles = [alone(case) for case in cases]
     unique = list(dict.fromkeys(singles))
     expected = dict(zip(unique, layouts.train(folder, unique, 3), strict=True))
     deviations = {}
@@ -44,7 +54,10 @@ def check(folder: Path, cases: list[layouts.Case]) -> None:
         deviation = layouts.compare(trained, expected[single])
         moved = {name for name, start in trained.start.items() if not start.equal(trained.weights[name])}
         assert moved
-        assert all("_proj" in name for name in moved), "only adapted weights change"
+        lora = dict(case.degrees)["lora"]
+        assert all("_proj" in name or name == "lm_head.weight" for name in moved), "only adapted weights change"
+        for target, part in (("experts", ".experts."), ("lm_head", "lm_head")):
+            assert any(part in name for name in moved) == (target in lora.targets), (case.name, target)  # type: ignore[attr-defined]
         deviations[case.family, case.name] = max(deviation.worst, deviation.of_way)
     assert {case: worst for case, worst in deviations.items() if worst >= 1e-10} == {}
 
@@ -140,10 +153,11 @@ def test_ranks_attest_the_sums_that_engines_compute_of_whole_adapters(tmp_path: 
 @pytest.mark.long
 def test_adapters_go_on_in_another_layout(tmp_path: Path):
     layouts.make_models(tmp_path, FAMILIES)
-    named = {case.name: case for case in adapted_cases(("qwen3_moe",), ranks=2)}
-    pairs = [(named["FSDP"], named["TP"]), (named["TP"], named["EP"])]
-    (expected,) = layouts.train(tmp_path, [alone("qwen3_moe", router_replay=False)], 3)
+    named = {(case.family, case.name): case for case in adapted_cases(("llama", "qwen3_moe"), ranks=2)}
+    places = [(("llama", "FSDP"), ("llama", "TP")), (("qwen3_moe", "FSDP"), ("qwen3_moe", "EP"))]
+    pairs = [(named[first], named[second]) for first, second in (*places, places[1][::-1])]
+    expected = layouts.train(tmp_path, [alone(first) for first, _ in pairs], 3)
     by_rank = run_ranks(relays, 2, tmp_path, pairs)
     for index, (_, then) in enumerate(pairs):
         weights = layouts.assemble(then, [parts[index] for parts in by_rank])
-        assert max(float((weights[name] - end).abs().max()) for name, end in expected.weights.items()) < 1e-10
+        assert max(float((weights[name] - end).abs().max()) for name, end in expected[index].weights.items()) < 1e-10

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from forge_rl.models.resolve import resolve_model
 from tests.commands import Command, metrics, tiny_run
 from tests.test_run import run_here
+from tests.tiny import bundled_folder, make_tiny_model
 
 pytestmark = pytest.mark.long
 LORA = ("--lora.rank", "4", "--evaluation.every", "0", "--checkpoint-every", "2")
@@ -66,6 +67,38 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     other = tiny_run(commands, tiny_model, out, *flags, "--lora.rank", "8", "--steps", "6")
     assert other.end(120) != 0
     assert "--lora.rank was 4, is 8" in other.output
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_run_trains_experts_and_the_head_and_goes_on(commands: list[Command], tmp_path: Path):
+    """Every version is attested by the engines, which the gap to the trainer shows too."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = make_tiny_model(tmp_path / "model", bundled_folder(), tied=False, family="qwen3_moe", **sizes)
+    out, flags = tmp_path / "run", (*LORA, "--lora.targets", "all-linear", "experts", "lm_head")
+    command = tiny_run(commands, model, out, *flags, "--steps", "2")
+    assert command.end(800) == 0, command.output
+    assert "LoRA of rank 4 on all-linear experts lm_head" in command.output
+    again = tiny_run(commands, model, out, *flags, "--steps", "4")
+    assert again.end(800) == 0, again.output
+    assert "continued from" in again.output
+    assert max(row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row) < 1e-3
+    assert min(row["weights/written_share"] for row in metrics(out) if "weights/written_share" in row) < 0.1
+    first, second = (out / "checkpoints" / f"step-{step:06d}" for step in (2, 4))
+    moved = {name: float((values - factors_of(first)[name]).norm()) for name, values in factors_of(second).items()}
+    assert min(moved.values()) > 0, "resumed adapters are trained on"
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in moved} >= {"experts", "base_layer", "lm_head"}
+    merging = Command("apps.merge", str(second), str(tmp_path / "merged"))
+    commands.append(merging)
+    assert merging.end(300) == 0, merging.output
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, second / "model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    token_ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(token_ids).logits, adapted(token_ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from forge_rl.engines.devices import gpus
-from forge_rl.engines.lora_config import adapted_modules
+from forge_rl.engines.lora_config import EXPERTS, HEAD, adapted_modules
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 
@@ -187,6 +187,22 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
         raise ConfigError(
             f"--lora.rank {lora.rank} trains adapters, which pipeline stages do not have",
             hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
+        )
+    is_split = settings.tensor_parallel_degree > 1
+    if (
+        EXPERTS in lora.targets
+        and is_split
+        and settings.expert_parallel_degree == 1
+        and not architecture.family.general
+    ):
+        raise ConfigError(
+            f"--lora.targets {EXPERTS}: adapters of experts need whole experts, and tensor-parallel ranks split each",
+            hint="set --trainer.expert-parallel-degree too: each rank then has some of the experts, whole",
+        )
+    if HEAD in lora.targets and is_split and architecture.family.general:
+        raise ConfigError(
+            f"--lora.targets {HEAD}: tensor-parallel ranks on transformers' code have no adapter of the head",
+            hint=f"leave out {HEAD} or --trainer.tensor-parallel-degree: FSDP, HSDP and EP work",
         )
     if settings.frozen:
         raise ConfigError(

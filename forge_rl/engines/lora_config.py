@@ -19,7 +19,9 @@ LR_FACTOR = 10.0
 """Ratio of the best learning rate of adapters to the best one of full training, about the same over models, ranks and
 tasks: Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
 ALL_LINEAR = "all-linear"
-"""Target that stands for every module that can have an adapter."""
+"""Target that stands for every linear layer of the model's layers that can have an adapter."""
+HEAD, EXPERTS = "lm_head", "experts"
+"""Targets besides linear layers: the output head, and all expert networks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,9 @@ class LoRAConfig:
     alpha: float = 32.0
     """Numerator of the scale: B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Modules with adapters, by their names in the model's folder, such as q_proj v_proj; all-linear is every linear
-    layer except the output head, and in models with experts every one in attention."""
+    """Modules with adapters, by their names in the model's folder, such as q_proj v_proj. all-linear is every linear
+    layer except the output head, and in models with experts every one in attention. experts is every expert network, at
+    the rank divided by the number of experts that a token uses; lm_head is the output head."""
     rslora: bool = False
     """Divide by the root of the rank instead: the scale is alpha / sqrt(rank), as in rank-stabilised LoRA."""
     publish: Operational[Literal["adapters", "merged"]] = "adapters"
@@ -50,8 +53,21 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """Factor on B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        """Factor on B A of linear layers."""
+        return self.scale_of(self.rank)
+
+    def scale_of(self, rank: int) -> float:
+        """Return the factor on B A of an adapter of a rank."""
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def expert_rank(self, active_experts: int) -> int:
+        """Return the rank of each expert's adapter, so that a token meets about as many adapter weights as in a dense
+        model (Schulman et al., "LoRA Without Regret", 2025).
+
+        Args:
+            active_experts: number of experts that a token uses.
+        """
+        return max(1, self.rank // active_experts)
 
     def __post_init__(self) -> None:
         check_flags(
@@ -64,9 +80,10 @@ class LoRAConfig:
         """Describe the adapters in one line, for the start of a run."""
         root = "sqrt(rank)" if self.rslora else "rank"
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        experts = "; experts at the rank over the number a token uses" if EXPERTS in self.targets else ""
         return (
-            f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}{dropout}: the "
-            "model's own weights are frozen"
+            f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}"
+            f"{dropout}{experts}: the model's own weights are frozen"
         )
 
 
@@ -98,18 +115,64 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
         ConfigError: a target names no module that can have an adapter.
     """
     modules = linear_modules(architecture)
-    if ALL_LINEAR in lora.targets:
-        unmatched_targets = [target for target in lora.targets if target != ALL_LINEAR]
+    if EXPERTS in lora.targets:
+        _check_experts(architecture, lora)
+    if HEAD in lora.targets and architecture.tied:
+        raise ConfigError(
+            f"--lora.targets {HEAD}: the head of this {architecture.family.model_type!r} is the embedding, "
+            "which has no adapter",
+            hint=f"leave {HEAD} out, or untie them: tie_word_embeddings in config.json",
+        )
+    targets = [target for target in lora.targets if target not in (HEAD, EXPERTS)]
+    if ALL_LINEAR in targets:
+        unmatched_targets = [target for target in targets if target != ALL_LINEAR]
         matches = modules
     else:
-        matches = {name: hf for name, hf in modules.items() if any(f".{hf}".endswith(f".{t}") for t in lora.targets)}
-        unmatched_targets = [t for t in lora.targets if not any(f".{hf}".endswith(f".{t}") for hf in matches.values())]
+        matches = {name: hf for name, hf in modules.items() if any(f".{hf}".endswith(f".{t}") for t in targets)}
+        unmatched_targets = [t for t in targets if not any(f".{hf}".endswith(f".{t}") for hf in matches.values())]
     if unmatched_targets:
         raise ConfigError(
             f"--lora.targets {unmatched_targets[0]}: {_cause(architecture, unmatched_targets[0])}",
-            hint=f"choose from {ALL_LINEAR} {' '.join(dict.fromkeys(hf.split('.')[-1] for hf in modules.values()))}",
+            hint=f"choose from {ALL_LINEAR} {' '.join(dict.fromkeys(hf.split('.')[-1] for hf in modules.values()))} "
+            f"{EXPERTS} {HEAD}",
         )
     return matches
+
+
+def check_shared_base(lora: LoRAConfig) -> None:
+    """Raise ConfigError for targets that several adapters over one base cannot have."""
+    if targets := [target for target in (EXPERTS, HEAD) if target in lora.targets]:
+        raise ConfigError(
+            f"--lora.targets {targets[0]}: several adapters over one base adapt linear layers only",
+            hint=f"leave out {targets[0]}, or train one adapter with recipes.grpo --lora.rank {lora.rank}",
+        )
+
+
+def _check_experts(architecture: Architecture, lora: LoRAConfig) -> None:
+    """Raise ConfigError unless a model has experts that can have adapters."""
+    a, name = architecture, architecture.family.model_type
+    if a.experts is None or not _expert_features(a):
+        raise ConfigError(
+            f"--lora.targets {EXPERTS}: a {name!r} has no experts that can have adapters",
+            hint=f"leave {EXPERTS} out: {ALL_LINEAR} works",
+        )
+    if lora.dropout:
+        raise ConfigError(
+            f"--lora.dropout {lora.dropout:g}: adapters of experts have no dropout, as in PEFT",
+            hint=f"leave it out, or leave {EXPERTS} out of --lora.targets",
+        )
+
+
+def _expert_features(architecture: Architecture) -> int:
+    """Return the sum of the inputs and outputs of all matrices of all experts; 0 if they cannot have adapters."""
+    a = architecture
+    if a.folder is not None:
+        from forge_rl.engines.families.general import expert_features  # imports transformers
+
+        return expert_features(a.folder)
+    if a.experts is None:
+        return 0
+    return len(a.experts.layers) * a.experts.count * (2 * a.dim + 3 * a.experts.hidden_dim)
 
 
 def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
@@ -117,9 +180,12 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     if not lora.rank:
         return 0
     a, latent = architecture, architecture.latent
+    extra = lora.rank * (a.dim + a.vocab) if HEAD in lora.targets else 0
+    if EXPERTS in lora.targets and a.experts is not None:
+        extra += lora.expert_rank(a.experts.top_k) * _expert_features(a)
     if a.family.general:
         names = adapted_modules(a, lora)
-        return lora.rank * sum(module.features for module in _general_modules(a) if module.name in names)
+        return extra + lora.rank * sum(module.features for module in _general_modules(a) if module.name in names)
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     sizes = {"attention.wo": (a.heads * latent.value_dim if latent else q, a.dim)}
     if latent is not None:
@@ -130,7 +196,7 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     sizes |= {f"attention.qkv_linear.{name}": (a.dim, width) for name, width in (("wq", q), ("wk", kv), ("wv", kv))}
     sizes |= {"feed_forward.w1": (a.dim, a.hidden_dim), "feed_forward.w3": (a.dim, a.hidden_dim)}
     sizes |= {"feed_forward.w2": (a.hidden_dim, a.dim)}
-    return a.layers * lora.rank * sum(sum(sizes[name]) for name in adapted_modules(architecture, lora))
+    return extra + a.layers * lora.rank * sum(sum(sizes[name]) for name in adapted_modules(architecture, lora))
 
 
 def _general_modules(architecture: Architecture) -> Iterable[LinearModule]:
@@ -151,19 +217,19 @@ def _cause(architecture: Architecture, target: str) -> str:
     """Say why a target has no adapter."""
     if any(f".{name}".endswith(f".{target}") for name in linear_modules(architecture).values()):
         return f"{ALL_LINEAR} includes it"
-    if target in ("lm_head", "embed_tokens", "score"):
-        return "embeddings and heads have no adapters"
+    if target in ("embed_tokens", "score"):
+        return "embeddings and value heads have no adapters"
     if architecture.folder is not None:
         from forge_rl.engines.families.general import weight_shapes  # imports transformers
 
         if any(f".{target}." in name for name in weight_shapes(architecture.folder)):
-            return "experts, routers, what shares a name with experts, convolutions and Mamba's output have no adapters"
+            return "routers, what shares a name with experts, convolutions and Mamba's output have no adapters"
     layer_names = _layer_names(architecture)
     matches = [
         name for name, hf_name in layer_names.items() if f".{hf_name.removesuffix('.weight')}".endswith(f".{target}")
     ]
     if any(name.startswith("moe.router") for name in matches):
         return "routers have no adapters"
-    if any(name.startswith(("moe", "feed_forward")) for name in matches) or "experts" in target:
-        return "in a model with experts only attention has adapters"
+    if any(name.startswith(("moe", "feed_forward")) for name in matches) or EXPERTS in target:
+        return f"in a model with experts only attention has adapters, and all experts together, as {EXPERTS}"
     return f"a {architecture.family.model_type} model has no such linear layer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,12 +19,17 @@ def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale:
     """Return W + scale B A, [outputs, inputs], in W's dtype; see `AdapterProduct`.
 
     Args:
-        weight: W, whole.
+        weight: W, whole; or a stack of experts' W, with a first dim of experts, as A and B then have.
         a: A, [rank, inputs].
         b: B, [outputs, rank].
         scale: factor on B A.
     """
     return AdapterProduct(a, b, scale).added_to(weight)
+
+
+def fits(weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Return whether a weight of a shape can have the product of factors of two shapes added; see `merged_weight`."""
+    return 2 <= len(weight) <= 3 and tuple(weight) == (*b[:-1], *a[-1:]) and tuple(a[:-1]) == (*b[:-2], *b[-1:])
 
 
 class AdapterProduct:
@@ -40,12 +46,15 @@ class AdapterProduct:
     Weights in float64 are for comparisons with other code: with them nothing is rounded first.
 
     Args:
-        a: A, [rank, inputs], whole.
-        b: B, [outputs, rank], whole.
+        a: A, [rank, inputs], whole; or a stack, [experts, rank, inputs].
+        b: B, [outputs, rank], whole; or a stack, [experts, outputs, rank].
         scale: factor on B A.
     """
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        self._stack = [AdapterProduct(*pair, scale) for pair in zip(a, b, strict=True)] if a.ndim == 3 else None
+        if self._stack is not None:
+            return
         self._factors = a, b
         self._scale = scale
         rank = len(a)
@@ -54,15 +63,21 @@ class AdapterProduct:
         self._b, b_unit = _multiples(b, bits)
         self._unit = a_unit * b_unit
 
-    def added_to(self, weight: torch.Tensor, row: int = 0, column: int = 0) -> torch.Tensor:
+    def added_to(self, weight: torch.Tensor, *place: int) -> torch.Tensor:
         """Return a slice of W with its part of the product added, in the slice's dtype.
 
         Args:
-            weight: slice of W, [rows, columns].
-            row, column: place of its first element in W.
+            weight: slice of W, [rows, columns], or of a stack, [experts, rows, columns].
+            place: index of its first element in W; 0 if left out.
         """
         import torch
 
+        if self._stack is not None:
+            first, *inner = place or (0, 0, 0)
+            products = self._stack[first : first + len(weight)]
+            parts = [product.added_to(part, *inner) for product, part in zip(products, weight, strict=True)]
+            return torch.stack(parts)
+        row, column = place or (0, 0)
         rows, columns = weight.shape
         if weight.dtype == torch.float64:
             a, b = (factor.to(weight.dtype) for factor in self._factors)

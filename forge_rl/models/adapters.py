@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
-from forge_rl.models.adapter_products import merged_weight
+from forge_rl.models import expert_stacks
+from forge_rl.models.adapter_products import fits, merged_weight
 from forge_rl.models.hf_folder import complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ _UNSUPPORTED = {
     "bias": "none",
     "modules_to_save": None,
     "layer_replication": None,
-    "target_parameters": None,
     "alora_invocation_tokens": None,
     "trainable_token_indices": None,
     "use_qalora": False,
@@ -44,6 +44,10 @@ _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
 _MAX_RANK = 1 << 20
 _MAX_CONFIG_BYTES, _MAX_BYTES = 1 << 20, 16 << 30
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 0 < value < _MAX_RANK
 
 
 def is_adapter(folder: Path) -> bool:
@@ -63,7 +67,8 @@ def write_adapter(
     """Write an adapter into an existing folder, with the tokenizer of its base model.
 
     Args:
-        factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight.
+        factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of
+            both by transformers' name of the stack of weights.
         base: Hugging Face folder of the model that was adapted.
     """
     from forge_rl.models.digests import model_digests
@@ -88,24 +93,31 @@ def write_factors(
     """Write the two files of PEFT's format into an existing folder; see `write_adapter`."""
     from safetensors.torch import save_file
 
+    stacks = [name for name, (a, _) in factors.items() if a.ndim == 3]
+    targets = sorted({expert_stacks.target(name) for name in stacks})
     tensors = {}
     for name, pair in factors.items():
+        stem = expert_stacks.stem(name, targets) if name in stacks else name.removesuffix(".weight")
         for kind, factor in zip(("lora_A", "lora_B"), pair, strict=True):
-            tensors[f"{_PREFIX}{name.removesuffix('.weight')}.{kind}.weight"] = factor.contiguous()
+            values = expert_stacks.flattened(factor, kind) if name in stacks else factor
+            tensors[f"{_PREFIX}{stem}.{kind}.weight"] = values.contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    modules = {name.removesuffix(".weight").partition("layers.")[2].partition(".")[2] for name in factors}
-    config = {
+    ranks = {name: pair[0].shape[-2] for name, pair in factors.items()}
+    modules = {name.removesuffix(".weight").rpartition(".")[2] for name in factors if name not in stacks}
+    config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": next(iter(factors.values()))[0].shape[0],
+        "r": next((rank for name, rank in ranks.items() if name not in stacks), next(iter(ranks.values()))),
         "lora_alpha": alpha,
         "use_rslora": rslora,
         "lora_dropout": dropout,
-        "target_modules": sorted(module.rpartition(".")[2] for module in modules),
+        "target_modules": sorted(modules),
         "bias": "none",
         "inference_mode": True,
     }
+    if stacks:
+        config |= {"target_parameters": targets, "rank_pattern": dict.fromkeys(targets, ranks[stacks[0]])}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -172,8 +184,15 @@ class Adapter:
     digests: Mapping[str, str]
     """Digests of that model's files; none if another program wrote the adapter."""
     scale: float
-    """Factor on B A."""
+    """Factor on B A of linear layers."""
     rank: int
+    """Rank of linear layers' adapters."""
+    expert_scale: float = 0.0
+    """Factor on B A of experts."""
+    expert_rank: int = 0
+    """Rank of each expert's adapter; 0 if experts have none."""
+    expert_targets: tuple[str, ...] = ()
+    """Adapted stacks of experts, as PEFT names them in target_parameters."""
     revision: str = ""
     """Revision of that model on the hub; empty for the newest."""
 
@@ -205,16 +224,28 @@ class Adapter:
                 "base model before it is adapted",
                 hint="save it with path_initial_model_for_weight_conversion of peft, which makes it a plain LoRA",
             )
-        if config.get("rank_pattern") or config.get("alpha_pattern"):
+        targets, ranks = config.get("target_parameters") or [], config.get("rank_pattern") or {}
+        if config.get("alpha_pattern") or not expert_stacks.are_known(targets, ranks):
             raise ModelError(
                 f"{folder / CONFIG} has another rank or alpha for some modules",
                 hint="merge it with merge_and_unload() of peft, and save that",
             )
         rank, alpha = config.get("r"), config.get("lora_alpha")
-        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank < _MAX_RANK
-        if not is_rank or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
+        expert_rank = next(iter(ranks.values()), rank) if targets else 0
+        if (
+            not _is_rank(rank)
+            or (targets and not _is_rank(expert_rank))
+            or isinstance(alpha, bool)
+            or not isinstance(alpha, int | float)
+            or not abs(alpha) < 1e9
+        ):
             raise ModelError(f"{folder / CONFIG} has r {rank!r:.40} and lora_alpha {alpha!r:.40}", hint=_AGAIN)
         assert isinstance(rank, int)
+        assert isinstance(expert_rank, int)
+
+        def scale(adapter_rank: int) -> float:
+            return float(alpha) / (math.sqrt(adapter_rank) if config.get("use_rslora") else adapter_rank)
+
         digests: dict[str, str] = {}
         if (folder / BASE).is_file():
             files = read_object(folder / BASE, hint=_AGAIN).get("files")
@@ -223,8 +254,11 @@ class Adapter:
             folder=folder,
             base=str(config.get("base_model_name_or_path") or ""),
             digests=digests,
-            scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+            scale=scale(rank),
             rank=rank,
+            expert_scale=scale(expert_rank) if targets else 0.0,
+            expert_rank=expert_rank,
+            expert_targets=tuple(targets),
             revision=str(config.get("revision") or ""),
         )
 
@@ -261,8 +295,8 @@ class Adapter:
                 f"{base} holds quantised weights, to which no product can be added as they are",
                 hint="name the model's bfloat16 files with --base",
             )
-        factors = self.factors()
         files = tensor_files(base)
+        factors = self._by_file_name(base, files)
         if unknown := sorted(factors.keys() - files.keys()):
             raise ModelError(
                 f"{self.folder} adapts {len(unknown)} weights that {base} lacks, such as {unknown[0]!r}",
@@ -275,7 +309,7 @@ class Adapter:
             with open_weights(path) as file:
                 for name in file.keys():  # noqa: SIM118  safetensors' file is no mapping
                     tensor = file.get_tensor(name)
-                    tensors[name] = self._merged(name, tensor, factors[name]) if name in factors else tensor
+                    tensors[name] = self._merged(name, tensor, *factors[name]) if name in factors else tensor
                     total_bytes += tensor.nbytes
                     dtype = dtype or str(tensor.dtype).removeprefix("torch.")
             _save(tensors, target / path.name)
@@ -283,7 +317,8 @@ class Adapter:
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
     def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight.
+        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of both
+        by transformers' name of the stack of weights.
 
         Raises:
             ModelError: the file is missing or malformed.
@@ -301,17 +336,39 @@ class Adapter:
         for name, pair in halves.items():
             if len(pair) != 2:
                 raise ModelError(f"{self.folder / WEIGHTS} has only one factor of {name!r:.120}", hint=_AGAIN)
-        return {name: (pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
+        factors = {name: (pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
+        if not self.expert_targets:
+            return factors
+        stacks = {name for name in factors if expert_stacks.is_stem(name)}
+        return {
+            expert_stacks.name(name, self.expert_targets) if name in stacks else name: (
+                expert_stacks.unflattened(pair, self.expert_rank, self.folder / WEIGHTS) if name in stacks else pair
+            )
+            for name, pair in factors.items()
+        }
 
-    def _merged(self, name: str, weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        a, b = factors
-        rows, columns = tuple(weight.shape) if weight.ndim == 2 else (0, 0)
-        if tuple(b.shape) != (rows, self.rank) or tuple(a.shape) != (self.rank, columns):
+    def _by_file_name(
+        self, base: Path, files: Mapping[str, Path]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Return A and B of each adapted tensor in a model's files, which may hold each expert's matrices apart, and
+        whether it is of experts."""
+        factors: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        for name, pair in self.factors().items():
+            is_stack = pair[0].ndim == 3
+            parts = expert_stacks.file_factors(name, pair, base, files) if is_stack else {name: pair}
+            factors |= {part: (a, b, is_stack) for part, (a, b) in parts.items()}
+        return factors
+
+    def _merged(
+        self, name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, of_experts: bool
+    ) -> torch.Tensor:
+        rank, scale = (self.expert_rank, self.expert_scale) if of_experts else (self.rank, self.scale)
+        if not fits(weight.shape, a.shape, b.shape) or a.shape[-2] != rank:
             raise ModelError(
                 f"{name!r:.120} has shape {tuple(weight.shape)}, and its factors {tuple(b.shape)} and {tuple(a.shape)}",
                 hint="name the model that the adapter was trained on with --base",
             )
-        merged = merged_weight(weight, a, b, self.scale)
+        merged = merged_weight(weight, a, b, scale)
         if not bool(merged.isfinite().all()):
             raise ModelError(
                 f"{name!r:.120} is not finite with the factors in {self.folder / WEIGHTS}",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings
+from forge_rl.engines.lora_config import check_shared_base
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, ServiceError
 from forge_rl.packing.rows import PackedBatch
 from forge_rl.rollout.executor import RolloutExecutor
@@ -44,6 +45,7 @@ def with_adapters(config: C, loss: Loss, names: Sequence[str]) -> C:
     _check_names(names)
     if not config.lora.rank:
         raise ConfigError("--lora.rank is 0, and the recipe trains adapters", hint="set it to their rank, such as 16")
+    check_shared_base(config.lora)
     if config.schedule.lag:
         raise ConfigError(
             f"--schedule.kind {config.schedule.kind} has episodes of several versions, which adapters by name lack",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from forge_rl.engines.devices import device_type
-from forge_rl.engines.lora_config import LR_FACTOR, LoRAConfig, adapted_modules, adapter_parameters
+from forge_rl.engines.lora_config import EXPERTS, HEAD, LR_FACTOR, LoRAConfig, adapted_modules, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
 from forge_rl.flags.given import is_given
@@ -92,9 +92,10 @@ def check_served_versions(config: AdaptedRun, model: Path, architecture: Archite
         )
     modules = {name.removesuffix(".weight").rpartition(".")[2] for name in served_modules(model)}
     targets = {name.rpartition(".")[2] for name in adapted_modules(architecture, config.lora).values()}
+    targets |= {EXPERTS, HEAD} & set(config.lora.targets)
     if unserved := sorted(targets - modules):
         raise ConfigError(
-            f"--generator.adapters served: vLLM cannot serve an adapter of {unserved[0]}",
+            f"--generator.adapters served: engines cannot serve an adapter of {unserved[0]}",
             hint=f"leave it out of --lora.targets: {' '.join(sorted(targets & modules))}; or leave out "
             "--generator.adapters",
         )

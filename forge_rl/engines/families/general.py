@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from forge_rl.engines.families.family import Architecture, Experts, Family
-from forge_rl.engines.families.tensor_plan import expert_routers
+from forge_rl.engines.families.tensor_plan import expert_modules, expert_routers, stacked_projections
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
 from forge_rl.models.quantized import refusal
@@ -208,6 +208,15 @@ def linear_modules(folder: Path) -> Iterator[LinearModule]:
                     file_name = names.to_hf(f"model.layers.{index}.{name}.weight").removesuffix(".weight")
                     in_layer = file_name.partition("layers.")[2].partition(".")[2]
                     yield LinearModule(name, in_layer, module.in_features + module.out_features)
+
+
+def expert_features(folder: Path) -> int:
+    """Return the sum of the inputs and outputs of all matrices of a model's experts; 0 unless all can have adapters."""
+    experts = expert_modules(inspected_model(folder)).values()
+    if not all(stacked_projections(module) for module in experts):
+        return 0
+    stacks = [getattr(module, name) for module in experts for name in stacked_projections(module)]
+    return sum(stack.shape[0] * (stack.shape[1] + stack.shape[2]) for stack in stacks)
 
 
 def _has_experts(child: nn.Module) -> bool:

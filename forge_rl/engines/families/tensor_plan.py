@@ -84,6 +84,15 @@ def expert_modules(causal: Any) -> Mapping[str, nn.Module]:
     return {name: module for name, module in causal.model.named_modules() if hasattr(module, "_is_expert_parallel")}
 
 
+def stacked_projections(experts: Any) -> tuple[str, ...]:
+    """Return the names of a module's stacked matrices, up-projection first, each [experts, outputs, inputs] or with the
+    last two dims swapped; none if transformers' products of groups do not compute its experts."""
+    names = ("gate_up_proj" if getattr(experts, "has_gate", False) else "up_proj", "down_proj")
+    stacks = [experts._parameters.get(name) for name in names]
+    is_known = hasattr(experts, "is_transposed") and all(stack is not None and stack.ndim == 3 for stack in stacks)
+    return names if is_known else ()
+
+
 def expert_routers(causal: Any) -> dict[int, nn.Module]:
     """Return the routers of a model's experts by layer, as transformers built it; none if they differ in the number of
     experts, if a layer has several, or if they do not choose by `topk`, which router replay needs."""

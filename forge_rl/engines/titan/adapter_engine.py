@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings, PassResult
 from forge_rl.engines.families.general import mixes_rows
-from forge_rl.engines.lora_config import adapted_modules
+from forge_rl.engines.lora_config import adapted_modules, check_shared_base
 from forge_rl.engines.titan.adapter_files import AdapterState, read_state, write_state
-from forge_rl.engines.titan.lora import AdapterSwitch, adapted_modules_of, first_factor
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch
+from forge_rl.engines.titan.lora import adapted_modules_of, first_factor
 from forge_rl.engines.titan.measures import Measures, measured_loss
 from forge_rl.engines.titan.mixed_rows import MixedPass, run_mixed
 from forge_rl.engines.titan.scoring import reshard
@@ -70,6 +71,7 @@ class TitanAdapters:
     def __init__(self, engine: TitanEngine, folder: Path) -> None:
         if engine.model.adapters is None:
             raise ConfigError("the trainer has no adapters", hint="set --lora.rank to the largest rank of an adapter")
+        check_shared_base(engine.model.adapters.lora)
         if not isinstance(engine.optimizer, torch.optim.AdamW):
             raise ConfigError(
                 "adapters over one base have moments in float32",
@@ -113,7 +115,7 @@ class TitanAdapters:
         for parameter, (weight_name, module, kind) in zip(self._parameters(), self._factors(), strict=True):
             full = torch.zeros(parameter.shape)
             if kind == ADAPTERS[0] and _is_target(weight_name, targets):
-                full[: lora.rank] = first_factor(module, lora.rank, settings.seed)
+                full[: lora.rank] = first_factor(module.adapter_name, (lora.rank, module.in_features), settings.seed)
             values = torch.empty_like(values_of(parameter))
             training.values.append(values.copy_(slice_of(parameter).of(full)))
         training.grads = [None] * len(training.values)

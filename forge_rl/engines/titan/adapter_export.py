@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
+from forge_rl.engines.titan.factor_pairs import factor_pairs
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.models.adapters import write_adapter
 from forge_rl.runtime.far_files import Folder, filled
-from forge_rl.weights.names import Names, SameNames
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterExport:
-    """Writes a model's adapters; holds their settings and the names of the model's weights.
+    """Writes a model's adapters; holds their settings and names.
 
-    AdapterExport(lora=lora, names=names).write(folder / "training", source, folder / "model")
+    AdapterExport.of(model).write(folder / "training", source, folder / "model")
     """
 
     lora: LoRAConfig
-    names: Names | SameNames
+    names: Mapping[str, tuple[str, str]]
+    """For each key of a factor in the training state, the name of its adapter, see `FactorPair`, and the factor's."""
+
+    @staticmethod
+    def of(model: Any) -> AdapterExport:
+        """Return the export of a model's adapters."""
+        names = {
+            f"model.{pair.path}.{parameter}": (pair.name, kind)
+            for pair in factor_pairs(model)
+            for parameter, kind in zip(pair.parameter_names, ADAPTERS, strict=True)
+        }
+        return AdapterExport(lora=model.adapters.lora, names=names)
 
     def write(self, training: Folder, source: Path, folder: Folder) -> None:
         """Write the adapters of a training state into an existing folder, in float32.
@@ -42,15 +55,15 @@ class AdapterExport:
         reader.set_up_storage_reader(index, is_coordinator=True)
         blocks: dict[str, Block] = {}
         for key, metadata in index.state_dict_metadata.items():
-            if key.startswith("model.") and key.endswith(ADAPTERS) and isinstance(metadata, TensorStorageMetadata):
+            if key in self.names and isinstance(metadata, TensorStorageMetadata):
                 blocks[key] = Block.whole(torch.empty(metadata.size, dtype=torch.float32))
         planner.set_up_planner(dict(blocks), index, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         factors: dict[str, dict[str, torch.Tensor]] = {}
         for key, block in blocks.items():
-            module, _, kind = key.removeprefix("model.").rpartition(".")
+            name, kind = self.names[key]
             assert isinstance(block.values, torch.Tensor)
-            factors.setdefault(self.names.to_hf(f"{module}.weight"), {})[kind] = block.values
+            factors.setdefault(name, {})[kind] = block.values
         a_name, b_name = ADAPTERS
         with filled(folder) as place:
             write_adapter(

@@ -21,6 +21,7 @@ from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.general import causal_model, recurrent_mixers
 from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch
 from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register
 from forge_rl.engines.titan.general_parallel import (
     TensorPeers,
@@ -33,7 +34,7 @@ from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.general_state import ROW, RowContext, restart_places, restart_states
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies
-from forge_rl.engines.titan.lora import AdapterSwitch, add_adapters
+from forge_rl.engines.titan.lora import add_adapters
 from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.packing.rows import Row
 from forge_rl.weights.names import VALUE_HEAD, SameNames

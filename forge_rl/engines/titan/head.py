@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common import Linear
 
 from forge_rl.algorithms.logprobs import (
@@ -28,6 +28,7 @@ from forge_rl.algorithms.logprobs import (
 from forge_rl.algorithms.score_kernels import score_gradient, score_sums
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import gpu_bytes
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch
 from forge_rl.engines.titan.fused_head import score_in_products
 from forge_rl.engines.titan.fused_products import has_fused_products
 from forge_rl.engines.titan.gradient_sums import added, keeps_sums, sum_place
@@ -53,6 +54,11 @@ class FloatHead(Linear):
 
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The model's own change of its logits, [N, V], before they are scored; of each alone, as ranks may split V."""
+    adapters: AdapterSwitch | None = None
+    """Whether its adapter acts; None without one."""
+    adapter_name: str = ""  # a plan's models are not named
+    lora_A: torch.Tensor
+    lora_B: torch.Tensor
 
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor | None = None, scoring: Scoring = DEFAULT_SCORING
@@ -62,10 +68,10 @@ class FloatHead(Linear):
         Many targets are scored in chunks, whose logits are recomputed for the backward pass, so that [N, V] is never
         held.
         """
-        weight = local(self.weight)
+        weight, adapter = local(self.weight), self._adapter(hidden)
         if targets is None:
             logits: torch.Tensor = _product(hidden.flatten(0, -2), _factor(weight)).unflatten(0, hidden.shape[:-1])
-            return logits
+            return logits if adapter is None else logits + adapter[0] @ adapter[1].t()
 
         def score(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
             if self.transform is not None:
@@ -79,12 +85,24 @@ class FloatHead(Linear):
         tokens = _chunk_tokens(len(targets), self.weight.shape[0])
         is_wide = keeps_sums(weight)  # torch gives such a product no gradient
         if len(targets) <= tokens and not is_wide:
-            return score(_product(hidden, _factor(weight)), targets)
+            logits = _product(hidden, _factor(weight))
+            return score(logits if adapter is None else logits + adapter[0] @ adapter[1].t(), targets)
         is_plain = self.transform is None and not isinstance(self.weight, DTensor)
-        if is_plain and has_fused_products(hidden, "logits") and is_wide:
+        if is_plain and adapter is None and has_fused_products(hidden, "logits") and is_wide:
             return score_in_products(hidden, weight, targets, scoring)
         scorer: ChunkScorer = _PlainScorer(scoring) if is_plain else _TracedScorer(score, scoring)
-        return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, scorer, tokens))
+        return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, scorer, tokens, *(adapter or ())))
+
+    def _adapter(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the factors of the adapter's logits, [..., rank] and [V, rank], in float32 or float64: the scaled
+        product of [..., dim] and A, and this rank's part of B. None if no adapter acts."""
+        if self.adapters is None or not self.adapters.on:
+            return None
+        a, b = self.lora_A, self.lora_B
+        if isinstance(a, DTensor):  # tensor-parallel ranks each have the gradient of their part of the vocabulary
+            a = a.to_local(grad_placements=[Partial()])
+        inputs = widened(self.adapters.dropped(self.adapter_name, hidden))
+        return self.adapters.lora.scale * (inputs @ widened(a).t()), widened(local(b))
 
 
 class ValueHead(Linear):
@@ -217,20 +235,33 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scorer: ChunkScorer, tokens: int
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        scorer: ChunkScorer,
+        tokens: int,
+        *adapter: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
+        """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time.
+
+        Args:
+            adapter: factors of an adapter's logits, [N, rank] and [V, rank] in the logits' dtype; none without one.
+        """
         factor = _factor(weight)
         chunks, buffer = zip(hidden.split(tokens), targets.split(tokens), strict=True), _room(hidden, factor, tokens)
         parts, logits = list[tuple[torch.Tensor | None, ...]](), None
-        for rows, chunk_targets in chunks:
+        for number, (rows, chunk_targets) in enumerate(chunks):
             logits = None  # before the next ones take its memory
             logits = _product(rows, factor, buffer)
+            if adapter:
+                logits.addmm_(adapter[0][number * tokens : (number + 1) * tokens], adapter[1].t())
             parts.append(scorer.score(logits, chunk_targets))
         (logprobs, entropy, squares, _), statistics = scorer.scores(
             [_joined(part) for part in zip(*parts, strict=True)]
         )
-        ctx.save_for_backward(hidden, weight, targets, *statistics)
+        ctx.save_for_backward(hidden, weight, targets, *adapter, *statistics)
+        ctx.num_factors = len(adapter)
         # The backward pass begins with the last chunk, which it need not compute again. On CPU, it would take a second
         # buffer.
         ctx.logits = logits if buffer is None and any(ctx.needs_input_grad) else None
@@ -243,8 +274,10 @@ class _ChunkedScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor, _: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
-        hidden, weight, targets, *statistics = ctx.saved_tensors
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, *tensors = ctx.saved_tensors
+        adapter, statistics = tensors[: ctx.num_factors], tensors[ctx.num_factors :]
+        adapter_grads = [torch.zeros_like(factor) for factor in adapter]
         factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
         grad_weight, buffer = None, _room(hidden, factor, ctx.tokens)
         sum_dtype = widened(hidden[:0]).dtype
@@ -254,9 +287,16 @@ class _ChunkedScores(torch.autograd.Function):
             chunk = slice(start, start + ctx.tokens)
             rows = hidden[chunk]
             parts = [None if values is None else values[chunk] for values in prepared]
-            logits = _product(rows, factor, buffer) if logits is None else logits
-            grad = ctx.scorer.gradient(logits, targets[chunk], parts, factor.dtype)
-            logits = None
+            if logits is None:
+                logits = _product(rows, factor, buffer)
+                if adapter:
+                    logits.addmm_(adapter[0][chunk], adapter[1].t())
+            dtype = logits.dtype if adapter else factor.dtype
+            grad, logits = ctx.scorer.gradient(logits, targets[chunk], parts, dtype), None
+            if adapter:
+                torch.mm(grad, adapter[1], out=adapter_grads[0][chunk])
+                adapter_grads[1].addmm_(grad.t(), adapter[0][chunk])
+                grad = grad.to(factor.dtype)
             if factor.dtype == hidden.dtype:
                 torch.mm(grad, factor, out=grad_hidden[chunk])
             else:
@@ -266,7 +306,7 @@ class _ChunkedScores(torch.autograd.Function):
             elif ctx.needs_input_grad[1]:
                 grad_weight = added(grad_weight, grad.t(), rows.to(grad.dtype), sum_dtype)
             del grad
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, *adapter_grads
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -23,11 +23,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.sharding import ShardingConfig
 
 from forge_rl.engines.families.family import Architecture
-from forge_rl.engines.lora_config import LoRAConfig, adapted_modules
+from forge_rl.engines.families.tensor_plan import stacked_projections
+from forge_rl.engines.lora_config import EXPERTS, HEAD, LoRAConfig, adapted_modules
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch, RowPart
+from forge_rl.engines.titan.expert_adapters import adapt_experts
+from forge_rl.engines.titan.factor_pairs import factor_pairs
+from forge_rl.engines.titan.head import FloatHead
 from forge_rl.engines.titan.shards import (
     ADAPTERS,
     local_shards,
@@ -42,37 +48,11 @@ from forge_rl.packing.rows import Row
 from forge_rl.system.seeds import derive_seed
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, factor_names
+from forge_rl.weights.names import Part
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 _A, _B = ADAPTERS
-
-
-@dataclass
-class AdapterSwitch:
-    """State that all adapters of a model share: whether they act, and the draw of their dropout."""
-
-    lora: LoRAConfig
-    seed: int
-    on: bool = True
-    """False while the model acts as the one that training started from."""
-    travel: bool = False
-    """True if versions hold adapters and the base's weights, not merged weights."""
-    row: tuple[int, ...] = ()
-    """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
-    parts: Sequence[RowPart] = ()
-    """Parts of the current row, all of its tokens in order; empty if the whole row is of the adapter in the model."""
-
-
-@dataclass(frozen=True, eq=False)
-class RowPart:
-    """Tokens of one adapter in a row of several."""
-
-    tokens: slice
-    switch: AdapterSwitch
-    """The adapter's own scale and draw of dropout."""
-    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    """Its A and B of each adapted module, by `adapter_name`."""
 
 
 def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed: int) -> None:
@@ -81,13 +61,18 @@ def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed:
     Raises:
         ConfigError: a target names no module that can have an adapter.
     """
-    modules = adapted_modules(architecture, lora)
+    modules, experts = adapted_modules(architecture, lora), architecture.experts
     model.requires_grad_(False)
     model.adapters = AdapterSwitch(lora, seed, travel=lora.publish == "adapters")
     for layer in model.get_submodule("layers").children():
         for name, module in list(layer.named_modules()):
             if name in modules:
                 _adapt(module, model.adapters)
+            elif EXPERTS in lora.targets and (isinstance(module, GroupedExperts) or stacked_projections(module)):
+                assert experts is not None, "adapted_modules refuses the target"
+                adapt_experts(module, model.adapters, lora.expert_rank(experts.top_k))
+    if HEAD in lora.targets:
+        _adapt(model.lm_head, model.adapters)
 
 
 def _adapt(module: Any, switch: AdapterSwitch) -> None:
@@ -95,9 +80,10 @@ def _adapt(module: Any, switch: AdapterSwitch) -> None:
     factory = {"device": module.weight.device, "dtype": module.weight.dtype}
     module.lora_A = nn.Parameter(torch.empty(switch.lora.rank, module.in_features, **factory))
     module.lora_B = nn.Parameter(torch.empty(module.out_features, switch.lora.rank, **factory))
-    module.adapters = switch
+    module.adapters, module.adapted_weights = switch, {"": {"weight": slice(None)}}
     kind: Any = type(module)
-    module.__class__ = _adapted_class(kind)
+    if not isinstance(module, FloatHead):  # which has a product of its own for its adapter
+        module.__class__ = _adapted_class(kind)
     if not isinstance(module, Linear):
         return  # of transformers
     module._param_init = dict(module._param_init or {}) | dict.fromkeys(ADAPTERS, skip_param_init)
@@ -145,7 +131,7 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     only, which the backward pass sums.
     """
     a, b = module.lora_A, module.lora_B
-    inputs = _dropped(module.adapters, module.adapter_name, inputs)
+    inputs = module.adapters.dropped(module.adapter_name, inputs)
     if not isinstance(a, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
     mesh, (a_place,), (b_place,) = a.device_mesh, a.placements, b.placements
@@ -178,27 +164,14 @@ def _product_of_parts(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     """
     outputs = []
     for part in module.adapters.parts:
-        tokens = _dropped(part.switch, module.adapter_name, inputs[..., part.tokens, :])
+        tokens = part.switch.dropped(module.adapter_name, inputs[..., part.tokens, :])
         a, b = (factor.to(tokens) for factor in part.factors[module.adapter_name])
         outputs.append(part.switch.lora.scale * nn.functional.linear(nn.functional.linear(tokens, a), b))
     return torch.cat(outputs, dim=-2)
 
 
-def _dropped(switch: AdapterSwitch, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
-    """Set a share of the inputs to 0, the same when the forward pass is recomputed; none if gradients are disabled."""
-    share = switch.lora.dropout
-    if not share or not torch.is_grad_enabled():
-        return inputs
-    if inputs.is_meta:
-        return inputs * inputs.bool() / (1 - share)
-    generator = torch.Generator(inputs.device)
-    generator.manual_seed(derive_seed(switch.seed, "dropout", switch.row, module_name))
-    mask = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
-    return inputs * mask.to(inputs.dtype) / (1 - share)
-
-
 def adapted_modules_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules with adapters by torchtitan's name of their weight."""
+    """Yield the linear layers with adapters by torchtitan's name of their weight."""
     for name, module in model.named_modules():
         if hasattr(module, _A):
             yield name.replace("_checkpoint_wrapped_module.", "") + ".weight", module
@@ -210,18 +183,19 @@ def init_adapters(model: Any) -> None:
     if model.adapters is None:
         return
     with torch.no_grad():
-        for weight_name, module in adapted_modules_of(model):
-            module.adapter_name = model.names.to_hf(weight_name)
-            first = first_factor(module, model.adapters.lora.rank, model.adapters.seed)
-            values_of(module.lora_A).copy_(slice_of(module.lora_A).of(first))
-            values_of(module.lora_B).zero_()
+        for pair in factor_pairs(model):
+            a, b = pair.parameters
+            if not pair.prefix:
+                pair.module.adapter_name = pair.name
+            values_of(a).copy_(slice_of(a).of(first_factor(pair.name, a.shape, model.adapters.seed)))
+            values_of(b).zero_()
 
 
-def first_factor(module: Any, rank: int, seed: int) -> torch.Tensor:
-    """Draw the first A of a module that `init_adapters` has named: [rank, inputs] float32, in host memory."""
-    bound = 1 / math.sqrt(module.in_features)
-    generator = torch.Generator().manual_seed(derive_seed(seed, "adapter", module.adapter_name))
-    return torch.empty(rank, module.in_features).uniform_(-bound, bound, generator=generator)
+def first_factor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Draw the first A of an adapter by its name: [..., rank, inputs] float32, in host memory."""
+    bound = 1 / math.sqrt(shape[-1])
+    generator = torch.Generator().manual_seed(derive_seed(seed, "adapter", name))
+    return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
 @contextlib.contextmanager
@@ -260,16 +234,18 @@ def draw_dropout(model: Any, row: Row, planned: int) -> None:
 
 def published_specs(model: Any) -> tuple[TensorSpec, ...]:
     """Return the specs of all published tensors; the factors of adapters come before the weights they are added to."""
-    weights = specs(model)
-    if model.adapters is None or not model.adapters.travel:
-        return weights
-    factors, adapted = list[TensorSpec](), set[str]()
-    for name, module in adapted_modules_of(model):
-        adapted.add(weight := model.names.to_hf(name))
-        for factor, kind in zip(factor_names(weight), ADAPTERS, strict=True):
-            factors.append(TensorSpec(name=factor, shape=tuple(getattr(module, kind).shape)))
-    scale = model.adapters.lora.scale
-    return (*factors, *(replace(spec, adapter_scale=scale) if spec.name in adapted else spec for spec in weights))
+    if model.adapters is None:
+        return specs(model)
+    factors, scales = list[TensorSpec](), dict[str, float]()
+    for pair in factor_pairs(model):
+        a, b = (torch.empty(factor.shape, device="meta") for factor in pair.parameters)
+        for name, *views in pair.published(model, (a, b)):
+            scales[name] = pair.scale
+            for factor, view in zip(factor_names(name), views, strict=True):
+                factors.append(TensorSpec(name=factor, shape=tuple(view.shape)))
+    if not model.adapters.travel:
+        return specs(model, changed=scales)
+    return (*factors, *(replace(spec, adapter_scale=scales.get(spec.name)) for spec in specs(model)))
 
 
 def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
@@ -281,14 +257,14 @@ def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
     """
     products = _products(model, ranks)
     if model.adapters is None or not model.adapters.travel:
-        return local_shards(model, ranks, lambda name, weight: _added(products.get(name), weight))
+        return local_shards(model, ranks, lambda part, values: _added(products, part, values))
     factors = (
         []
         if dist.get_rank() != ranks.start
         else [
-            LocalShard(name=factor, tensor_slice=TensorSlice.whole(values.shape), values=values)
+            LocalShard(name=factor, tensor_slice=TensorSlice.whole(values.shape), values=values.contiguous())
             for name, product in products.items()
-            for factor, values in zip(factor_names(model.names.to_hf(name)), product.factors, strict=True)
+            for factor, values in zip(factor_names(name), product.factors, strict=True)
         ]
     )
     return itertools.chain(factors, local_shards(model, ranks))
@@ -305,21 +281,22 @@ def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardRep
     reports = []
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
-        if name not in products or not tensor_slice.numel or not publishes(parameter, ranks):
+        if not tensor_slice.numel or not publishes(parameter, ranks):
             continue
-        entry = entries[model.names.to_hf(name)]
-        merged = _added(products[name], parameter, dtype=entry.torch_dtype)
-        (value,) = move([Move(None, merged, entry.shape, tensor_slice)])
-        reports.append(ShardReport(name=entry.name, tensor_slice=tensor_slice, fingerprint=value))
+        for part in model.names.parts(name, parameter.shape, tensor_slice):
+            if part.name in products:
+                entry = entries[part.name]
+                values = part.of(values_of(parameter)).to(entry.torch_dtype)
+                merged = _added(products, part, values)
+                (value,) = move([Move(None, merged, entry.shape, part.tensor_slice)])
+                reports.append(ShardReport(name=part.name, tensor_slice=part.tensor_slice, fingerprint=value))
     return reports
 
 
-def _added(product: _Product | None, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return this rank's slice of a weight in a dtype, by default its own, with an adapter's product added."""
-    if product is None:
-        return weight
-    values = values_of(weight)
-    return product.sum.added_to(values.to(dtype or values.dtype), *slice_of(weight).start)
+def _added(products: Mapping[str, _Product], part: Part, values: torch.Tensor) -> torch.Tensor:
+    """Return a slice of a published tensor with its adapter's product added, if it has one."""
+    product = products.get(part.name)
+    return values if product is None else product.sum.added_to(values, *part.tensor_slice.start)
 
 
 @dataclass(frozen=True)
@@ -330,15 +307,15 @@ class _Product:
 
 
 def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.float32) -> dict[str, _Product]:
-    """Gather the adapters of all ranks, by torchtitan's name of the weight. Every rank calls this.
+    """Gather the adapters of all ranks, by the published name of the weight. Every rank calls this.
 
     Args:
         published_dtype: dtype that factors are rounded to if adapters travel, as readers get them.
     """
     if model.adapters is None:
         return {}
-    factors = [(name, module, kind) for name, module in adapted_modules_of(model) for kind in ADAPTERS]
-    parameters = [getattr(module, kind) for _, module, kind in factors]
+    pairs = list(factor_pairs(model))
+    parameters = [factor for pair in pairs for factor in pair.parameters]
     device = values_of(parameters[0]).device
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
     whole_factors = [
@@ -351,6 +328,8 @@ def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.flo
         dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
     if model.adapters.travel:  # as they are published
         whole_factors = [factor.to(published_dtype).float() for factor in whole_factors]
-    by_weight = zip(whole_factors[::2], whole_factors[1::2], factors[::2], strict=True)
-    scale = model.adapters.lora.scale
-    return {name: _Product((a, b), AdapterProduct(a, b, scale)) for a, b, (name, _, _) in by_weight}
+    return {
+        name: _Product((a, b), AdapterProduct(a, b, pair.scale))
+        for pair, *factors in zip(pairs, whole_factors[::2], whole_factors[1::2], strict=True)
+        for name, a, b in pair.published(model, (factors[0], factors[1]))
+    }

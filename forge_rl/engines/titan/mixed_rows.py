@@ -10,7 +10,8 @@ import torch
 
 from forge_rl.algorithms.logprobs import Scoring, TokenScores
 from forge_rl.algorithms.protocol import LossInputs
-from forge_rl.engines.titan.lora import AdapterSwitch, RowPart, row_parts
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch, RowPart
+from forge_rl.engines.titan.lora import row_parts
 from forge_rl.engines.titan.measures import Measures, measure_tokens, measured_loss
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.scoring import reshard

@@ -20,6 +20,7 @@ from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch
 from forge_rl.engines.titan.block_kernels import add_norm, has_kernels
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
@@ -27,7 +28,7 @@ from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.fused_block import FusedAttention, FusedBlock, is_plain
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.host_memory import HostCopies, offload_inputs
-from forge_rl.engines.titan.lora import AdapterSwitch, add_adapters
+from forge_rl.engines.titan.lora import add_adapters
 from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.products import embed

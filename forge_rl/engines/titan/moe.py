@@ -19,6 +19,7 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from forge_rl.engines.families.family import Experts
 from forge_rl.engines.titan.block_kernels import has_kernels
 from forge_rl.engines.titan.block_kernels import swiglu as plain_swiglu
+from forge_rl.engines.titan.expert_adapters import expert_sum, grouped_product
 from forge_rl.engines.titan.expert_rows import clamped_swiglu
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.linear import FloatGate
@@ -111,11 +112,13 @@ class PlainExperts(GroupedExperts):
 
     def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
-        gate, down, up = weights
+        gate, down, up, *factors = weights
         ends = counts.cumsum(0, dtype=torch.int32)
-        a, b = _grouped_product(self, x, gate, ends), _grouped_product(self, x, up, ends)
+        a, b = grouped_product(x, gate, ends), grouped_product(x, up, ends)
+        if factors:
+            a, b = expert_sum(self, torch.cat([a, b], dim=-1), x, factors[:2], ends).chunk(2, dim=-1)
         hidden = plain_swiglu(a, b) if has_kernels(a, "swiglu") else nn.functional.silu(a) * b
-        return _grouped_product(self, hidden, down, ends)
+        return expert_sum(self, grouped_product(hidden, down, ends), hidden, factors[2:], ends)
 
 
 class ClampedExperts(GptOssGroupedExperts):
@@ -131,31 +134,20 @@ class ClampedExperts(GptOssGroupedExperts):
 
     def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
-        up, up_bias, down, down_bias = weights
+        up, up_bias, down, down_bias, *factors = weights
         ends = counts.cumsum(0, dtype=torch.int32)
         rows = torch.arange(len(x), device=x.device, dtype=torch.int32)
         row_experts = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-        hidden = _grouped_product(self, x, up, ends) + up_bias[row_experts]
+        hidden = grouped_product(x, up, ends) + up_bias[row_experts]
+        hidden = expert_sum(self, hidden, x, factors[:2], ends)
         if has_kernels(hidden, "experts"):
             activated = clamped_swiglu(hidden, self.swiglu_limit)
         else:
             activated = swiglu(hidden, limit=self.swiglu_limit)
-        out = _grouped_product(self, activated, down, ends)
+        out = expert_sum(self, grouped_product(activated, down, ends), activated, factors[2:], ends)
         weight = self.mlp1_weight_EGD
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
         # Tensor-parallel ranks sum their results, which must add the bias once.
         shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
         bias: torch.Tensor = ScaleBiasForward.apply(down_bias[row_experts], shares, out.dtype)
         return out + bias
-
-
-def _grouped_product(
-    experts: GroupedExperts, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
-    """Multiply rows of x, [R, inputs], by their experts' weights, [experts, outputs, inputs]; `ends`, [experts] int32,
-    holds the end of each expert's rows."""
-    if x.dtype == torch.float64:  # torch has no float64 grouped matmul
-        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights, strict=True)])
-    product: torch.Tensor = experts._grouped_mm(A=x, B_t=weights.transpose(-2, -1), offs=ends)
-    return product

@@ -76,10 +76,8 @@ class CheckpointWriter:
         state = copied(training_state(model, optimizer, counts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        names, switch = names_of(model), getattr(model, "adapters", None)
-        adapters = None
-        if switch is not None:
-            adapters = AdapterExport(lora=switch.lora, names=names)
+        names = names_of(model)
+        adapters = None if getattr(model, "adapters", None) is None else AdapterExport.of(model)
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names, adapters)
         return self._last
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,14 +15,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.errors import ConfigError
 from forge_rl.weights.manifest import TensorSpec
-from forge_rl.weights.names import ROUTER_BIASES, Names, SameNames
+from forge_rl.weights.names import ROUTER_BIASES, Names, Part, SameNames
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 _BIASES = (".expert_bias_E", *ROUTER_BIASES)
 """Ends of the names of biases that choose experts, torchtitan's and transformers'."""
 ADAPTERS = "lora_A", "lora_B"
-"""Names of a linear layer's adapter, see `lora.py`: [rank, inputs] and [outputs, rank]."""
+"""Names of a linear layer's adapter, see `lora.py`: [rank, inputs] and [outputs, rank]; names of experts' end so."""
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,15 +54,17 @@ def names_of(model: nn.Module) -> Names | SameNames:
     return cast("Names | SameNames", model.names)
 
 
-def specs(model: Any) -> tuple[TensorSpec, ...]:
-    adapted = {f"{name.rpartition('.')[0]}.weight" for name, _ in model.named_parameters() if name.endswith(ADAPTERS)}
+def specs(model: Any, changed: Collection[str] = ()) -> tuple[TensorSpec, ...]:
+    """Return the specs of all weights.
+
+    Args:
+        changed: published names of frozen weights that change, as adapters are added to them.
+    """
     return tuple(
         TensorSpec(
             name=part.name,
             shape=part.shape,
-            changed=parameter.requires_grad
-            or (name in adapted and not model.adapters.travel)
-            or (name.endswith(_BIASES) and bool(model.steers)),
+            changed=parameter.requires_grad or part.name in changed or (name.endswith(_BIASES) and bool(model.steers)),
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)
@@ -71,22 +73,22 @@ def specs(model: Any) -> tuple[TensorSpec, ...]:
 
 
 def local_shards(
-    model: nn.Module, ranks: range, merge: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, weight: weight
+    model: nn.Module, ranks: range, merge: Callable[[Part, torch.Tensor], torch.Tensor] = lambda _, values: values
 ) -> Iterator[LocalShard]:
     """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis.
 
     Args:
         ranks: ranks that hold the model, or its pipeline stage.
-        merge: returns the published values of a weight's slice, by torchtitan's name and the weight.
+        merge: returns the published values of a part of a weight.
     """
     for name, parameter in named_weights(model):
         if name == "tok_embeddings.weight" and _copies_embedding(model):
             continue
         tensor_slice = slice_of(parameter)
         if tensor_slice.numel and publishes(parameter, ranks):
-            values = values_of(merge(name, parameter))
             for part in names_of(model).parts(name, parameter.shape, tensor_slice):
-                yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
+                values = merge(part, part.of(values_of(parameter)))
+                yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=values)
 
 
 def _copies_embedding(model: nn.Module) -> bool:

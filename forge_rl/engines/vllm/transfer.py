@@ -26,7 +26,7 @@ from forge_rl.engines.vllm.sampling import sample_by_position
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ConfigError, ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.models.adapter_products import merged_weight
+from forge_rl.models.adapter_products import fits, merged_weight
 from forge_rl.models.hf_folder import HEAD
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import Move, move, warm_up
@@ -298,7 +298,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             if entry.adapter_scale is None or not self.adds_adapters:
                 continue
             a, b = (self._factors.get(name) for name in factor_names(entry.name))
-            if a is None or b is None or (len(b), a.shape[1]) != entry.shape or len(a) != b.shape[1]:
+            if a is None or b is None or not fits(entry.shape, a.shape, b.shape):
                 raise WeightsError(
                     f"the adapter of {entry.name!r} came after it, or does not fit its shape {entry.shape}",
                     hint="publish adapters before the weights that they are added to",

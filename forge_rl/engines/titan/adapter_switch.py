@@ -1,0 +1,51 @@
+"""State that the adapters of a model share: whether they act, the draw of their dropout, and the parts of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.system.seeds import derive_seed
+
+
+@dataclass
+class AdapterSwitch:
+    """State that all adapters of a model share: whether they act, and the draw of their dropout."""
+
+    lora: LoRAConfig
+    seed: int
+    on: bool = True
+    """False while the model acts as the one that training started from."""
+    travel: bool = False
+    """True if versions hold adapters and the base's weights, not merged weights."""
+    row: tuple[int, ...] = ()
+    """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
+    parts: Sequence[RowPart] = ()
+    """Parts of the current row, all of its tokens in order; empty if the whole row is of the adapter in the model."""
+
+    def dropped(self, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
+        """Set a share of a module's inputs to 0, the same when the forward pass is recomputed; none if gradients are
+        disabled."""
+        share = self.lora.dropout
+        if not share or not torch.is_grad_enabled():
+            return inputs
+        if inputs.is_meta:
+            return inputs * inputs.bool() / (1 - share)
+        generator = torch.Generator(inputs.device)
+        generator.manual_seed(derive_seed(self.seed, "dropout", self.row, module_name))
+        mask = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
+        return inputs * mask.to(inputs.dtype) / (1 - share)
+
+
+@dataclass(frozen=True, eq=False)
+class RowPart:
+    """Tokens of one adapter in a row of several."""
+
+    tokens: slice
+    switch: AdapterSwitch
+    """The adapter's own scale and draw of dropout."""
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    """Its A and B of each adapted module, by `adapter_name`."""

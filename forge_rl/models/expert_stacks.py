@@ -1,0 +1,134 @@
+"""Adapters of stacked experts: their form in PEFT's files, and the tensors of a model's files that they are added to.
+
+transformers stacks a layer's experts, and PEFT adapts the stacks (`target_parameters`). Its A is [experts * rank,
+inputs], and its B is [outputs, rank * experts], of which one expert has every experts-th column. The adapter of a
+module's first stack is written under the module's `base_layer`, the second stack's under the module itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import ModelError
+from forge_rl.models.hf_folder import read_object
+
+if TYPE_CHECKING:
+    import torch
+
+_DOWN = "down_proj"
+_FILE_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    _DOWN: ((_DOWN,), ("w2",)),
+}
+"""Names in files of the equal parts of each stack's outputs, by transformers' name of the stack; alternatives."""
+_TRANSPOSED = frozenset({"gpt_oss"})
+"""Types of models whose stacks are [experts, inputs, outputs]."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def target(name: str) -> str:
+    """Return PEFT's target for a stack, such as experts.down_proj."""
+    return ".".join(name.split(".")[-2:])
+
+
+def are_known(targets: object, ranks: object) -> bool:
+    """Return whether PEFT's `target_parameters` are stacks of experts, and its `rank_pattern` gives these one rank."""
+    if not isinstance(targets, list) or not isinstance(ranks, dict) or not all(isinstance(t, str) for t in targets):
+        return False
+    leaves = sorted(full.rpartition(".")[2] for full in targets)
+    ranked_leaves = sorted(str(full).rpartition(".")[2] for full in ranks)
+    is_one_rank = not ranks or (ranked_leaves == leaves and len(set(map(repr, ranks.values()))) == 1)
+    return set(leaves) <= _FILE_PARTS.keys() and len(set(leaves)) == len(leaves) <= 2 and is_one_rank
+
+
+def stem(name: str, targets: Collection[str]) -> str:
+    """Return the name under which PEFT writes the adapter of a stack, without its prefix."""
+    module = name.rpartition(".")[0]
+    is_inner = len(targets) > 1 and not name.endswith(_DOWN)
+    return f"{module}.base_layer" if is_inner else module
+
+
+def is_stem(name: str) -> bool:
+    """Return whether a name in an adapter's file is of a stack, after `.weight` took the place of the factor."""
+    return name.endswith((".experts.weight", ".experts.base_layer.weight"))
+
+
+def name(file_name: str, targets: Collection[str]) -> str:
+    """Return the name of the stack that a name in an adapter's file, see `is_stem`, stands for."""
+    leaves = sorted((full.rpartition(".")[2] for full in targets), key=lambda leaf: leaf == _DOWN)
+    module = file_name.removesuffix(".weight")
+    leaf = leaves[0] if module.endswith(".base_layer") else leaves[-1]
+    return f"{module.removesuffix('.base_layer')}.{leaf}"
+
+
+def flattened(factor: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return a stack of A, [experts, rank, inputs], or of B, [experts, outputs, rank], in PEFT's form."""
+    return factor.flatten(0, 1) if kind == "lora_A" else factor.permute(1, 2, 0).flatten(1)
+
+
+def unflattened(pair: tuple[torch.Tensor, torch.Tensor], rank: int, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return stacks of A and B for factors in PEFT's form; undoes `flattened`.
+
+    Args:
+        path: the adapter's file, for the error.
+
+    Raises:
+        ModelError: the rank does not divide the factors.
+    """
+    a, b = pair
+    if a.ndim != 2 or b.ndim != 2 or len(a) % rank or b.shape[1] != len(a):
+        raise ModelError(
+            f"{path} holds factors of experts of shapes {tuple(a.shape)} and {tuple(b.shape)}, not of rank {rank}",
+            hint="write the adapter again",
+        )
+    return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+
+
+def file_factors(
+    name: str, pair: tuple[torch.Tensor, torch.Tensor], base: Path, files: Collection[str]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the factors of each tensor in a model's files whose adapter is part of a stack's.
+
+    Args:
+        name: transformers' name of the stack.
+        pair: stacks of A and B.
+        base: folder of the model.
+        files: names of the tensors in its files.
+
+    Raises:
+        ModelError: the files hold no such experts.
+    """
+    (a, b), leaf = pair, name.rpartition(".")[2]
+    layer = _LAYER.search(name)
+    names = [
+        file_name
+        for file_name in files
+        if ".experts." in file_name
+        and (match := _LAYER.search(file_name)) is not None
+        and layer is not None
+        and match[1] == layer[1]
+    ]
+    stacks = [file_name for file_name in names if file_name.endswith(f".experts.{leaf}")]
+    if len(stacks) == 1:
+        is_transposed = read_object(base / "config.json").get("model_type") in _TRANSPOSED
+        return {stacks[0]: (b.mT, a.mT) if is_transposed else (a, b)}
+    for parts in _FILE_PARTS[leaf]:
+        by_part = [
+            {int(match[1]): file_name for file_name in names if (match := re.search(pattern, file_name))}
+            for pattern in (rf"\.experts\.(\d+)\.{part}\.weight$" for part in parts)
+        ]
+        if all(set(part) == set(range(len(a))) for part in by_part):
+            chunks = b.chunk(len(parts), dim=1)
+            return {
+                part[index]: (a[index], chunk[index])
+                for part, chunk in zip(by_part, chunks, strict=True)
+                for index in range(len(a))
+            }
+    raise ModelError(
+        f"the adapter is of {len(a)} experts {name!r:.120}, which {base} lacks",
+        hint="name the model that it was trained on with --base",
+    )
