@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.index import TensorReader
+from forge_rl.engines.titan.lora import rounded_factor
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.models.adapters import write_adapter
 from forge_rl.runtime.far_files import Folder, filled
@@ -28,7 +29,7 @@ class AdapterExport:
     names: Names | SameNames
 
     def write(self, training: Folder, source: Path, folder: Folder) -> None:
-        """Write the adapters of a training state into an existing folder, in float32.
+        """Write the adapters of a training state into an existing folder, in float32, rounded as in passes.
 
         Args:
             training: folder of the training state.
@@ -50,7 +51,9 @@ class AdapterExport:
         for key, block in blocks.items():
             module, _, kind = key.removeprefix("model.").rpartition(".")
             assert isinstance(block.values, torch.Tensor)
-            factors.setdefault(self.names.to_hf(f"{module}.weight"), {})[kind] = block.values
+            is_float64 = index.state_dict_metadata[key].properties.dtype == torch.float64
+            values = block.values if is_float64 else rounded_factor(block.values, self.lora)
+            factors.setdefault(self.names.to_hf(f"{module}.weight"), {})[kind] = values
         a_name, b_name = ADAPTERS
         with filled(folder) as place:
             write_adapter(

@@ -144,7 +144,7 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     Tensor-parallel ranks compute on their parts. One that holds all of A or B has the gradient of its part of the other
     only, which the backward pass sums.
     """
-    a, b = module.lora_A, module.lora_B
+    a, b = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
     inputs = _dropped(module.adapters, module.adapter_name, inputs)
     if not isinstance(a, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
@@ -182,6 +182,16 @@ def _product_of_parts(module: Any, inputs: torch.Tensor) -> torch.Tensor:
         a, b = (factor.to(tokens) for factor in part.factors[module.adapter_name])
         outputs.append(part.switch.lora.scale * nn.functional.linear(nn.functional.linear(tokens, a), b))
     return torch.cat(outputs, dim=-2)
+
+
+def rounded_factor(factor: torch.Tensor, lora: LoRAConfig) -> torch.Tensor:
+    """Return float32 values of A or B rounded to the settings' dtype, still in float32 and with the gradient of the
+    rounded values; others unchanged."""
+    if lora.dtype == "float32" or factor.dtype != torch.float32:
+        return factor
+    # Exact: the difference has no more bits than the factor. Gradients pass a sum without being rounded themselves.
+    values = factor.detach()
+    return factor + (values.bfloat16().float() - values)
 
 
 def _dropped(switch: AdapterSwitch, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
@@ -267,9 +277,17 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
     for name, module in adapted_modules_of(model):
         adapted.add(weight := model.names.to_hf(name))
         for factor, kind in zip(factor_names(weight), ADAPTERS, strict=True):
-            factors.append(TensorSpec(name=factor, shape=tuple(getattr(module, kind).shape)))
+            shape, dtype = tuple(getattr(module, kind).shape), _factor_dtype(model)
+            factors.append(TensorSpec(name=factor, shape=shape, dtype=dtype))
     scale = model.adapters.lora.scale
     return (*factors, *(replace(spec, adapter_scale=scale) if spec.name in adapted else spec for spec in weights))
+
+
+def _factor_dtype(model: Any) -> str:
+    """Return the dtype that versions have factors in; "" for that of the weights."""
+    parameter = next(module.lora_A for _, module in adapted_modules_of(model))
+    lora = model.adapters.lora
+    return "" if lora.dtype == "float32" or parameter.dtype == torch.float64 else lora.dtype
 
 
 def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
@@ -349,6 +367,7 @@ def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.flo
             slice_of(parameter).of(place).copy_(values_of(parameter))
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
+    whole_factors = [rounded_factor(factor, model.adapters.lora) for factor in whole_factors]
     if model.adapters.travel:  # as they are published
         whole_factors = [factor.to(published_dtype).float() for factor in whole_factors]
     by_weight = zip(whole_factors[::2], whole_factors[1::2], factors[::2], strict=True)
