@@ -1,4 +1,4 @@
-"""Takes steps of recipes.grpo, then scores probes alone: python -m benchmarks.peers.probe_cost, with the recipe's flags.
+"""Takes steps of recipes.grpo, then scores probes: python -m benchmarks.peers.probe_cost, with flags of the recipe.
 
 Prints a JSON line with CPU seconds of all processes: of each step, and of the trainer's and an engine's scores of the
 probes. Engines score probes beside other requests, which costs less than alone.
