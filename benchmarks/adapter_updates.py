@@ -20,7 +20,7 @@ from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.packing.pack import pack
 from forge_rl.packing.rows import Layout, Minibatch
 from forge_rl.types import Batch, Episode, Group, Task, Turn
-from forge_rl.weights.manifest import factor_names
+from forge_rl.weights.manifest import draft
 
 _SEQ_LEN = 512
 _LR, _CLIP, _MAX_NORM = 1e-4, 0.2, 1.0
@@ -170,10 +170,5 @@ def _peft_update(folder: Path, lora: LoRAConfig, batch: Batch) -> Callable[[], N
 def published_share(rank: int, folder: Path, lora: LoRAConfig) -> float:
     """Return the share of a whole version's bytes that a version of adapters has, in float32."""
     specs = _engine(folder, lora).specs()
-    factors = [spec for spec in specs if spec.name.endswith(factor_names(""))]
-    published_specs = [spec for spec in specs if spec in factors or (spec.changed and spec.adapter_scale is None)]
-    whole_specs = [spec for spec in specs if spec not in factors]
-    published_bytes, whole_bytes = (
-        sum(int(np.prod(spec.shape)) for spec in part) for part in (published_specs, whole_specs)
-    )
-    return published_bytes / whole_bytes
+    base = draft(specs, version=0, dtype=torch.float32)
+    return draft(specs, version=1, dtype=torch.float32, base=base).written_bytes / base.whole_bytes

@@ -6,13 +6,16 @@ Memory and time are of updates of SmolLM2-135M in float32, each in a process of 
 transformers with peft, on the same episodes, in turn. `worst_deviation` is the largest difference of a gradient from
 peft's, in float64, over all families with adapters. For `mutations_missed`, a real engine gets adapters that are wrong
 in one way: in what it reads, where the comparison of bytes must name the tensor, and in what it serves, where the
-logprobs of probes must betray it.
+logprobs of probes must betray it. `probes_cpu_share` is the CPU time of a version's probes, alone, over that of a step
+of full training with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +73,7 @@ class Config(BenchmarkConfig):
     families: tuple[str, ...] = ("llama", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3")
     """Families whose gradients are compared with peft's."""
     engine: bool = True
-    """Whether a real engine is given wrong adapters, too."""
+    """Whether a real engine is given wrong adapters, too, and the cost of probes is measured in a run."""
     bytes_only: bool = False
     """Only count the bytes of versions of published models, which takes a second."""
 
@@ -116,10 +119,11 @@ def measure(config: Config, report: Report) -> None:
     _compare_gradients(config, report)
     if config.engine:
         _make_mistakes(report)
+        _measure_probes(config, report)
 
 
 def _count_bytes(config: Config, report: Report) -> None:
-    """Count the parameters of adapters and of their models."""
+    """Count the bytes of adapters, in bfloat16, and of their models in both dtypes of engines."""
     for name, (family, sizes, vocab, tied) in _MODELS.items():
         values = family | dict(zip(_SIZES, sizes, strict=True)) | {"vocab_size": vocab, "tie_word_embeddings": tied}
         with tempfile.TemporaryDirectory(prefix="adapters-") as folder:
@@ -128,7 +132,8 @@ def _count_bytes(config: Config, report: Report) -> None:
         for rank in (8, 16, 32):
             count = adapter_parameters(architecture, LoRAConfig(rank=rank))
             share = count / architecture.weights
-            report.rows.append({"model": name, "rank": rank, "adapter_parameters": count, "bytes_share": share})
+            shares = {"bytes_share_bfloat16": share, "bytes_share_float32": share / 2}
+            report.rows.append({"model": name, "rank": rank, "adapter_parameters": count, **shares})
 
 
 def _compare_gradients(config: Config, report: Report) -> None:
@@ -165,6 +170,25 @@ def _make_mistakes(report: Report) -> None:
     report.rows += [{"mistake": mistake, "error": error[:300]} for mistake, error in errors.items()]
     report.results["mutations"] = float(len(errors))
     report.results["mutations_missed"] = float(sum(not error for error in errors.values()))
+
+
+def _measure_probes(config: Config, report: Report) -> None:
+    """Take steps of a run that trains all weights, and compare their CPU time with that of its probes."""
+    with tempfile.TemporaryDirectory(prefix="adapters-") as name:
+        flags = {"model": config.model, "out": f"{name}/run", "steps": 2 + LEAST_REPEATS, "display": "none"}
+        flags |= dict.fromkeys(("evaluation.tasks", "evaluation.every", "checkpoint-every"), 0)
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        command = [sys.executable, "-m", "benchmarks.peers.probe_cost", *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise BenchmarkError(f"the run with probes exited with {done.returncode}: {done.stdout[-2000:]}")
+    seconds = json.loads(lines[-1])
+    report.rows += [{f"cpu_s_{part}": value} for part, values in seconds.items() for value in values]
+    for part, values in seconds.items():
+        report.measure(f"cpu_s_{part}", values)
+    probes = report.results["cpu_s_trainer"] + report.results["cpu_s_engine"]
+    report.results["probes_cpu_share"] = probes / report.results["cpu_s_step"]
 
 
 if __name__ == "__main__":

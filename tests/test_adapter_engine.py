@@ -111,7 +111,8 @@ def test_a_named_adapter_equals_the_same_run_of_its_own(base: Path, tmp_path: Pa
     adapters.open("a", KINDS["a"])
     train(adapters, "a", range(3))
     optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=1.0)
-    settings = TrainSettings(lora=LoRAConfig(rank=4), lora_seed=1, dtype="float32", seq_len=64, optimizer=optimizer)
+    lora = LoRAConfig(rank=4, dtype="float32")
+    settings = TrainSettings(lora=lora, lora_seed=1, dtype="float32", seq_len=64, optimizer=optimizer)
     plain = TitanEngine(base, settings)
     for seed in range(3):
         train_batch(plain, packed(random_batch(seed, vocab=VOCAB)), LOSS)

@@ -27,6 +27,7 @@ from forge_rl.engines.titan.index import INDEX
 from forge_rl.engines.titan.lora import without_adapters
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.engines.titan.update import Update
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, WeightsError
 from forge_rl.flags.command_line import parse
 from forge_rl.metrics import reduce
@@ -235,8 +236,9 @@ def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(
     start = load_file(tmp_path / "model.safetensors")
     assert all(values.equal(start[name].to(values.dtype)) for name, values in published.items() if name in start)
     drafted = draft(specs, version=3, dtype=getattr(torch, dtype))
-    # Readers get all tensors in the version's dtype, and the trainer attests the sums that they compute of those.
-    published = {name: values.to(getattr(torch, dtype)) for name, values in published.items()}
+    # The trainer attests the sums that readers compute of what they get.
+    published = {entry.name: published[entry.name].to(entry.torch_dtype) for entry in drafted.tensors}
+    assert {values.dtype for name, values in published.items() if "lora_" in name} == {torch.bfloat16}
     expected = {}
     for name in adapted:
         a, b = (published[factor] for factor in factor_names(name))
@@ -257,6 +259,27 @@ def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(
                 ]
             ],
         )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_passes_see_adapters_as_versions_have_them_and_their_gradients_are_not_rounded(dtype: Any, tmp_path: Path):
+    engine = trained_engine(tmp_path, LoRAConfig(rank=4, dtype=dtype), dtype="float32", travels=True)
+    laid, parameters = packed(random_batch(3, vocab=43)), named_factors(engine)
+
+    def passes() -> list[torch.Tensor]:
+        engine.forward_backward(Update(minibatch=laid.minibatches[0], loss=LOSS))
+        gradients = [parameter.grad.clone() for parameter in parameters.values()]  # type: ignore[union-attr]
+        engine.model.zero_grad()
+        return [*engine.logprobs(laid.rows, temperature=1.0), *gradients]
+
+    results = passes()
+    assert not all(values.equal(values.bfloat16().float()) for values in results[len(laid.rows) :])
+    for parameter in parameters.values():
+        rounded = parameter.data.bfloat16().float()
+        assert not rounded.equal(parameter.data)
+        parameter.data = rounded
+    is_same = [torch.equal(*pair) for pair in zip(results, passes(), strict=True)]
+    assert is_same == [dtype == "bfloat16"] * len(results)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 64])
@@ -443,7 +466,7 @@ def test_a_bfloat16_base_is_rounded_only_once_when_merged(tmp_path: Path):
         base = start[shard.name].bfloat16()
         module = f"base_model.model.{shard.name.removesuffix('.weight')}"
         if f"{module}.lora_A.default.weight" in factors:
-            a, b = (factors[f"{module}.{kind}.default.weight"].detach() for kind in ADAPTERS)
+            a, b = (factors[f"{module}.{kind}.default.weight"].detach().bfloat16() for kind in ADAPTERS)
             base = merged_weight(base, a, b, engine.model.adapters.lora.scale)
         assert torch.equal(shard.values, base), shard.name
     moved = engine.offload()

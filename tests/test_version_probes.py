@@ -24,8 +24,8 @@ class Engines:
         self.held: dict[str, Logprobs] = {}
         self.asked: list[str] = []
 
-    async def score_on_each(self, texts: Any, *, adapter: str = "") -> dict[tuple[int, int], Logprobs]:
-        assert sum(len(text) - 1 for text in texts) == TOKENS
+    async def score_on_each(self, ids: Any, *, adapter: str = "") -> dict[tuple[int, int], Logprobs]:
+        assert len(ids) - 1 == TOKENS
         self.asked.append(adapter)
         return {(index, 0): self.held[adapter].copy() for index in range(2)}
 
@@ -96,10 +96,10 @@ async def test_a_rollback_while_an_engine_answers_fails_no_adapter() -> None:
     run, answer = Run(), Engines.score_on_each
 
     class RolledBack(Engines):
-        async def score_on_each(self, texts: Any, *, adapter: str = "") -> dict[tuple[int, int], Logprobs]:
+        async def score_on_each(self, ids: Any, *, adapter: str = "") -> dict[tuple[int, int], Logprobs]:
             run.trainer.adapters_probed = {}
             self.held[adapter] = -5 * run.drawn.random(TOKENS)
-            return await answer(self, texts, adapter=adapter)
+            return await answer(self, ids, adapter=adapter)
 
     for name in ("math", "code"):
         run.publish(0, name)

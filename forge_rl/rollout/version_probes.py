@@ -29,8 +29,8 @@ TEXTS = (
 )
 """What is scored; any text shows a change of weights."""
 _TOKENS = 16
-"""Scored tokens of a text. On a CPU a request costs more than a few tokens more: 0.19 s of CPU time for one of
-8 or 16 tokens, 0.35 for two."""
+"""Scored tokens of a text. All texts are one request, as on a CPU another one costs more than 100 tokens: it reads all
+weights again."""
 
 
 class VersionProbes:
@@ -41,7 +41,7 @@ class VersionProbes:
 
     Args:
         trainer: gets the probes, which it scores at each publish.
-        count: number of texts, at most `len(TEXTS)`.
+        count: number of texts, at most `len(TEXTS)`, which are scored as one.
         clock: monotonic seconds.
     """
 
@@ -56,11 +56,10 @@ class VersionProbes:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         start = tokenizer.render([{"role": "user", "content": "go"}])[:1]
-        longest = min(_TOKENS, generator.max_model_len - 2)
-        self._texts = [np.array([*start, *tokenizer.encode(text)[:longest]], np.int32) for text in TEXTS[:count]]
-        groups = tuple(_group(number, ids) for number, ids in enumerate(self._texts))
-        batch = Batch(groups=groups, version=0)
-        trainer.probe = lambda layout: pack(batch, torch.ones(len(groups), 1), layout, drop_uniform=False)
+        ids = [token for text in TEXTS[:count] for token in tokenizer.encode(text)[:_TOKENS]]
+        self._ids = np.array([*start, *ids[: generator.max_model_len - 2]], np.int32)
+        batch = Batch(groups=(_group(self._ids),), version=0)
+        trainer.probe = lambda layout: pack(batch, torch.ones(1, 1), layout, drop_uniform=False)
         self._trainer = trainer
         self._generator = generator
         self._effects = effects
@@ -111,7 +110,7 @@ class VersionProbes:
         if adapter:
             effects = self._adapter_effects.setdefault(adapter, self._effects.of(f"the adapter {adapter!r:.80}"))
         began = self._clock()
-        answers = await self._generator.score_on_each(self._texts, adapter=adapter)
+        answers = await self._generator.score_on_each(self._ids, adapter=adapter)
         self._seconds += self._clock() - began
         if latest() is not probed:
             return
@@ -133,9 +132,9 @@ class VersionProbes:
         return metrics
 
 
-def _group(number: int, ids: npt.NDArray[np.int32]) -> Group:
+def _group(ids: npt.NDArray[np.int32]) -> Group:
     """Make a group of one episode that scores all tokens but the first."""
-    task = Task(id=str(number), source="probes", messages=({"role": "user", "content": "go"},))
+    task = Task(id="probes", source="probes", messages=({"role": "user", "content": "go"},))
     zeros = np.zeros(len(ids) - 1)
     turn = Turn(prompt_ids=ids[:1], token_ids=ids[1:], logprobs=zeros, versions=zeros.astype(np.int32), text="")
     return Group(task=task, episodes=(Episode(task=task, turns=(turn,)),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -153,15 +153,15 @@ class EngineRequests:
             return await self._service.try_on(attempt)
 
     async def score_on_each(
-        self, texts: Sequence[TokenIds], *, adapter: str = ""
+        self, ids: TokenIds, *, adapter: str = ""
     ) -> dict[tuple[int, int], npt.NDArray[np.float64]]:
-        """Score all tokens but the first of each text on every engine that serves, without those that die meanwhile.
+        """Score all tokens but the first of a text on every engine that serves, without those that die meanwhile.
 
         Args:
             adapter: name of a loaded adapter to score with; "" for the policy.
 
         Returns:
-            [N] logprobs, text after text, by the engine's index and number of restarts.
+            [N] logprobs by the engine's index and number of restarts.
 
         Raises:
             WeightsError, ConfigError: all engines refuse.
@@ -169,15 +169,10 @@ class EngineRequests:
 
         async def attempt(replica: Replica) -> tuple[tuple[int, int], npt.NDArray[np.float64]]:
             with self._blaming(replica):
-                calls = [
-                    replica.ask("score", text[:1], text[1:], 1.0, 0, adapter, deadline_s=_ANSWER_S) for text in texts
-                ]
-                scores = await asyncio.gather(*calls)
-            for text, text_scores in zip(texts, scores, strict=True):
-                if problem := validate_scores(text_scores, len(text) - 1, 0, self._tokenizer.vocab_size):
-                    raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-            logprobs = np.concatenate([np.asarray(text_scores.logprobs, np.float64) for text_scores in scores])
-            return (replica.index, replica.incarnation), logprobs
+                scores = await replica.ask("score", ids[:1], ids[1:], 1.0, 0, adapter, deadline_s=_ANSWER_S)
+            if problem := validate_scores(scores, len(ids) - 1, 0, self._tokenizer.vocab_size):
+                raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+            return (replica.index, replica.incarnation), np.asarray(scores.logprobs, np.float64)
 
         return dict(await self._pool.each("scoring probes", attempt))
 

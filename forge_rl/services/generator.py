@@ -266,10 +266,10 @@ class Generator:
         return await self._requests.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k, adapter=adapter)
 
     async def score_on_each(
-        self, texts: Sequence[TokenIds], *, adapter: str = ""
+        self, ids: TokenIds, *, adapter: str = ""
     ) -> dict[tuple[int, int], npt.NDArray[np.float64]]:
-        """Score texts on every engine that serves; see `EngineRequests.score_on_each`."""
-        return await self._requests.score_on_each(texts, adapter=adapter)
+        """Score a text on every engine that serves; see `EngineRequests.score_on_each`."""
+        return await self._requests.score_on_each(ids, adapter=adapter)
 
     async def sample(self, prompts: Sequence[TokenIds]) -> list[Turn]:
         """Complete prompts with the current policy, as training episodes are sampled.

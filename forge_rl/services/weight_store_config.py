@@ -29,9 +29,8 @@ class WeightStoreConfig:
     """Maximum memory of kept versions; the newest is always kept."""
     probes: int | None = None
     """Number of short texts, at most 8, by which each version is attested: trainer and engines score them, and an
-    engine whose logprobs do not follow the trainer's from version to version ends the run. By default 1 in float32 and
-    3 in bfloat16 where engines serve adapters, whose bytes say least about the computation, else 0, which compares
-    bytes alone."""
+    engine whose logprobs do not follow the trainer's from version to version ends the run. By default 1 in float32, 3
+    in bfloat16, and 0 for engines of --generator.urls; 0 compares bytes alone."""
     restart: Restart = field(default_factory=Restart)
     """How the store's processes are restarted if they die; versions survive in shared memory."""
     mirror: str = ""

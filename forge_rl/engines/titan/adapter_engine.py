@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,8 @@ class TitanAdapters:
                 f"adapter {name!r:.80} targets {targets[min(missing)]}, which has no adapter in this trainer",
                 hint="add it to --lora.targets",
             )
+        # Engines load the very values that a training resumes from.
+        settings = replace(settings, lora=replace(lora, dtype="float32"))
         training = self._new(settings, self._engine.new_optimizer())
         for parameter, (weight_name, module, kind) in zip(self._parameters(), self._factors(), strict=True):
             full = torch.zeros(parameter.shape)

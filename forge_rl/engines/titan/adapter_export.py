@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.titan.adapter_switch import rounded_factor
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.factor_pairs import factor_pairs
 from forge_rl.engines.titan.index import TensorReader
@@ -41,7 +42,7 @@ class AdapterExport:
         return AdapterExport(lora=model.adapters.lora, names=names)
 
     def write(self, training: Folder, source: Path, folder: Folder) -> None:
-        """Write the adapters of a training state into an existing folder, in float32.
+        """Write the adapters of a training state into an existing folder, in float32, rounded as in passes.
 
         Args:
             training: folder of the training state.
@@ -63,7 +64,9 @@ class AdapterExport:
         for key, block in blocks.items():
             name, kind = self.names[key]
             assert isinstance(block.values, torch.Tensor)
-            factors.setdefault(name, {})[kind] = block.values
+            is_float64 = index.state_dict_metadata[key].properties.dtype == torch.float64
+            values = block.values if is_float64 else rounded_factor(block.values, self.lora)
+            factors.setdefault(name, {})[kind] = values
         a_name, b_name = ADAPTERS
         with filled(folder) as place:
             write_adapter(

@@ -40,6 +40,16 @@ class AdapterSwitch:
         return inputs * mask.to(inputs.dtype) / (1 - share)
 
 
+def rounded_factor(factor: torch.Tensor, lora: LoRAConfig) -> torch.Tensor:
+    """Return float32 values of A or B rounded to the settings' dtype, still in float32 and with the gradient of the
+    rounded values; others unchanged."""
+    if lora.dtype == "float32" or factor.dtype != torch.float32:
+        return factor
+    # Exact: the difference has no more bits than the factor. Gradients pass a sum without being rounded themselves.
+    values = factor.detach()
+    return factor + (values.bfloat16().float() - values)
+
+
 @dataclass(frozen=True, eq=False)
 class RowPart:
     """Tokens of one adapter in a row of several."""

@@ -13,7 +13,7 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.sharding import ShardingConfig
 
 from forge_rl.engines.families.tensor_plan import stacked_projections
-from forge_rl.engines.titan.adapter_switch import AdapterSwitch
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch, rounded_factor
 from forge_rl.engines.titan.shards import ADAPTERS
 
 _ALIGNED_BYTES = 16
@@ -66,7 +66,7 @@ def expert_sum(
     """
     if not factors or not module.adapters.on:
         return out
-    a, b = factors
+    a, b = (rounded_factor(factor, module.adapters.lora) for factor in factors)
     rank = a.shape[1]
     padding = 0 if x.dtype == torch.float64 else -rank % (_ALIGNED_BYTES // x.element_size())
     if padding:

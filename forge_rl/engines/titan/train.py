@@ -40,7 +40,7 @@ from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
 from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing_metrics, steer
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.saving import CheckpointWriter
-from forge_rl.engines.titan.scoring import RowScorer, reshard
+from forge_rl.engines.titan.scoring import RowScorer, few_threads, reshard
 from forge_rl.engines.titan.shards import values_of
 from forge_rl.engines.titan.update import RowResults, Update, minibatch_statistics
 from forge_rl.errors import ConfigError, ForgeError, ModelError
@@ -418,7 +418,7 @@ class TitanEngine:
     def _scores(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """Return the model's logprobs, or values, of a share's rows in host memory."""
         self.onload()
-        with self.forgetting_failures():
+        with self.forgetting_failures(), few_threads(sum(map(len, rows))):
             return [scores.cpu() for scores in self.scorer.logprobs(self.model, rows, temperature)]
 
     def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:

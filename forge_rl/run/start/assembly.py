@@ -260,7 +260,7 @@ def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer
     is_exact = "bfloat16" not in (engines, trained_in)
     count = config.weights.probes
     if count is None:
-        count = (1 if is_exact else 3) if config.lora.rank and config.generator.max_loras else 0
+        count = 0 if config.generator.urls else 1 if is_exact else 3
     if not count:
         return None
     effects = VersionEffects(
