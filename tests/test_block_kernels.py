@@ -18,6 +18,7 @@ from forge_rl.engines.titan import (
     block_kernels,
     cpu_feed_forward,
     cpu_norm,
+    expert_products,
     expert_rows,
     fused_block,
     fused_head,
@@ -127,6 +128,50 @@ def check_products() -> None:
             check_scores(torch.randint(300, (37, 3)))
 
 
+def check_expert_products() -> None:
+    """Check the layers of experts of which some have no rows, and gradients of parts of columns, with tiles that are
+    not full."""
+    ends = torch.tensor([5, 5, 40, 41, 41], dtype=torch.int32)
+    row_experts = torch.searchsorted(ends, torch.arange(41), right=True)
+    tile = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16}
+    x, weight, bias = torch.randn(41, 40) / 6, torch.randn(5, 52, 40), torch.randn(5, 52)
+    with (
+        mock.patch.object(expert_products, "_TILE", tile),
+        mock.patch.object(expert_products, "_COLUMNS", {"ROWS": 16, "BLOCK": 32}),
+        mock.patch.object(expert_products, "has_kernels", return_value=True),
+        mock.patch.object(expert_products, "_has_gradient_kernel", return_value=True),
+    ):
+        compare(
+            lambda x, weight, bias: expert_products.expert_bias(
+                expert_products.expert_linear(x, weight, ends), bias, ends
+            ),
+            lambda x, weight, bias: torch.einsum("ri,roi->ro", x, weight[row_experts]) + bias[row_experts],
+            *(x, weight, bias),
+        )
+        compare(
+            lambda x, weight: expert_products.joint_swiglu(expert_products.expert_linear(x, weight, ends)),
+            lambda x, weight: (
+                silu(torch.einsum("ri,roi->ro", x, weight[row_experts, :26]))
+                * torch.einsum("ri,roi->ro", x, weight[row_experts, 26:])
+            ),
+            *(x, weight),
+        )
+        masters = [torch.nn.Parameter(values) for values in weight.split([30, 22], dim=1)]
+        joint = torch.nn.Parameter(weight.clone())
+        joint.sum_place = SumPlace(GradientSum(masters), None)  # type: ignore[attr-defined]
+        for _ in range(2):  # the second pass adds to the sum
+            expert_products.expert_linear(x, joint, ends).square().sum().backward()
+    assert joint.grad is None
+    exact = weight.double().requires_grad_()
+    torch.einsum("ri,roi->ro", x.double(), exact[row_experts]).square().sum().backward()
+    torch.testing.assert_close(torch.cat(gradients(masters), dim=1).double(), 2 * exact.grad, rtol=1e-5, atol=1e-5)
+    behind, copy = torch.ones(50, 52), torch.ones(50, 52)  # nine rows that belong to no expert
+    with mock.patch.object(expert_products, "has_kernels", return_value=True):
+        expert_products.expert_bias(behind, bias, ends, 2)
+    torch.testing.assert_close(behind[:41], copy[:41] + bias[row_experts] / 2)
+    assert torch.equal(behind[41:], copy[41:])
+
+
 def check_scores(targets: torch.Tensor) -> None:
     """Check scores without logits, whose gradients come in two parts; the second backward pass adds to a sum."""
     scoring = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
@@ -182,7 +227,8 @@ def check_model(kind: str) -> None:
         return [logits, *gradients(list(model.parameters()))]
 
     plain = trained()
-    for module in (fused_block, cpu_norm, cpu_feed_forward, rope, model_module, least_loaded, moe):
+    modules = fused_block, cpu_norm, cpu_feed_forward, rope, model_module, least_loaded, moe, expert_products
+    for module in modules:
         mock.patch.object(module, "has_kernels", return_value=True).start()
     with (
         mock.patch.object(block_kernels, "swiglu_values", wraps=block_kernels.swiglu_values) as kernel,
@@ -195,9 +241,13 @@ def check_model(kind: str) -> None:
     with (
         mock.patch.object(fused_block, "rotated_product", wraps=products.rotated_product) as queries,
         mock.patch.object(cpu_feed_forward, "gated_product", wraps=products.gated_product) as gates,
+        mock.patch.object(moe, "joint_swiglu", wraps=moe.joint_swiglu) as expert_gates,
+        mock.patch.object(expert_products, "_has_gradient_kernel", return_value=True),
+        mock.patch.object(expert_products, "_TILE", {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}),
     ):
         twice = [trained(masters)[0], *trained(masters, adds=True)[1:]]
     assert (queries.call_count, gates.call_count) == (2 * layers, 2 * (layers - mixtures)), "joint products ran"
+    assert expert_gates.call_count == 2 * mixtures
     mock.patch.stopall()
     for value, joint, expected in zip(fused, twice, plain, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
@@ -220,6 +270,7 @@ def test_the_kernels_agree_with_float64_and_models_with_their_plain_forms():
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_products()
+    check_expert_products()
     with mock.patch.object(block_kernels, "_PROGRAMS", 3):
         check_kernels()
         for kind in ("qwen3", "llama", "qwen3_moe"):

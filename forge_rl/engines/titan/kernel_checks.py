@@ -14,6 +14,7 @@ from forge_rl.algorithms.logprobs import Scoring, token_scores
 from forge_rl.engines.families.family import Architecture, Experts
 from forge_rl.engines.platform import release_memory
 from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
+from forge_rl.engines.titan.expert_products import expert_bias, expert_linear
 from forge_rl.engines.titan.expert_rows import clamped_swiglu, places_of, spread_rows, weighted_sum
 from forge_rl.engines.titan.fused_head import score_in_products
 from forge_rl.engines.titan.head import score_in_chunks
@@ -30,6 +31,8 @@ _ROWS = 16
 """Of whole vocabularies, and of feed-forward networks."""
 _ATTENDED = 200
 """Tokens whose attention is computed densely."""
+_EXPERT_ENDS = (_TOKENS // 3, _TOKENS // 3, _TOKENS)
+"""Of the rows of three experts, the second without any."""
 _HEAD_OUTPUTS = 4096
 _TEMPERATURE = 0.7
 Results = Sequence[torch.Tensor]
@@ -217,7 +220,25 @@ def _expert_checks(
         inputs=(rows, scores),
         tolerance=tolerance,
     )
+    ends = torch.tensor(_EXPERT_ENDS, dtype=torch.int32, device=rows.device)
+    row_experts = torch.searchsorted(ends, torch.arange(_TOKENS, device=rows.device), right=True)
+    x, weight = draw(_TOKENS, dim), draw(len(ends), experts.hidden_dim, dim) * dim**-0.5
+    if x.dtype.itemsize == 2:
+        yield KernelCheck(
+            kernel="expert_gradients",
+            function=lambda x, weight: (expert_linear(x, weight, ends),),
+            formula=lambda x, weight: (expert_linear(x, weight, ends),),
+            inputs=(x, weight),
+            tolerance=tolerance,
+        )
     if (limit := experts.limit) is not None:
+        yield KernelCheck(
+            kernel="experts",
+            function=lambda x, bias: (expert_bias(x * 1, bias, ends),),
+            formula=lambda x, bias: (x + bias[row_experts],),
+            inputs=(draw(_TOKENS, experts.hidden_dim), draw(len(ends), experts.hidden_dim)),
+            tolerance=tolerance,
+        )
         yield KernelCheck(
             kernel="experts",
             function=lambda hidden: (clamped_swiglu(hidden, limit),),
