@@ -1,5 +1,6 @@
 """The GPU's kernels of a decoder layer, run by Triton's interpreter on CPU, against float64."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from forge_rl.engines.titan import (
     block_kernels,
     cpu_feed_forward,
     cpu_norm,
+    expert_choice,
     expert_products,
     expert_rows,
     fused_block,
@@ -28,6 +30,7 @@ from forge_rl.engines.titan import (
     moe,
     products,
     rope,
+    routing,
 )
 from forge_rl.engines.titan import model as model_module
 from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
@@ -172,6 +175,36 @@ def check_expert_products() -> None:
     assert torch.equal(behind[41:], copy[41:])
 
 
+def check_choices() -> None:
+    """Check the choice of experts by both kinds of scores, biases, ties, and values that are not finite."""
+    logits = 3 * torch.randn(7, 12)
+    biases: tuple[torch.Tensor | None, ...] = (None, torch.randn(12), torch.randn(7, 12))
+    for is_sigmoid, normalises, bias in itertools.product((False, True), (False, True), biases):
+        rule = expert_choice.ChoiceRule(3, is_sigmoid, normalises, 2.5)
+
+        def weights(logits: torch.Tensor, rule: Any = rule, bias: torch.Tensor | None = bias) -> torch.Tensor:
+            scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(-1)
+            expert_ids = (scores if bias is None else scores + bias).topk(3).indices
+            assert torch.equal(expert_choice.chosen_experts(logits.detach().float(), bias, rule)[1], expert_ids)
+            chosen = scores.gather(1, expert_ids)
+            return 2.5 * (chosen / chosen.sum(-1, keepdim=True) if rule.normalises else chosen)
+
+        compare(
+            lambda logits, rule=rule, bias=bias: expert_choice.chosen_experts(logits, bias, rule)[0], weights, logits
+        )
+    rule = expert_choice.ChoiceRule(3, True, False, 1.0)
+    _, expert_ids = expert_choice.chosen_experts(torch.zeros(1, 12), None, rule)
+    assert expert_ids.tolist() == [[0, 1, 2]]
+    bias = torch.full((12,), -torch.inf)
+    bias[5] = torch.nan
+    _, expert_ids = expert_choice.chosen_experts(torch.full((1, 12), torch.nan), bias, rule)
+    assert len(set(expert_ids[0].tolist())) == 3
+    assert max(expert_ids[0].tolist()) < 12
+    _, expert_ids = expert_choice.chosen_experts(torch.zeros(1, 12), bias, rule)
+    assert expert_ids.tolist() == [[5, 0, 1]]
+    assert expert_choice.chosen_experts(torch.zeros(0, 12), None, rule)[1].shape == (0, 3)
+
+
 def check_scores(targets: torch.Tensor) -> None:
     """Check scores without logits, whose gradients come in two parts; the second backward pass adds to a sum."""
     scoring = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
@@ -227,16 +260,18 @@ def check_model(kind: str) -> None:
         return [logits, *gradients(list(model.parameters()))]
 
     plain = trained()
-    modules = fused_block, cpu_norm, cpu_feed_forward, rope, model_module, least_loaded, moe, expert_products
+    modules = fused_block, cpu_norm, cpu_feed_forward, rope, model_module, least_loaded, moe, expert_products, routing
     for module in modules:
         mock.patch.object(module, "has_kernels", return_value=True).start()
     with (
         mock.patch.object(block_kernels, "swiglu_values", wraps=block_kernels.swiglu_values) as kernel,
         mock.patch.object(expert_rows, "_sum_rows", wraps=expert_rows._sum_rows) as sums,
+        mock.patch.object(routing, "chosen_experts", wraps=routing.chosen_experts) as choices,
     ):
         fused = trained()
     layers, mixtures = architecture.layers, len(architecture.experts.layers) if architecture.experts else 0
-    assert (kernel.call_count, sums.call_count) == (layers, 2 * mixtures), "the kernels ran"
+    counts = kernel.call_count, sums.call_count, choices.call_count
+    assert counts == (layers, 2 * mixtures, mixtures), "the kernels ran"
     model.masters = masters = MasterWeights(model, torch.float32)
     with (
         mock.patch.object(fused_block, "rotated_product", wraps=products.rotated_product) as queries,
@@ -271,6 +306,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     check_products()
     check_expert_products()
+    check_choices()
     with mock.patch.object(block_kernels, "_PROGRAMS", 3):
         check_kernels()
         for kind in ("qwen3", "llama", "qwen3_moe"):

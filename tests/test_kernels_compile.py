@@ -80,6 +80,22 @@ KERNELS = (
     ),
     *(
         (
+            triton_experts.choice_kernel,
+            {"logits": FLOAT, "weights": FLOAT, "expert_ids": "*i64", "scale": "fp32"} | bias,
+            {"BIASED": bool(bias), "SIGMOID": not bias, "NORMALISES": bool(bias)} | ({} if bias else {"bias": None}),
+        )
+        for bias in ({"bias": FLOAT}, {})
+    ),
+    *(
+        (
+            triton_experts.choice_gradient_kernel,
+            {"expert_ids": "*i64", "scale": "fp32"} | dict.fromkeys(("logits", "grad", "grad_logits"), FLOAT),
+            {"SIGMOID": is_sigmoid, "NORMALISES": not is_sigmoid},
+        )
+        for is_sigmoid in (True, False)
+    ),
+    *(
+        (
             triton_expert_products.expert_gradient_kernel,
             {"grad": HALF, "x": HALF, "ends": "*i32", "total": total},
             expert_products._TILE | {"ADDS": adds},
