@@ -23,7 +23,9 @@ _FREE = (
     *("detach", "alias", "view", "_unsafe_view", "t", "lift_fresh"),
 )
 """Operations without a kernel."""
-FUSED_PRODUCTS = ("linear_sums", "linear_gradient", "gated_values", "gated_gradient")
+EXPERT_GRADIENTS = ("expert_gradient", "expert_gradient_")
+"""Our products that give experts' gradients: one writes them, the other adds to what is there."""
+FUSED_PRODUCTS = ("linear_sums", "linear_gradient", "gated_values", "gated_gradient", *EXPERT_GRADIENTS)
 """Our kernels that are products."""
 _ONLY_WRITTEN = ("copy_", "_foreach_copy_", "fill_", "zero_")
 """Operations that change a tensor without reading it."""
@@ -193,6 +195,9 @@ def _product_flops(name: str, inputs: Sequence[torch.Tensor], mutated: Sequence[
     if name in ("bmm", "baddbmm"):
         left, right = inputs[-2:]
         return 2.0 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
+    if name in EXPERT_GRADIENTS:
+        grad, rows = inputs[-3:-1]
+        return 2.0 * grad.numel() * rows.shape[1]
     if name in FUSED_PRODUCTS:
         rows, weight = inputs[:2]
         return 2.0 * (rows.numel() // rows.shape[-1]) * weight.numel()

@@ -1,5 +1,6 @@
 """The GPU's kernels of a decoder layer, run by Triton's interpreter on CPU, against float64."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from forge_rl.engines.titan import (
     block_kernels,
     cpu_feed_forward,
     cpu_norm,
+    expert_choice,
+    expert_products,
     expert_rows,
     fused_block,
     fused_head,
@@ -27,6 +30,7 @@ from forge_rl.engines.titan import (
     moe,
     products,
     rope,
+    routing,
 )
 from forge_rl.engines.titan import model as model_module
 from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
@@ -127,6 +131,80 @@ def check_products() -> None:
             check_scores(torch.randint(300, (37, 3)))
 
 
+def check_expert_products() -> None:
+    """Check the layers of experts of which some have no rows, and gradients of parts of columns, with tiles that are
+    not full."""
+    ends = torch.tensor([5, 5, 40, 41, 41], dtype=torch.int32)
+    row_experts = torch.searchsorted(ends, torch.arange(41), right=True)
+    tile = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16}
+    x, weight, bias = torch.randn(41, 40) / 6, torch.randn(5, 52, 40), torch.randn(5, 52)
+    with (
+        mock.patch.object(expert_products, "_TILE", tile),
+        mock.patch.object(expert_products, "_COLUMNS", {"ROWS": 16, "BLOCK": 32}),
+        mock.patch.object(expert_products, "has_kernels", return_value=True),
+        mock.patch.object(expert_products, "_has_gradient_kernel", return_value=True),
+    ):
+        compare(
+            lambda x, weight, bias: expert_products.expert_bias(
+                expert_products.expert_linear(x, weight, ends), bias, ends
+            ),
+            lambda x, weight, bias: torch.einsum("ri,roi->ro", x, weight[row_experts]) + bias[row_experts],
+            *(x, weight, bias),
+        )
+        compare(
+            lambda x, weight: expert_products.joint_swiglu(expert_products.expert_linear(x, weight, ends)),
+            lambda x, weight: (
+                silu(torch.einsum("ri,roi->ro", x, weight[row_experts, :26]))
+                * torch.einsum("ri,roi->ro", x, weight[row_experts, 26:])
+            ),
+            *(x, weight),
+        )
+        masters = [torch.nn.Parameter(values) for values in weight.split([30, 22], dim=1)]
+        joint = torch.nn.Parameter(weight.clone())
+        joint.sum_place = SumPlace(GradientSum(masters), None)  # type: ignore[attr-defined]
+        for _ in range(2):  # the second pass adds to the sum
+            expert_products.expert_linear(x, joint, ends).square().sum().backward()
+    assert joint.grad is None
+    exact = weight.double().requires_grad_()
+    torch.einsum("ri,roi->ro", x.double(), exact[row_experts]).square().sum().backward()
+    torch.testing.assert_close(torch.cat(gradients(masters), dim=1).double(), 2 * exact.grad, rtol=1e-5, atol=1e-5)
+    behind, copy = torch.ones(50, 52), torch.ones(50, 52)  # nine rows that belong to no expert
+    with mock.patch.object(expert_products, "has_kernels", return_value=True):
+        expert_products.expert_bias(behind, bias, ends, 2)
+    torch.testing.assert_close(behind[:41], copy[:41] + bias[row_experts] / 2)
+    assert torch.equal(behind[41:], copy[41:])
+
+
+def check_choices() -> None:
+    """Check the choice of experts by both kinds of scores, biases, ties, and values that are not finite."""
+    logits = 3 * torch.randn(7, 12)
+    biases: tuple[torch.Tensor | None, ...] = (None, torch.randn(12), torch.randn(7, 12))
+    for is_sigmoid, normalises, bias in itertools.product((False, True), (False, True), biases):
+        rule = expert_choice.ChoiceRule(3, is_sigmoid, normalises, 2.5)
+
+        def weights(logits: torch.Tensor, rule: Any = rule, bias: torch.Tensor | None = bias) -> torch.Tensor:
+            scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(-1)
+            expert_ids = (scores if bias is None else scores + bias).topk(3).indices
+            assert torch.equal(expert_choice.chosen_experts(logits.detach().float(), bias, rule)[1], expert_ids)
+            chosen = scores.gather(1, expert_ids)
+            return 2.5 * (chosen / chosen.sum(-1, keepdim=True) if rule.normalises else chosen)
+
+        compare(
+            lambda logits, rule=rule, bias=bias: expert_choice.chosen_experts(logits, bias, rule)[0], weights, logits
+        )
+    rule = expert_choice.ChoiceRule(3, True, False, 1.0)
+    _, expert_ids = expert_choice.chosen_experts(torch.zeros(1, 12), None, rule)
+    assert expert_ids.tolist() == [[0, 1, 2]]
+    bias = torch.full((12,), -torch.inf)
+    bias[5] = torch.nan
+    _, expert_ids = expert_choice.chosen_experts(torch.full((1, 12), torch.nan), bias, rule)
+    assert len(set(expert_ids[0].tolist())) == 3
+    assert max(expert_ids[0].tolist()) < 12
+    _, expert_ids = expert_choice.chosen_experts(torch.zeros(1, 12), bias, rule)
+    assert expert_ids.tolist() == [[5, 0, 1]]
+    assert expert_choice.chosen_experts(torch.zeros(0, 12), None, rule)[1].shape == (0, 3)
+
+
 def check_scores(targets: torch.Tensor) -> None:
     """Check scores without logits, whose gradients come in two parts; the second backward pass adds to a sum."""
     scoring = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
@@ -182,22 +260,29 @@ def check_model(kind: str) -> None:
         return [logits, *gradients(list(model.parameters()))]
 
     plain = trained()
-    for module in (fused_block, cpu_norm, cpu_feed_forward, rope, model_module, least_loaded, moe):
+    modules = fused_block, cpu_norm, cpu_feed_forward, rope, model_module, least_loaded, moe, expert_products, routing
+    for module in modules:
         mock.patch.object(module, "has_kernels", return_value=True).start()
     with (
         mock.patch.object(block_kernels, "swiglu_values", wraps=block_kernels.swiglu_values) as kernel,
         mock.patch.object(expert_rows, "_sum_rows", wraps=expert_rows._sum_rows) as sums,
+        mock.patch.object(routing, "chosen_experts", wraps=routing.chosen_experts) as choices,
     ):
         fused = trained()
     layers, mixtures = architecture.layers, len(architecture.experts.layers) if architecture.experts else 0
-    assert (kernel.call_count, sums.call_count) == (layers, 2 * mixtures), "the kernels ran"
+    counts = kernel.call_count, sums.call_count, choices.call_count
+    assert counts == (layers, 2 * mixtures, mixtures), "the kernels ran"
     model.masters = masters = MasterWeights(model, torch.float32)
     with (
         mock.patch.object(fused_block, "rotated_product", wraps=products.rotated_product) as queries,
         mock.patch.object(cpu_feed_forward, "gated_product", wraps=products.gated_product) as gates,
+        mock.patch.object(moe, "joint_swiglu", wraps=moe.joint_swiglu) as expert_gates,
+        mock.patch.object(expert_products, "_has_gradient_kernel", return_value=True),
+        mock.patch.object(expert_products, "_TILE", {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16}),
     ):
         twice = [trained(masters)[0], *trained(masters, adds=True)[1:]]
     assert (queries.call_count, gates.call_count) == (2 * layers, 2 * (layers - mixtures)), "joint products ran"
+    assert expert_gates.call_count == 2 * mixtures
     mock.patch.stopall()
     for value, joint, expected in zip(fused, twice, plain, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
@@ -220,6 +305,8 @@ def test_the_kernels_agree_with_float64_and_models_with_their_plain_forms():
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_products()
+    check_expert_products()
+    check_choices()
     with mock.patch.object(block_kernels, "_PROGRAMS", 3):
         check_kernels()
         for kind in ("qwen3", "llama", "qwen3_moe"):

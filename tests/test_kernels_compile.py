@@ -6,7 +6,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from forge_rl.algorithms import triton_scores
-from forge_rl.engines.titan import fused_products, triton_blocks, triton_experts, triton_products
+from forge_rl.engines.titan import (
+    expert_products,
+    fused_products,
+    triton_blocks,
+    triton_expert_products,
+    triton_experts,
+    triton_products,
+)
 
 HALF, FLOAT = "*bf16", "*fp32"
 NORM = {"x": HALF, "weight": HALF, "inverses": FLOAT, "grad": HALF, "grad_x": HALF, "parts": FLOAT}
@@ -71,6 +78,36 @@ KERNELS = (
         {"hidden": HALF, "grad": HALF, "grad_hidden": HALF, "limit": "fp32"},
         {},
     ),
+    *(
+        (
+            triton_experts.choice_kernel,
+            {"logits": FLOAT, "weights": FLOAT, "expert_ids": "*i64", "scale": "fp32"} | bias,
+            {"BIASED": bool(bias), "SIGMOID": not bias, "NORMALISES": bool(bias)} | ({} if bias else {"bias": None}),
+        )
+        for bias in ({"bias": FLOAT}, {})
+    ),
+    *(
+        (
+            triton_experts.choice_gradient_kernel,
+            {"expert_ids": "*i64", "scale": "fp32"} | dict.fromkeys(("logits", "grad", "grad_logits"), FLOAT),
+            {"SIGMOID": is_sigmoid, "NORMALISES": not is_sigmoid},
+        )
+        for is_sigmoid in (True, False)
+    ),
+    *(
+        (
+            triton_expert_products.expert_gradient_kernel,
+            {"grad": HALF, "x": HALF, "ends": "*i32", "total": total},
+            expert_products._TILE | {"ADDS": adds},
+        )
+        for total, adds in ((FLOAT, True), (HALF, False))
+    ),
+    (
+        triton_expert_products.expert_bias_kernel,
+        {"x": HALF, "bias": HALF, "ends": "*i32", "share": "fp32"},
+        {"EXPERTS": 32},
+    ),
+    (triton_expert_products.expert_sums_kernel, {"grad": HALF, "ends": "*i32", "sums": FLOAT}, {"ROWS": 64}),
     (
         triton_products.linear_sums_kernel,
         LOGITS | {"sums": FLOAT, "target_logits": FLOAT},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.counted_operations import FUSED_PRODUCTS
+from benchmarks.counted_operations import EXPERT_GRADIENTS, FUSED_PRODUCTS
 from benchmarks.update_cost import MODELS, Counts, count
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -19,7 +19,7 @@ def launches(counts: Counts) -> float:
     return sum(counts.row.launches.values()) / counts.rows
 
 
-@pytest.mark.parametrize(("name", "most"), [("Qwen3-1.7B", 24), ("Qwen3-30B-A3B", 80), ("gpt-oss-20b", 132)])
+@pytest.mark.parametrize(("name", "most"), [("Qwen3-1.7B", 24), ("Qwen3-30B-A3B", 60), ("gpt-oss-20b", 106)])
 def test_a_layer_of_a_row_takes_few_operations_and_no_waits(name: str, most: int):
     few, more = (counts_of(name, layers) for layers in (2, 4))
     copied = [counts.row.launches["_foreach_copy_"] + counts.row.launches["copy_"] for counts in (few, more)]
@@ -42,4 +42,14 @@ def test_gradients_are_added_up_by_the_products_that_compute_them():
     products = ("mm", "addmm", "addmm_", *FUSED_PRODUCTS)
     # The head's logits have gradients in one part.
     assert sum(counts.row.launches[name] for name in products) == counts.rows * (2 * 12 + 4)
-    assert set(counts.row.flops) == {"mm", "addmm", *FUSED_PRODUCTS, "FlashAttention"}
+    assert set(counts.row.flops) == {"mm", "addmm", *FUSED_PRODUCTS, "FlashAttention"} - {*EXPERT_GRADIENTS}
+
+
+def test_gradients_of_experts_are_added_up_by_the_products_that_compute_them():
+    counts = counts_of("Qwen3-30B-A3B", 2)
+    # The first row's start the sums of two layers with three matrices, to which the second adds.
+    assert [counts.row.launches[name] for name in EXPERT_GRADIENTS] == [2 * 3, 2 * 3]
+    assert counts.row.launches["_grouped_mm"] == counts.rows * 2 * 4
+    experts = 2 * 3 * 128 * 768 * 2048
+    assert counts.row.sizes["add_"] < experts, "no sum of experts' gradients is an operation of its own"
+    assert counts.row.sizes["expert_gradient_"] - counts.row.sizes["expert_gradient"] == 4 * experts

@@ -11,7 +11,18 @@ from forge_rl.system.variables import value_of
 
 EAGER = "FORGE_RL_EAGER"
 """Environment variable with the kernels, comma-separated, in whose place torch's own operations run; `all` for all."""
-KERNELS = ("scores", "norms", "rope", "swiglu", "attention", "head", "experts", "products", "logits")
+KERNELS = (
+    "scores",
+    "norms",
+    "rope",
+    "swiglu",
+    "attention",
+    "head",
+    "experts",
+    "expert_gradients",
+    "products",
+    "logits",
+)
 _FAILURES: dict[str, str] = {}
 
 

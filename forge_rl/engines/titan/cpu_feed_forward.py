@@ -29,9 +29,9 @@ class LeanFeedForward(FeedForward):
         pass
 
     @property
-    def joint_layers(self) -> list[tuple[nn.Module, ...]]:
+    def joint_weights(self) -> list[tuple[nn.Parameter, ...]]:
         """See `MasterWeights`."""
-        return [(self.w1, self.w3)] if is_bare(self.w1) and is_bare(self.w3) else []
+        return [(self.w1.weight, self.w3.weight)] if is_bare(self.w1) and is_bare(self.w3) else []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., dim] to [..., dim]."""

@@ -14,6 +14,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from forge_rl.engines.families.tensor_plan import stacked_projections
 from forge_rl.engines.titan.adapter_switch import AdapterSwitch, rounded_factor
+from forge_rl.engines.titan.expert_products import expert_linear
 from forge_rl.engines.titan.shards import ADAPTERS
 
 _ALIGNED_BYTES = 16
@@ -72,17 +73,7 @@ def expert_sum(
     if padding:
         a, b = nn.functional.pad(a, (0, 0, 0, padding)), nn.functional.pad(b, (0, padding))
     scale: float = module.adapters.lora.scale_of(rank)
-    return out + scale * grouped_product(grouped_product(x, a, ends), b, ends)
-
-
-def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply rows of x, [R, inputs], by their experts' weights, [experts, outputs, inputs]; `ends`, [experts] int32,
-    holds the end of each expert's rows."""
-    if x.dtype == torch.float64:  # torch has no float64 grouped matmul
-        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights, strict=True)])
-    product: torch.Tensor = torch._grouped_mm(x, weights.transpose(-2, -1), offs=ends)
-    return product
+    return out + scale * expert_linear(expert_linear(x, a, ends), b, ends)
 
 
 def _native_layouts(module: Any) -> Mapping[str, Mapping[str, slice]]:
@@ -123,7 +114,7 @@ def _general_forward(
 def _projected(module: Any, name: str, x: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Project rows, [R, inputs], by one of the stacks and its adapter."""
     stack, prefix = getattr(module, name), name.removesuffix("proj")
-    out = grouped_product(x, stack.mT if module.is_transposed else stack, ends)
+    out = expert_linear(x, stack.mT if module.is_transposed else stack, ends)
     if module.has_bias:
         out = out + getattr(module, f"{name}_bias")[expert_ids]
     return expert_sum(module, out, x, [getattr(module, f"{prefix}{kind}") for kind in ADAPTERS], ends)

@@ -24,10 +24,10 @@ class FusedBlock(Qwen3TransformerBlock):
         pass
 
     @property
-    def joint_layers(self) -> list[tuple[nn.Module, ...]]:
+    def joint_weights(self) -> list[tuple[nn.Parameter, ...]]:
         """See `MasterWeights`."""
         norms = self.attention_norm, self.ffn_norm, self.attention.q_norm, self.attention.k_norm
-        return [tuple(norm for norm in norms if norm is not None)]
+        return [tuple(norm.weight for norm in norms if norm is not None)]
 
     def forward(self, x: torch.Tensor, attention_masks: Any, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Map [1, L, dim] to [1, L, dim]."""
@@ -75,10 +75,10 @@ class FusedAttention(GQAttention):
         return linear(self.wo, out.flatten(2))
 
     @property
-    def joint_layers(self) -> list[tuple[nn.Module, ...]]:
+    def joint_weights(self) -> list[tuple[nn.Parameter, ...]]:
         """See `MasterWeights`."""
         layers = self._projections
-        return [layers] if all(map(is_bare, layers)) else []
+        return [tuple(layer.weight for layer in layers)] if all(map(is_bare, layers)) else []
 
     @property
     def _projections(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,14 @@ class GradientSum:
     A sum starts with the first gradient after the masters' gradients were set to None, and takes no memory before.
 
     Args:
-        masters: the weights that the optimizer trains, of equal shapes but for their first dimension.
+        masters: the weights that the optimizer trains, of equal shapes but for the dimension in which they lie one
+            after the other, see `joint_dim`.
     """
 
     def __init__(self, masters: Sequence[nn.Parameter]) -> None:
         self._masters = masters
-        self._lengths = [len(master) for master in masters]
+        self._dim = joint_dim(masters)
+        self._lengths = [master.shape[self._dim] for master in masters]
         self._total: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._parts: torch.Tensor | None = None
@@ -49,15 +51,20 @@ class GradientSum:
         if (total := self.total(member)) is not None:
             total.add_(values)
         elif member is not None:
-            self._masters[member].grad = values.to(self.dtype)
-        elif any(master.grad is not None for master in self._masters):
-            for index, part in enumerate(values.split(self._lengths)):
+            # The optimizer's kernels take no gradient with strides of its own.
+            self._masters[member].grad = values.to(self.dtype).contiguous()
+        elif self._dim > 0 or any(master.grad is not None for master in self._masters):
+            for index, part in enumerate(self.split(values, self._dim)):
                 self.add(part, index)
         else:
             self._total = values.to(self.dtype)
             self._views = list(self._total.split(self._lengths))
             for master, view in zip(self._masters, self._views, strict=True):
                 master.grad = view
+
+    def split(self, values: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+        """Return what of values belongs to each weight, where they lie one after the other in a dimension."""
+        return values.split(self._lengths, dim)
 
     def room(self, members: range, programs: int) -> torch.Tensor:
         """Return room for parts of the gradients by vectors, [programs, sum of lengths], which `end_parts` adds up; all
@@ -115,11 +122,25 @@ class SumPlace:
         else:
             added(total, a, b, dtype)
 
+    def parts(self, grad: torch.Tensor) -> Iterator[tuple[SumPlace, torch.Tensor]]:
+        """Yield each weight's place with the gradient by its results, of that by the results of all, [..., outputs]."""
+        if self.member is not None:
+            yield self, grad
+            return
+        for index, part in enumerate(self.sum.split(grad, -1)):
+            yield SumPlace(self.sum, index), part
+
     def add_rows(self, places: torch.Tensor, values: torch.Tensor, length: int) -> None:
         """Add rows of a gradient, [n, dim], at places, [n] int64, of one of `length` rows; the same in every run."""
         if (total := self.sum.total(self.member)) is None:
             self.add(total := values.new_zeros(length, values.shape[1], dtype=self.sum.dtype))
         total.index_put_((places,), values.to(total.dtype), accumulate=True)
+
+
+def joint_dim(weights: Sequence[torch.Tensor]) -> int:
+    """Return the dimension in which weights that one product reads lie one after the other: the outputs', which is the
+    second of several experts' weights, [E, outputs, inputs] each."""
+    return 1 if weights[0].ndim == 3 and len(weights) > 1 else 0
 
 
 def room_for_parts(places: Sequence[SumPlace | None], vectors: Sequence[torch.Tensor], programs: int) -> torch.Tensor:

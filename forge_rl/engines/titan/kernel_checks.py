@@ -14,6 +14,8 @@ from forge_rl.algorithms.logprobs import Scoring, token_scores
 from forge_rl.engines.families.family import Architecture, Experts
 from forge_rl.engines.platform import release_memory
 from forge_rl.engines.titan.block_kernels import add_norm, norm_rope, swiglu
+from forge_rl.engines.titan.expert_choice import ChoiceRule, chosen_experts
+from forge_rl.engines.titan.expert_products import expert_bias, expert_linear
 from forge_rl.engines.titan.expert_rows import clamped_swiglu, places_of, spread_rows, weighted_sum
 from forge_rl.engines.titan.fused_head import score_in_products
 from forge_rl.engines.titan.head import score_in_chunks
@@ -30,6 +32,8 @@ _ROWS = 16
 """Of whole vocabularies, and of feed-forward networks."""
 _ATTENDED = 200
 """Tokens whose attention is computed densely."""
+_EXPERT_ENDS = (_TOKENS // 3, _TOKENS // 3, _TOKENS)
+"""Of the rows of three experts, the second without any."""
 _HEAD_OUTPUTS = 4096
 _TEMPERATURE = 0.7
 Results = Sequence[torch.Tensor]
@@ -199,6 +203,15 @@ def _expert_checks(
     experts: Experts, dim: int, draw: Callable[..., torch.Tensor], tolerance: float
 ) -> Iterator[KernelCheck]:
     """Check the way of tokens to their experts and back, and the activation of gpt-oss."""
+    logits = draw(_ROWS, experts.count, kind=torch.float32)
+    rule = ChoiceRule(experts.top_k, experts.score == "sigmoid", experts.normalized, experts.scale)
+    yield KernelCheck(
+        kernel="experts",
+        function=lambda logits: chosen_experts(logits, None, rule)[:1],
+        formula=lambda logits: (_expert_weights(logits, rule),),
+        inputs=(logits,),
+        tolerance=1e-4,
+    )
     expert_ids = draw(_ROWS, experts.count, kind=torch.float32).topk(experts.top_k).indices
     scores = draw(_ROWS, experts.top_k, kind=torch.float32)
     places = places_of(expert_ids)
@@ -217,7 +230,25 @@ def _expert_checks(
         inputs=(rows, scores),
         tolerance=tolerance,
     )
+    ends = torch.tensor(_EXPERT_ENDS, dtype=torch.int32, device=rows.device)
+    row_experts = torch.searchsorted(ends, torch.arange(_TOKENS, device=rows.device), right=True)
+    x, weight = draw(_TOKENS, dim), draw(len(ends), experts.hidden_dim, dim) * dim**-0.5
+    if x.dtype.itemsize == 2:
+        yield KernelCheck(
+            kernel="expert_gradients",
+            function=lambda x, weight: (expert_linear(x, weight, ends),),
+            formula=lambda x, weight: (expert_linear(x, weight, ends),),
+            inputs=(x, weight),
+            tolerance=tolerance,
+        )
     if (limit := experts.limit) is not None:
+        yield KernelCheck(
+            kernel="experts",
+            function=lambda x, bias: (expert_bias(x * 1, bias, ends),),
+            formula=lambda x, bias: (x + bias[row_experts],),
+            inputs=(draw(_TOKENS, experts.hidden_dim), draw(len(ends), experts.hidden_dim)),
+            tolerance=tolerance,
+        )
         yield KernelCheck(
             kernel="experts",
             function=lambda hidden: (clamped_swiglu(hidden, limit),),
@@ -225,6 +256,13 @@ def _expert_checks(
             inputs=(3 * draw(_ROWS, 2 * experts.hidden_dim),),
             tolerance=tolerance,
         )
+
+
+def _expert_weights(logits: torch.Tensor, rule: ChoiceRule) -> torch.Tensor:
+    """Return the weights of `chosen_experts` without a bias."""
+    scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(dim=-1)
+    weights = scores.topk(rule.top_k, dim=-1).values
+    return rule.scale * (weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if rule.normalises else weights)
 
 
 def _product_checks(

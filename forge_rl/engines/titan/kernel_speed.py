@@ -9,6 +9,7 @@ import torch
 
 from forge_rl.algorithms.logprobs import Scoring
 from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.titan.expert_products import expert_linear
 from forge_rl.engines.titan.fused_head import score_in_products
 from forge_rl.engines.titan.head import score_in_chunks
 from forge_rl.engines.titan.products import gated_network, gated_product, joint_linear
@@ -17,6 +18,8 @@ from forge_rl.system.kernels import is_on, turn_off
 _TOKENS = 4096
 _OUTPUTS = 32768
 """Of the vocabulary: the rate of a product does not depend on more of them."""
+_EXPERTS = 8
+"""Experts, who share the tokens evenly: as many for each as a long row has."""
 _REPEATS = 5
 Function = Callable[..., torch.Tensor]
 
@@ -68,6 +71,16 @@ def _products(
         lambda hidden, weight: score_in_chunks(hidden, weight, targets, _TOKENS).logprobs,
         [(_TOKENS, dim), (outputs, dim)],
     )
+    if not architecture.family.general and (experts := architecture.experts) is not None:
+        count = min(experts.count, _EXPERTS)
+        ends = (torch.arange(count, device=device) + 1) * (_TOKENS // count)
+        ends = ends.to(torch.int32)
+        yield (
+            "expert_gradients",
+            lambda x, weight: expert_linear(x, weight, ends),
+            lambda x, weight: torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends),
+            [(_TOKENS // count * count, dim), (count, experts.hidden_dim, dim)],
+        )
     if not architecture.family.general:
         width = architecture.hidden_dim
         yield (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace
+from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace, joint_dim
 
 _LARGE = 320 << 16
 """Number of elements up to which torch copies many tensors in one operation; a larger tensor takes one of its own."""
@@ -23,7 +23,7 @@ class MasterWeights:
 
     FSDP on one rank would cast each weight in two operations, and copy each gradient three times.
 
-    Modules may name layers whose weights one product reads, in `joint_layers`: their copies lie one after the other,
+    Modules may name weights that one product reads, in `joint_weights`: their copies lie one after the other,
     as one weight that `joint_weight` returns.
 
     Args:
@@ -81,7 +81,7 @@ class MasterWeights:
 
 
 def joint_weight(*weights: torch.Tensor) -> torch.Tensor | None:
-    """Return copies of masters as one weight, [sum of lengths, ...]; None unless they lie one after the other."""
+    """Return copies of masters as one weight, see `joint_dim`; None unless they lie one after the other."""
     unit: _Unit | None = getattr(weights[0], "unit", None)
     return unit.whole if unit is not None and unit.holds(weights) else None
 
@@ -98,10 +98,12 @@ class _Unit:
 
     def cast(self, dtype: torch.dtype) -> list[nn.Parameter]:
         """Allocate the copies, whose values are to be set."""
-        is_trained, lengths = self.masters[0].requires_grad, [len(master) for master in self.masters]
-        values = self.masters[0].new_empty(sum(lengths), *self.masters[0].shape[1:], dtype=dtype)
+        is_trained, dim, shape = self.masters[0].requires_grad, joint_dim(self.masters), [*self.masters[0].shape]
+        lengths = [master.shape[dim] for master in self.masters]
+        shape[dim] = sum(lengths)
+        values = self.masters[0].new_empty(shape, dtype=dtype)
         self.whole = nn.Parameter(values, requires_grad=is_trained)
-        self._copies = [nn.Parameter(part, requires_grad=is_trained) for part in values.split(lengths)]
+        self._copies = [nn.Parameter(part, requires_grad=is_trained) for part in values.split(lengths, dim)]
         if is_trained:
             self._add_up(self.whole, None)
             for member, copy in enumerate(self._copies):
@@ -141,8 +143,7 @@ def _grouped(model: nn.Module, masters: Any) -> Iterator[list[nn.Parameter]]:
     """Group the masters into units, each at the place of its first master."""
     joint_masters: dict[nn.Parameter, list[nn.Parameter]] = {}
     for module in model.modules():
-        for layers in getattr(module, "joint_layers", ()):
-            weights = [layer.weight for layer in layers]
+        for weights in getattr(module, "joint_weights", ()):
             is_alike = len({(weight.requires_grad, weight.shape[1:]) for weight in weights}) == 1
             if is_alike and len(set(weights)) == len(weights) and all(weight in masters for weight in weights):
                 joint_masters |= dict.fromkeys(weights, weights)

@@ -13,16 +13,18 @@ from torchtitan.models.common.config_utils import make_ffn_config, make_moe_conf
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, swiglu
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from forge_rl.engines.families.family import Experts
 from forge_rl.engines.titan.block_kernels import has_kernels
 from forge_rl.engines.titan.block_kernels import swiglu as plain_swiglu
-from forge_rl.engines.titan.expert_adapters import expert_sum, grouped_product
+from forge_rl.engines.titan.expert_adapters import expert_sum
+from forge_rl.engines.titan.expert_products import expert_bias, expert_linear, joint_swiglu
 from forge_rl.engines.titan.expert_rows import clamped_swiglu
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.linear import FloatGate
+from forge_rl.engines.titan.master_weights import joint_weight
 from forge_rl.engines.titan.routing import ReplayRouter
 from forge_rl.engines.titan.shards import local
 
@@ -106,6 +108,11 @@ class PlainExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
+    @property
+    def joint_weights(self) -> list[tuple[nn.Parameter, ...]]:
+        """See `MasterWeights`."""
+        return [] if isinstance(self.w1_EFD, DTensor) else [(self.w1_EFD, self.w3_EFD)]
+
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Send rows of [R, dim], sorted by expert, through their experts; [experts] int64 counts the rows of each."""
         return self.compute([local(parameter) for parameter in self.parameters()], x_RD, num_tokens_per_expert_E)
@@ -114,11 +121,14 @@ class PlainExperts(GroupedExperts):
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
         gate, down, up, *factors = weights
         ends = counts.cumsum(0, dtype=torch.int32)
-        a, b = grouped_product(x, gate, ends), grouped_product(x, up, ends)
+        joint = joint_weight(gate, up)
+        if joint is not None and not factors and has_kernels(x, "swiglu"):
+            return expert_linear(joint_swiglu(expert_linear(x, joint, ends)), down, ends)
+        a, b = expert_linear(x, gate, ends), expert_linear(x, up, ends)
         if factors:
             a, b = expert_sum(self, torch.cat([a, b], dim=-1), x, factors[:2], ends).chunk(2, dim=-1)
         hidden = plain_swiglu(a, b) if has_kernels(a, "swiglu") else nn.functional.silu(a) * b
-        return expert_sum(self, grouped_product(hidden, down, ends), hidden, factors[2:], ends)
+        return expert_sum(self, expert_linear(hidden, down, ends), hidden, factors[2:], ends)
 
 
 class ClampedExperts(GptOssGroupedExperts):
@@ -136,18 +146,15 @@ class ClampedExperts(GptOssGroupedExperts):
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
         up, up_bias, down, down_bias, *factors = weights
         ends = counts.cumsum(0, dtype=torch.int32)
-        rows = torch.arange(len(x), device=x.device, dtype=torch.int32)
-        row_experts = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-        hidden = grouped_product(x, up, ends) + up_bias[row_experts]
+        hidden = expert_bias(expert_linear(x, up, ends), up_bias, ends)
         hidden = expert_sum(self, hidden, x, factors[:2], ends)
         if has_kernels(hidden, "experts"):
             activated = clamped_swiglu(hidden, self.swiglu_limit)
         else:
             activated = swiglu(hidden, limit=self.swiglu_limit)
-        out = expert_sum(self, grouped_product(activated, down, ends), activated, factors[2:], ends)
+        out = expert_sum(self, expert_linear(activated, down, ends), activated, factors[2:], ends)
         weight = self.mlp1_weight_EGD
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
         # Tensor-parallel ranks sum their results, which must add the bias once.
         shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
-        bias: torch.Tensor = ScaleBiasForward.apply(down_bias[row_experts], shares, out.dtype)
-        return out + bias
+        return expert_bias(out, down_bias, ends, shares)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
+from forge_rl.engines.titan.block_kernels import has_kernels
+from forge_rl.engines.titan.expert_choice import ChoiceRule, chosen_experts
 from forge_rl.engines.titan.shards import local
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Mean, Value
@@ -47,15 +49,28 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return gate weights and expert ids, both [B, L, top_k], and all scores, [B, L, experts]."""
+        """Return gate weights and expert ids, both [B, L, top_k], and all scores, [B, L, experts]; with the kernel, all
+        logits, as a `MoE` reads nothing but their shape."""
         bias = expert_bias_E
         if self.replayed is not None:
             bias = _like(self._aversion(self.replayed), x_BLD)
             bias = bias if expert_bias_E is None else bias + expert_bias_E
-        weights, expert_ids, scores = super().forward(x_BLD, bias)
+        fuses = has_kernels(x_BLD, "experts") and self.num_expert_groups is None
+        if fuses:
+            scores = self.gate(x_BLD)
+            weights, expert_ids = self._chosen(scores, bias)
+        else:
+            weights, expert_ids, scores = super().forward(x_BLD, bias)
         if self.real is not None:
-            self.counts = self._count(expert_ids, scores, expert_bias_E, self.real)
+            self.counts = self._count(expert_ids, scores, expert_bias_E, self.real, fuses)
         return weights, expert_ids, scores
+
+    def _chosen(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts by logits, [B, L, experts]; returns their weights and ids, both [B, L, top_k]."""
+        rule = ChoiceRule(self.top_k, self.score_func == "sigmoid", self.route_norm, self.route_scale)
+        token_bias = bias.flatten(0, 1) if bias is not None and bias.ndim == logits.ndim else bias
+        weights, expert_ids = chosen_experts(logits.flatten(0, 1), token_bias, rule)
+        return weights.unflatten(0, logits.shape[:-1]), expert_ids.unflatten(0, logits.shape[:-1])
 
     def _aversion(self, replayed: torch.Tensor) -> torch.Tensor:
         """Return a bias that excludes all experts but the replayed ones, [1, L, experts] float32; 0 if unknown."""
@@ -66,13 +81,20 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     @torch.no_grad()
     def _count(
-        self, expert_ids: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None, real: torch.Tensor
+        self,
+        expert_ids: torch.Tensor,
+        scores: torch.Tensor,
+        bias: torch.Tensor | None,
+        real: torch.Tensor,
+        fuses: bool,
     ) -> torch.Tensor:
         real = local(_like(real, expert_ids, sharded=True))
         ids = local(expert_ids)
         if self.replayed is None:
             return choice_counts(ids, ids, real, None, self.num_experts)
         is_replayed = (local(_like(self.replayed, expert_ids, sharded=True)) >= 0).all(-1)
+        if fuses:
+            return choice_counts(ids, self._chosen(scores, bias)[1], real, is_replayed, self.num_experts)
         router_scores = local(scores) if bias is None else local(scores) + local(bias)
         if self.num_expert_groups is not None:
             router_scores = self._get_node_limited_routing_scores(router_scores)

@@ -87,3 +87,84 @@ def clamped_swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_hidden + 2 * place, tl.where(raw_gate <= limit, by_gate, 0.0).to(kind), mask=is_inside)
     is_free = (raw_linear >= -limit) & (raw_linear <= limit)
     tl.store(grad_hidden + 2 * place + 1, tl.where(is_free, by_linear, 0.0).to(kind), mask=is_inside)
+
+
+@triton.jit
+def _scores(logits, token, experts, column, SIGMOID: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a token's scores of all experts, 0 behind the last."""
+    logit = tl.load(logits + token * experts + column, mask=column < experts, other=float("-inf"))
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logit))
+    exp = tl.exp(logit - tl.max(logit, axis=0))
+    return exp / tl.sum(exp, axis=0)
+
+
+@triton.jit
+def choice_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    weights,
+    expert_ids,
+    experts,
+    choices,
+    scale,
+    bias_stride,
+    BIASED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write a token's experts and their weights, see `chosen_experts`."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_expert = column < experts
+    score = _scores(logits, token, experts, column, SIGMOID)
+    rank = score
+    if BIASED:
+        rank += tl.load(bias + token * bias_stride + column, mask=is_expert, other=0.0)
+    # Whatever the values are, each choice is another one of the experts.
+    rank = tl.where(rank == rank, tl.maximum(rank, -3e38), 3.3e38)
+    rank = tl.where(is_expert, rank, float("-inf"))
+    place = tl.full((BLOCK,), -1, tl.int32)
+    for choice in range(choices):
+        is_next = column == tl.argmax(rank, axis=0)
+        rank = tl.where(is_next, float("-inf"), rank)
+        place = tl.where(is_next, choice, place)
+    is_chosen = place >= 0
+    if NORMALISES:
+        score /= tl.sum(tl.where(is_chosen, score, 0.0), axis=0) + 1e-20
+    tl.store(expert_ids + token * choices + place, column.to(tl.int64), mask=is_chosen)
+    tl.store(weights + token * choices + place, score * scale, mask=is_chosen)
+
+
+@triton.jit
+def choice_gradient_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    expert_ids,
+    grad,
+    grad_logits,
+    experts,
+    choices,
+    scale,
+    SIGMOID: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient by a token's logits of the weights of its experts, which are kept."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    score = _scores(logits, token, experts, column, SIGMOID)
+    first = token * choices
+    slope = tl.zeros((BLOCK,), tl.float32)
+    is_chosen = column < 0
+    for choice in range(choices):
+        is_expert = column == tl.load(expert_ids + first + choice)
+        slope += tl.where(is_expert, tl.load(grad + first + choice) * scale, 0.0)
+        is_chosen |= is_expert
+    if NORMALISES:
+        total = tl.sum(tl.where(is_chosen, score, 0.0), axis=0) + 1e-20
+        mean = tl.sum(slope * score, axis=0) / total
+        slope = tl.where(is_chosen, (slope - mean) / total, 0.0)
+    slope *= score
+    result = slope * (1.0 - score) if SIGMOID else slope - score * tl.sum(slope, axis=0)
+    tl.store(grad_logits + token * experts + column, result, mask=column < experts)
