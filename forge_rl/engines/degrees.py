@@ -79,6 +79,12 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
             "--trainer.expert-balance is least_loaded, and each rank has all experts",
             hint="set --trainer.expert-parallel-degree, or leave --trainer.expert-balance out",
         )
+    if settings.prefix_states != "shared" and not _has_states(a):
+        raise ConfigError(
+            f"--trainer.prefix-states is {settings.prefix_states}, and no layer of a {a.family.model_type!r} has a "
+            "state",
+            hint="leave --trainer.prefix-states out",
+        )
     _check_lora(settings, a)
     if a.experts is not None:
         _divides("expert_parallel_degree", settings.expert_parallel_degree, {"experts in a layer": a.experts.count})
@@ -222,7 +228,7 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
     if lora.dropout and _has_states(architecture):
         raise ConfigError(
             f"--lora.dropout {lora.dropout:g} needs whole rows in each layer, and layers with a state in a "
-            f"{architecture.family.model_type!r} see one episode at a time",
+            f"{architecture.family.model_type!r} may see one episode at a time",
             hint="leave it out",
         )
 

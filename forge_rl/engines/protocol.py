@@ -216,6 +216,10 @@ class TrainSettings:
     """Code that computes the model. native: torchtitan's, for the families that have it. transformers: transformers'
     own, for every causal language model with its attention interface, in fewer layouts. auto:
     native where there is one."""
+    prefix_states: Operational[Literal["shared", "recomputed"]] = "shared"
+    """How layers with a state (linear attention, state spaces) see a prefix that episodes of a row share. shared: its
+    state is computed once and handed to each branch, level by level. recomputed: each branch computes it again, in one
+    call for the whole row. Results are the same."""
     seq_len: Operational[int] = 1024
     """Maximum tokens of a packed row on one device; a row is one microbatch, and no episode is longer."""
     activation_checkpointing: Operational[Literal["none", "selective", "full"]] = "none"

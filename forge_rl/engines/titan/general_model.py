@@ -54,6 +54,7 @@ class GeneralModel(nn.Module):
         causal: transformers' model, with weights on the meta device and buffers in memory.
         architecture: as read from the same folder.
         values: have one output for each token in place of logits.
+        shares_states: see `RowStates.shared`.
     """
 
     steers = False
@@ -64,7 +65,7 @@ class GeneralModel(nn.Module):
     """See `PolicyModel`."""
     spans_tie = copies_embedding = False
 
-    def __init__(self, causal: Any, architecture: Architecture, *, values: bool) -> None:
+    def __init__(self, causal: Any, architecture: Architecture, *, values: bool, shares_states: bool) -> None:
         super().__init__()
         config = ValueHead.Config if values else FloatHead.Config
         names = architecture.family.names
@@ -73,6 +74,7 @@ class GeneralModel(nn.Module):
         self.enable_weight_tying = architecture.tied and not values
         self.model: Any = causal.model
         self._peers: TensorPeers | None = None
+        self._shares_states = shares_states
         self.routers = general_routers(causal)
         restart_states(recurrent_mixers(causal), causal.config)
         restart_places(causal)
@@ -136,7 +138,8 @@ class GeneralModel(nn.Module):
             scored_indices: see `PolicyModel.forward`.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        setattr(self.config, ROW, RowContext(row=attention_masks))  # also for blocks that are computed again
+        context = RowContext(row=attention_masks, shares_states=self._shares_states)
+        setattr(self.config, ROW, context)  # also for blocks that are computed again
         # Without a mask, transformers would take jumps in positions for borders between episodes, even within a tree.
         # It reads the mask's values, which the meta device of a plan does not have.
         ones = torch.ones(tokens.shape, dtype=torch.int64, device="cpu" if tokens.is_meta else tokens.device)
@@ -197,7 +200,7 @@ def build_general(architecture: Architecture, settings: TrainSettings, *, values
     assert architecture.folder is not None, "read_general gives it"
     register()
     causal = causal_model(architecture.folder, tied=architecture.tied, implementation=IMPLEMENTATION)
-    model = GeneralModel(causal, architecture, values=values)
+    model = GeneralModel(causal, architecture, values=values, shares_states=settings.prefix_states == "shared")
     if settings.lora.rank:
         add_adapters(model, architecture, settings.lora, settings.lora_seed)
     return model
