@@ -130,7 +130,8 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     Tensor-parallel ranks compute on their parts. One that holds all of A or B has the gradient of its part of the other
     only, which the backward pass sums.
     """
-    a, b = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
+    factors: Any = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
+    a, b = factors
     inputs = module.adapters.dropped(module.adapter_name, inputs)
     if not isinstance(a, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
@@ -149,11 +150,11 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
         placements = (
             input_placements if is_whole else [Partial() if isinstance(a_place, Shard) else Shard(inputs.ndim - 1)]
         )
-    factors = [
+    parts = [
         factor.to_local(grad_placements=list(factor.placements) if factor.placements[0].is_shard() else grads)
         for factor in (a, b)
     ]
-    out = nn.functional.linear(nn.functional.linear(x, factors[0]), factors[1])
+    out = nn.functional.linear(nn.functional.linear(x, parts[0]), parts[1])
     return DTensor.from_local(out, mesh, placements, run_check=False) if placements else out
 
 
