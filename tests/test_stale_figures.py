@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tools import figures
-from tools.stale_figures import DEPENDENCIES, benchmark_path, code, stale
+from tools.stale_figures import DEPENDENCIES, benchmark_paths, code, stale
 
 
 def test_every_figure_depends_on_files_that_exist() -> None:
     reports = {path.stem: json.loads(path.read_text()) for path in figures.FOLDER.glob("*.json")}
     assert DEPENDENCIES.keys() == reports.keys()
     paths = {path for paths in DEPENDENCIES.values() for path in paths}
-    paths |= {benchmark_path(report["command"]) for report in reports.values()}
+    paths |= {path for report in reports.values() for path in benchmark_paths(report["command"])}
     assert {path for path in paths if not (figures.ROOT / path).exists()} == set()
 
 
@@ -42,20 +42,20 @@ def test_a_figure_is_stale_after_a_change_of_its_paths_only(
         (tmp_path / "sandbox.json").write_text(json.dumps(report))
 
     git("init", "-q")
-    first = change("forge_rl/sandbox/pool.py")
+    first = change("forge_rl/sandbox/inside/cells.py")
     measured(first)
     change("forge_rl/weights/volume.py")
     assert figures.main(figures.Config(stale=True)) == 0
     measured(f"{first} with uncommitted changes")
     assert list(stale(tmp_path)) == [f"sandbox: measured at {first[:8]} with uncommitted changes"]
-    git("mv", "forge_rl/sandbox/pool.py", "forge_rl/sandbox/pools.py")
+    git("mv", "forge_rl/sandbox/inside/cells.py", "forge_rl/sandbox/inside/cell_loop.py")
     git("commit", "-qm", "a file moves")
     measured(first)
     assert list(stale(tmp_path)) == []
     second = change("benchmarks/sandbox.py")
     assert figures.main(figures.Config(stale=True)) == 1
     assert f"sandbox: other code since {first[:8]}: benchmarks/sandbox.py; the last" in capsys.readouterr().out
-    change("forge_rl/sandbox/pools.py")
+    change("forge_rl/sandbox/inside/cell_loop.py")
     measured(second)
     [line] = stale(tmp_path)
     assert line.endswith("the last commit: " + git("log", "-1", "--format=%h %s"))
@@ -75,3 +75,14 @@ def test_prose_and_names_of_local_variables_are_no_code() -> None:
         == code(swapped.replace("a,", "low,").replace("a -", "low -"))
         != code(swapped.replace("a - b", "b - a"))
     )
+
+
+def test_a_benchmark_includes_the_modules_of_benchmarks_that_it_imports() -> None:
+    assert benchmark_paths("python -m benchmarks.trees --layers 1") == [
+        "benchmarks/trees.py",
+        "benchmarks/layouts.py",
+        "benchmarks/ranks.py",
+        "benchmarks/ports.py",
+    ]
+    assert "benchmarks/container_sessions.py" in benchmark_paths("python -m benchmarks.containers")
+    assert "benchmarks/long_row.py" in benchmark_paths("python -m benchmarks.gpu"), "of a package"

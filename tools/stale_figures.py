@@ -13,50 +13,114 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+
+def _files(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"forge_rl/{folder}/{name}.py" for name in names)
+
+
+_PASSES = _files(
+    "engines/titan",
+    *("cpu_attention", "cpu_feed_forward", "cpu_norm", "gradient_sums", "head", "linear", "masks", "measures"),
+    *("model", "rope", "rows", "scoring", "small_adamw", "train", "update"),
+)
+"""A trainer's passes and updates on CPU: without loading, saving, exports, adapters and a GPU's kernels."""
+_EXPERTS = _files("engines/titan", "expert_rows", "least_loaded", "moe", "routing")
+_PARALLEL = _files("engines/titan", "balance", "exchange", "parallel", "shards", "stages", "vocabulary")
+_KERNELS = _files(
+    "engines/titan",
+    *("block_kernels", "expert_rows", "fused_block", "fused_head", "fused_products", "products", "row_attention"),
+    *("triton_blocks", "triton_experts", "triton_products"),
+)
+"""A trainer's passes on a GPU."""
+_DECODING = _files("engines/vllm", "arguments", "cpu", "engine", "pieces", "requests", "sampling", "steps")
+_SCHEDULE = _files("rollout", "batch_planner", "capacity", "dispatcher", "executor", "scheduler", "state")
+_SESSIONS = (*_files("sandbox", "bodies", "host", "pool", "session", "shared"), "forge_rl/sandbox/inside")
+"""A sandbox's sessions on this machine, without images, workspaces and rented ones."""
+_EPISODES = _files("envs", "play", "tool", "tools", "worker")
+_VERSIONS = (
+    *_files("weights", "fingerprints", "kernels", "line_loops", "manifest", "segment", "slices", "volume"),
+    "forge_rl/weights/transports",
+    "forge_rl/services/weight_store.py",
+)
+_WATCH = _files("runtime", "host_agent", "host_watcher", "pauses", "processes", "supervision", "supervisor", "watchdog")
 DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "answers": ("forge_rl/rewards",),
-    "chaos": ("forge_rl/sandbox", "forge_rl/envs"),
-    "chaos_images": ("forge_rl/sandbox", "benchmarks/chaos_images.py"),
-    "chaos_process": ("forge_rl/sandbox", "forge_rl/envs"),
-    "chaos_strict": ("forge_rl/sandbox", "forge_rl/envs"),
+    "chaos": (*_SESSIONS, *_EPISODES),
+    "chaos_images": (*_SESSIONS, "forge_rl/sandbox/images"),
+    "chaos_process": (*_SESSIONS, *_EPISODES),
+    "chaos_strict": (*_SESSIONS, *_EPISODES),
     "conformance": ("forge_rl/algorithms", "forge_rl/packing"),
-    "containers": ("forge_rl/sandbox",),
-    "data": ("forge_rl/data",),
-    "demo": ("forge_rl/algorithms", "forge_rl/engines", "forge_rl/packing", "forge_rl/rollout", "recipes/grpo.py"),
-    "evaluation": ("forge_rl/rollout", "forge_rl/run/evaluation/evaluator.py"),
+    "containers": (*_SESSIONS, "forge_rl/sandbox/images"),
+    "data": ("forge_rl/data/sources", *_files("data", "mixture", "task_stream")),
+    "demo": ("recipes/grpo.py", *_files("algorithms", "advantages", "aggregation", "losses"), *_SCHEDULE),
+    "evaluation": (*_SCHEDULE, "forge_rl/rollout/evaluation.py", "forge_rl/run/evaluation/evaluator.py"),
     "expert_parallel": ("forge_rl/engines/titan/least_loaded.py", "forge_rl/engines/titan/moe.py"),
     "forecast": ("forge_rl/engines/costs.py", "forge_rl/forecast/roofline.py", "forge_rl/forecast/search.py"),
-    "gateway": ("forge_rl/gateway", "forge_rl/services/generator.py"),
-    "gpu": ("forge_rl/engines", "forge_rl/weights"),
-    "grpo_step": ("forge_rl/algorithms", "forge_rl/engines", "forge_rl/packing"),
-    "host_deaths": ("forge_rl/runtime",),
-    "hosts": ("forge_rl/weights", "forge_rl/services/weight_store.py"),
-    "layouts": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/packing"),
-    "long_rows": ("forge_rl/engines/titan", "forge_rl/engines/costs.py"),
-    "long_run": ("forge_rl/metrics", "forge_rl/rollout", "forge_rl/runtime/processes.py"),
+    "gateway": (
+        *_files("gateway", "chat", "connections", "constraints", "engine_client", "guard", "http", "prompt_renderer"),
+        *_files("gateway", "reading", "request_state", "requests", "server", "sessions", "vllm_handlers"),
+        "forge_rl/services/generator.py",
+    ),
+    "gpu": (*_PASSES, *_KERNELS, *_DECODING, "forge_rl/engines/vllm/transfer.py", *_VERSIONS),
+    "grpo_step": (*_files("algorithms", "advantages", "logprobs", "losses"), *_PASSES, *_DECODING, "forge_rl/packing"),
+    "host_deaths": _WATCH,
+    "hosts": (*_VERSIONS, *_files("weights", "delta_codec", "delta_files", "deltas", "fanout")),
+    "layouts": (*_PASSES, *_EXPERTS, *_PARALLEL, "forge_rl/engines/families", "forge_rl/packing"),
+    "long_rows": (*_PASSES, "forge_rl/engines/titan/plan.py", "forge_rl/engines/costs.py"),
+    "long_run": ("forge_rl/metrics", *_SCHEDULE, "forge_rl/rollout/tally.py", "forge_rl/runtime/processes.py"),
     "methods": ("forge_rl/algorithms", "forge_rl/packing"),
-    "models": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/packing", "tests/zoo"),
-    "models_native": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/packing"),
-    "numerics": ("forge_rl/engines/titan", "forge_rl/engines/vllm"),
-    "overhead": ("forge_rl/rollout", "forge_rl/runtime", "forge_rl/services", "forge_rl/metrics", "forge_rl/packing"),
-    "recording": ("forge_rl/metrics", "forge_rl/run/records/recording.py"),
-    "recovery": ("forge_rl/runtime", "forge_rl/services/generator.py", "forge_rl/engines/vllm"),
+    "models": (
+        *_PASSES,
+        *_EXPERTS,
+        *_files("engines/titan", "general_attention", "general_model", "general_routing", "general_state"),
+        *("forge_rl/engines/families", "forge_rl/packing", "tests/zoo"),
+    ),
+    "models_native": (*_PASSES, *_EXPERTS, "forge_rl/engines/families", "forge_rl/packing"),
+    "numerics": (*_PASSES, *_DECODING, "forge_rl/engines/vllm/prompt_scores.py"),
+    "overhead": (
+        *_SCHEDULE,
+        *_files("rollout", "episode_runner", "tally"),
+        *_files("runtime", "actor", "link", "replica", "service"),
+        *_files("services", "environment", "generator", "reward"),
+        *("forge_rl/metrics", "forge_rl/packing"),
+    ),
+    "recording": (
+        *_files("metrics", "episode_files", "episode_reader", "recorder", "step_lines"),
+        *("forge_rl/look/page", "forge_rl/run/records/recording.py"),
+    ),
+    "recovery": (
+        *_WATCH,
+        *_files("runtime", "fork_client", "fork_server", "replica", "replica_processes", "service"),
+        *_files("engines/vllm", "engine", "preloaded", "steps", "transfer"),
+        "forge_rl/services/generator.py",
+    ),
     "router_replay": ("forge_rl/engines/titan/routing.py", "forge_rl/engines/vllm/cpu_routing.py"),
-    "sandbox": ("forge_rl/sandbox",),
-    "schedules": ("forge_rl/rollout",),
-    "schedules_real": ("forge_rl/rollout", "forge_rl/engines/vllm"),
-    "speculation": ("forge_rl/engines/speculation.py", "forge_rl/engines/vllm"),
-    "tools": ("forge_rl/envs", "forge_rl/sandbox", "forge_rl/system/result_cache.py"),
-    "trees": ("forge_rl/packing", "forge_rl/engines/titan"),
-    "update_cost": ("forge_rl/engines/titan", "forge_rl/engines/families", "forge_rl/algorithms/logprobs.py"),
-    "weights": ("forge_rl/weights", "forge_rl/services/weight_store.py"),
-    "weights_model": ("forge_rl/weights", "forge_rl/services/weight_store.py", "forge_rl/engines/vllm/transfer.py"),
+    "sandbox": (*_SESSIONS, "forge_rl/sandbox/workspaces/changes.py", "forge_rl/sandbox/workspaces/repositories.py"),
+    "schedules": _SCHEDULE,
+    "schedules_real": (*_SCHEDULE, *_DECODING),
+    "speculation": (
+        "forge_rl/engines/speculation.py",
+        *_files("engines/vllm", "cpu_draft_model", "cpu_rejection", "drafting", "engine", "sampling", "suffixes"),
+    ),
+    "tools": (*_EPISODES, "forge_rl/envs/pure.py", *_SESSIONS, "forge_rl/system/result_cache.py"),
+    "trees": ("forge_rl/packing", *_PASSES),
+    "update_cost": (
+        *_PASSES,
+        *_KERNELS,
+        *_files("algorithms", "logprobs", "score_kernels"),
+        "forge_rl/engines/families",
+    ),
+    "weights": _VERSIONS,
+    "weights_model": (*_VERSIONS, "forge_rl/engines/vllm/transfer.py"),
 }
 """Paths, besides the benchmark itself, whose changes may move a figure; by the name of the figure's file."""
+
+_IMPORT = re.compile(r"^ *from benchmarks(?:\.(\w+)| import (\w+))", re.MULTILINE)
 
 
 def stale(folder: Path) -> Iterator[str]:
@@ -65,7 +129,7 @@ def stale(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())
         commit, _, uncommitted = report["commit"].partition(" ")
-        paths = [f":/{name}" for name in (benchmark_path(report["command"]), *DEPENDENCIES[path.stem])]
+        paths = [f":/{name}" for name in (*benchmark_paths(report["command"]), *DEPENDENCIES[path.stem])]
         try:
             names = _git(folder, "diff", "--no-renames", "--name-only", commit, head, "--", *paths)
         except subprocess.CalledProcessError:
@@ -150,10 +214,19 @@ class _Bare(ast.NodeTransformer):
         return ast.Name(id=self._names.get(node.id, node.id), ctx=node.ctx)
 
 
-def benchmark_path(command: str) -> str:
-    """Return the file or package of the benchmark that a command `python -m benchmarks.NAME` runs."""
+def benchmark_paths(command: str) -> list[str]:
+    """Return the file or package of the benchmark that a command `python -m benchmarks.NAME` runs, and its modules.
+
+    These are the modules of `benchmarks` that it imports, save `report`, which measures nothing.
+    """
     path = Path(command.split()[2].replace(".", "/"))
-    return str(path if path.joinpath("__main__.py").exists() else path.with_suffix(".py"))
+    paths = [str(path if path.joinpath("__main__.py").exists() else path.with_suffix(".py"))]
+    for name in paths:  # it grows
+        files = Path(name).rglob("*.py") if Path(name).is_dir() else [Path(name)]
+        imports = {match[1] or match[2] for file in files for match in _IMPORT.finditer(file.read_text())}
+        modules = (f"benchmarks/{module}.py" for module in sorted(imports - {"report"}))
+        paths += [module for module in modules if module not in paths and Path(module).exists()]
+    return paths
 
 
 def _git(folder: Path, *words: str) -> Sequence[str]:
