@@ -9,14 +9,16 @@ For each published checkpoint, a small random model with the quirks of its folde
     gradient_deviation  of the gradients, relative to each weight's largest entry
     files_equal         whether a saved folder has the names, shapes, config and tokenizer of the one it was loaded from
     round_trips         whether the tokenizer's stops are the folder's, and a rendered chat decodes to its text
-    engine_gap          of an engine's logprobs from logprobs of the trainer's saved folder, after loading two published
-                        and attested versions, in units of the expected rounding
+    refusal             why vLLM does not serve it, which leaves out the following
+    engine_gap          of an engine's logprobs from transformers': at its start, after loading two versions, and
+                        of an engine on the saved folder, in units of the expected rounding
     completions_gap     the same of 64 greedy and 64 sampled completions with the second version
     whole_run           whether a GRPO run of two steps trains in both, with attested weights, and saves equal files
     run_gap             largest difference of a logprob between engine and trainer in that run, for tokens of the newest
                         version
 
-`--rows` keeps what was measured of each model, so that several processes can share the work:
+`--rows` keeps what was measured of each model, so that several processes can share the work, and one that was ended
+goes on:
 
     python -m benchmarks.models --rows rows --models google/gemma-3-1b-it
     python -m benchmarks.models --rows rows --json out.json
@@ -31,15 +33,14 @@ less effect.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.platform import init_distributed
 
 NATIVE = (
@@ -59,9 +59,10 @@ NATIVE = (
     "meta-llama/Llama-3.2-1B-Instruct",
     "unsloth/gpt-oss-20b-BF16",
     "moonshotai/Moonlight-16B-A3B-Instruct",
+    "moonshotai/Kimi-K2-Instruct, with a tokenizer.json",
     "ByteDance-Seed/Seed-OSS-36B-Base",
 )
-"""One checkpoint of each native family."""
+"""One checkpoint of each native model_type."""
 _RUN = (
     "--groups-per-batch 2 --group-size 4 --steps 2 --evaluation.every 0 --checkpoint-every 2 --display plain "
     "--tasks chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1 --reward tests.zoo.trained:mean_code "
@@ -116,23 +117,19 @@ def measure(config: Config, report: Report) -> None:
     names = config.models or default_models()
     paths = {name: config.rows and config.rows / (re.sub(r"\W+", "-", name) + ".json") for name in names}
     rows = {name: row for name in names if (row := _measured(paths[name], report.commit))}
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = {name: Path(scratch) / str(number) for number, name in enumerate(names) if name not in rows}
-        init_distributed(0, 1, "127.0.0.1", 0)
-        try:
-            new_rows = {name: _compare(name, folder) for name, folder in folders.items()}
-        finally:
-            torch.distributed.destroy_process_group()
-        gaps_by_name = _engine_gaps(folders, config.timeout_s) if config.engines and folders else {}
-        for name, folder in folders.items():
-            row = new_rows[name] | gaps_by_name.get(name, {})
-            if config.whole_runs:
-                row |= whole_run(name, folder, config.timeout_s)
+    init_distributed(0, 1, "127.0.0.1", 0)
+    try:
+        for name in names:
+            if name in rows:
+                continue
+            with tempfile.TemporaryDirectory() as scratch:
+                row = rows[name] = _measure_model(name, Path(scratch), config)
             print(json.dumps(row), flush=True)
             if (path := paths[name]) is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps({"commit": report.commit, "row": row}))
-            rows[name] = row
+    finally:
+        torch.distributed.destroy_process_group()
     report.rows += [rows[name] for name in names]
     deviations = [float(str(row[key])) for row in report.rows for key in ("forward_deviation", "gradient_deviation")]
     gaps = [float(str(row["engine_gap"])) for row in report.rows if row.get("engine_gap") is not None]
@@ -205,6 +202,16 @@ def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
     return row if measured["commit"] == commit else row | {"commit": measured["commit"][:8]}
 
 
+def _measure_model(name: str, scratch: Path, config: Config) -> dict[str, object]:
+    """Return a model's row; one that vLLM refuses has no whole run."""
+    row = _compare(name, scratch / "packed")
+    if config.engines:
+        row |= _engine_gaps(name, scratch / "served", config.timeout_s)
+    if config.whole_runs and "refusal" not in row:
+        row |= whole_run(name, scratch / "packed", config.timeout_s)
+    return row
+
+
 def _compare(name: str, folder: Path) -> dict[str, object]:
     """Train a model and compare its packed rows and its files; the row has what was measured."""
     from tests.zoo.general import LONG_TURNS
@@ -229,23 +236,16 @@ def _compare(name: str, folder: Path) -> dict[str, object]:
     }
 
 
-def _engine_gaps(folders: Mapping[str, Path], timeout_s: int) -> dict[str, dict[str, object]]:
-    """Serve each model, load two versions and serve the saved folder, see tests/zoo/engine.py."""
-    from tests.zoo.engine import completions_gap
+def _engine_gaps(name: str, scratch: Path, timeout_s: int) -> dict[str, object]:
+    """Take a model through a run's services, see tests/zoo/services.py."""
+    from tests.zoo.services import Gaps, whole_ways
 
-    command = [sys.executable, "-m", "tests.zoo.engine", *map(str, folders.values())]
-    process = _finished(command, timeout_s, decode_environment(0, replicas=1))
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith(('{"started"', '{"failed"'))]
-    lines += [{"failed": _last_line(process)}] * (len(folders) - len(lines))
-    return {
-        name: {"engine_gap": None, "engine_failed": gaps["failed"]}
-        if "failed" in gaps
-        else {
-            "engine_gap": max(gaps[place] for place in ("started", "loaded", "restarted")),
-            "completions_gap": completions_gap(folders[name]),
-        }
-        for name, gaps in zip(folders, lines, strict=True)
-    }
+    scratch.mkdir()
+    result = asyncio.run(whole_ways([name], scratch, timeout_s))[name]
+    if not isinstance(result, Gaps):
+        return {"refusal": result.message.partition(": ")[2]}
+    gaps = result.started, result.loaded, result.restarted
+    return {"engine_gap": max(gaps), "completions_gap": result.completions}
 
 
 def whole_run(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -265,13 +265,12 @@ def whole_run(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ())
 
 def run_steps(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ()) -> tuple[list[dict[str, Any]], str]:
     """Run GRPO for two steps on a folder of the zoo; return the metrics, and what failed, empty if nothing did."""
-    from tests.zoo.engine import dtype_of
-    from tests.zoo.trained import modelling_of
+    from tests.zoo.trained import dtype_of, modelling_of
 
     model, out = (zoo / "model").resolve(), zoo / "run"
     command = [sys.executable, "-m", "recipes.grpo", "--model", str(model), "--out", str(out), *_RUN.split()]
-    command += ["--trainer.modelling", modelling_of(name), "--generator.dtype", dtype_of(zoo), *flags]
-    process = _finished(command, timeout_s, {})
+    command += ["--trainer.modelling", modelling_of(name), "--generator.dtype", dtype_of(model), *flags]
+    process = _finished(command, timeout_s)
     if process.returncode:
         return [], _last_line(process)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -279,11 +278,9 @@ def run_steps(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ())
     return lines, "" if trained == 2 else f"it trained in {trained} of 2 steps"
 
 
-def _finished(command: list[str], timeout_s: int, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _finished(command: list[str], timeout_s: int) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"it took more than {timeout_s} s")
 

@@ -40,11 +40,10 @@ from recipes.grpo import Config
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import share_angles
 from tests.test_layouts import relays
-from tests.zoo.engine import dtype_of
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL, LONG_TURNS, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
-from tests.zoo.trained import prepare, stored
+from tests.zoo.trained import dtype_of, stored, write_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -506,10 +505,10 @@ def test_block_masks_of_cuda_see_what_dense_ones_see(kind: str, softcap: float |
     ],
 )
 def test_a_whole_run_of_two_steps(name: str, tmp_path: Path):
-    prepare(name, tmp_path / "zoo")
+    write_model(name, tmp_path / "zoo")
     row = models.whole_run(name, tmp_path / "zoo", 900)
     assert row["whole_run"] is True, row
-    if dtype_of(tmp_path / "zoo") == "float32":
+    if dtype_of(tmp_path / "zoo" / "model") == "float32":
         assert row["run_gap"] < 1e-2
 
 

@@ -49,6 +49,23 @@ def test_only_tokens_of_our_requests_have_no_text_of_their_own() -> None:
     assert tokenizer_of() is tokenizer
 
 
+def test_a_model_is_inspected_in_the_engines_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm.model_executor.models import registry
+
+    from forge_rl.engines.vllm.internals import inspect_models_here
+
+    def refuse(*args: object, **settings: object) -> None:
+        raise AssertionError("vLLM starts a process")
+
+    inspection: Any = registry
+    monkeypatch.setattr(inspection, "_run_in_subprocess", inspection._run_in_subprocess)
+    monkeypatch.setattr(inspection.subprocess, "run", refuse)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    inspect_models_here()
+    model = registry.ModelRegistry.models["Gemma2ForCausalLM"]
+    assert model.inspect_model_cls().architecture == "Gemma2ForCausalLM"
+
+
 def test_joined_outputs_keep_their_most_likely_tokens() -> None:
     from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
     from vllm.outputs import CompletionOutput, RequestOutput

@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from forge_rl.engines.architecture import Architecture, check_weights, read_architecture
-from forge_rl.engines.factory import decode_environment
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import base_of, resolve_model
@@ -24,10 +20,10 @@ from recipes.grpo import Config
 from tests.plain_trainer import in_float64, logits_of
 from tests.test_titan_model import engine_of, titan_logits
 from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, REFUSED
-from tests.zoo.engine import completions_gap
 from tests.zoo.folders import SIZES, transformers_config, write
-from tests.zoo.general import GENERAL, UNSERVED
-from tests.zoo.trained import prepare, stored
+from tests.zoo.general import UNSERVED
+from tests.zoo.services import Gaps, whole_ways
+from tests.zoo.trained import ALL, stored
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -206,54 +202,49 @@ def test_a_token_without_an_embedding_is_refused_by_name(tmp_path: Path):
 
 
 OFTEN = (
+    "ByteDance-Seed/Seed-OSS-36B-Base",
+    "Qwen/Qwen3-0.6B",
     "Qwen/Qwen2.5-7B",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8",
     "meta-llama/Llama-3.2-1B-Instruct",
-    "Qwen/Qwen3-30B-A3B",
     "openai/gpt-oss-20b",
     "deepseek-ai/DeepSeek-V3",
-)
-"""Checkpoints that differ most for an engine."""
-GENERAL_OFTEN = (
+    "moonshotai/Kimi-K2-Instruct, with a tokenizer.json",
+    "mistralai/Mistral-7B-v0.1",
+    "mistralai/Ministral-8B-Instruct-2410",
+    "mistralai/Ministral-3-3B-Instruct-2512, its text model",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "google/gemma-2-2b-it",
     "google/gemma-3-1b-it",
+    "google/gemma-4-E2B-it, its text model",
     "microsoft/Phi-3-mini-4k-instruct",
+    "allenai/Olmo-3-7B-Instruct",
+    "HuggingFaceTB/SmolLM3-3B",
+    "ibm-granite/granite-4.0-h-1b",
+    "LiquidAI/LFM2-1.2B",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "zai-org/GLM-4.5-Air",
+    "MiniMaxAI/MiniMax-M2",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
 )
-"""The same of those without a native family."""
+"""Checkpoints that differ most, one of each kind of layer and file."""
+OTHERS = [name for name, checkpoint in ALL.items() if name not in OFTEN and checkpoint.template != "none"]
+"""All others that a run takes, which needs a chat template."""
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "names",
-    [
-        pytest.param(OFTEN, id="often"),
-        pytest.param([name for name in CHECKPOINTS if name not in OFTEN], id="others", marks=pytest.mark.nightly),
-        pytest.param(GENERAL_OFTEN, id="general"),
-        pytest.param(
-            [name for name in GENERAL if name not in GENERAL_OFTEN], id="general others", marks=pytest.mark.nightly
-        ),
-    ],
+    [pytest.param(OFTEN, id="often"), pytest.param(OTHERS, id="others", marks=pytest.mark.nightly)],
 )
-def test_published_folders_go_the_whole_way(names: Sequence[str], tmp_path: Path):
-    folders = [tmp_path / str(number) for number in range(len(names))]
-    for name, folder in zip(names, folders, strict=True):
-        prepare(name, folder)
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.zoo.engine", *map(str, folders)],
-        env=os.environ | decode_environment(0, replicas=1),
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith(('{"started"', '{"failed"'))]
-    gaps = dict(zip(names, lines, strict=False))
-    assert ended.returncode == 0, f"after {list(gaps)}: {ended.stderr[-4000:]}{ended.stdout[-2000:]}"
-    for (name, measured), folder in zip(gaps.items(), folders, strict=True):
+async def test_published_folders_go_the_whole_way(names: Sequence[str], tmp_path: Path):
+    """Loaded, served, trained, published, attested, saved, and loaded again by transformers and vLLM."""
+    for name, result in (await whole_ways(names, tmp_path)).items():
         if name in UNSERVED:
-            assert UNSERVED[name] in measured["failed"]
+            assert isinstance(result, ModelError), name
+            assert UNSERVED[name] in result.message
             continue
-        assert "failed" not in measured, (name, measured)
-        assert max(measured[gap] for gap in ("started", "loaded", "restarted")) < 1, name
-        assert completions_gap(folder) < 1, name
-    assert min(measured.get("changed", 9) for measured in gaps.values()) > 5, (
-        "the versions must differ for this to be a test"
-    )
+        assert isinstance(result, Gaps), (name, result)
+        assert max(result.started, result.loaded, result.restarted, result.completions) < 1, (name, result)
+        assert result.changed > 5, "the versions must differ for this to be a test"

@@ -96,6 +96,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "attention_out_bias": False,
         "head_dim": 32,
+        "pad_token_id": 255,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },

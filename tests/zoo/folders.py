@@ -71,6 +71,20 @@ def transformers_config(folder: Path) -> Any:
     return AutoConfig.for_model(**{**values, "model_type": "deepseek_v3"})
 
 
+def transformers_folder(folder: Path) -> Path:
+    """Return a folder as transformers has it, see `transformers_config`: the folder itself, or one of links to it."""
+    if json.loads((folder / "config.json").read_text())["model_type"] != "kimi_k2":
+        return folder
+    linked = folder.parent / f"{folder.name}-deepseek_v3"
+    if not linked.exists():
+        linked.mkdir()
+        for path in folder.iterdir():
+            if path.name != "config.json":
+                (linked / path.name).symlink_to(path.resolve())
+        transformers_config(folder).save_pretrained(linked)
+    return linked
+
+
 def _random_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Make weights large enough to tell tokens apart, in the files' dtype, under the names that transformers saves."""
     from transformers import AutoModelForCausalLM

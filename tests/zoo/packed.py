@@ -18,7 +18,7 @@ from forge_rl.packing.rows import Row
 from tests.dense_masks import dense_mask
 from tests.fakes import packed, random_batch
 from tests.plain_trainer import InFloat64, share_angles
-from tests.zoo.folders import transformers_config
+from tests.zoo.folders import transformers_config, transformers_folder
 
 VOCABULARY = 250
 """Tokens that batches draw from; the folders of the zoo have more."""
@@ -56,11 +56,12 @@ def compare(engine: TitanEngine, folder: Path, rows: tuple[Row, ...]) -> Deviati
     if not engine.architecture.family.general:
         share_angles(reference, engine.model)
     forward, spread = run_rows(engine, reference, rows)
+    names = file_names(transformers_folder(folder))
     expected_gradients = {
         part.name: part.of(weight.grad)
         for name, weight in reference.named_parameters()
         if weight.grad is not None
-        for part in file_names(folder).parts(name, weight.shape)
+        for part in names.parts(name, weight.shape)
     }
     gradient = 0.0
     for name, weight in named_weights(engine.model):

@@ -108,6 +108,18 @@ def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> lis
     return starts
 
 
+def inspect_models_here() -> None:
+    """Have vLLM inspect a model's class in this process, which imports it anyway. Idempotent.
+
+    vLLM does it in a process of its own, whose imports take 10 s of CPU at an engine's first start with each class.
+    """
+    from vllm.model_executor.models import registry
+
+    inspection: Any = registry
+    check_names(inspection, ("_run_in_subprocess",))
+    inspection._run_in_subprocess = lambda inspect: inspect()
+
+
 def leave_tokens_undecoded() -> None:
     """Have vLLM decode no text for tokens with flat logprobs, which took a third of its time per token here.
 
