@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from forge_rl.errors import ModelError
 from forge_rl.models import expert_stacks
 from forge_rl.models.adapter_products import fits, merged_weight
-from forge_rl.models.hf_folder import complete_folder, open_weights, read_object, tensor_files
+from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 """Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
 _PREFIX = "base_model.model."
+_HEAD_COPY = f"{_PREFIX}lm_head.base_layer.weight"
+"""Copy of the base's head, which PEFT writes beside an adapter of it."""
 _AGAIN = "write the adapter again"
 _UNSUPPORTED = {
     "use_dora": False,
@@ -302,6 +304,7 @@ class Adapter:
                 f"{self.folder} adapts {len(unknown)} weights that {base} lacks, such as {unknown[0]!r}",
                 hint="name the model that it was trained on with --base",
             )
+        self._check_head(files)
         total_bytes = 0
         dtype = ""
         for path in sorted(set(files.values())):
@@ -326,6 +329,8 @@ class Adapter:
         halves: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
+                if key == _HEAD_COPY:
+                    continue
                 module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
                 if kind not in ("lora_A", "lora_B") or not key.startswith(_PREFIX):
                     raise ModelError(
@@ -358,6 +363,21 @@ class Adapter:
             parts = expert_stacks.file_factors(name, pair, base, files) if is_stack else {name: pair}
             factors |= {part: (a, b, is_stack) for part, (a, b) in parts.items()}
         return factors
+
+    def _check_head(self, files: Mapping[str, Path]) -> None:
+        """Raise ModelError if the adapter's copy of the base's head is not the base's."""
+        with open_weights(self.folder / WEIGHTS) as adapter:
+            if _HEAD_COPY not in adapter.keys():  # noqa: SIM118
+                return
+            copy = adapter.get_tensor(_HEAD_COPY)
+        if HEAD in files:
+            with open_weights(files[HEAD]) as base:
+                if copy.equal(base.get_tensor(HEAD)):
+                    return
+        raise ModelError(
+            f"{self.folder / WEIGHTS} holds another {HEAD} than the base",
+            hint="name the model that the adapter was trained on with --base",
+        )
 
     def _merged(
         self, name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, of_experts: bool
