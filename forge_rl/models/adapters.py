@@ -23,7 +23,7 @@ CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "bas
 """Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
 _PREFIX = "base_model.model."
 _HEAD_COPY = f"{_PREFIX}lm_head.base_layer.weight"
-"""Copy of the base's head, which PEFT writes beside an adapter of it."""
+"""Copy of the base's head, which PEFT writes with an adapter of it."""
 _AGAIN = "write the adapter again"
 _UNSUPPORTED = {
     "use_dora": False,
@@ -45,7 +45,6 @@ _UNSUPPORTED = {
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
 _MAX_RANK = 1 << 20
-_MAX_CONFIG_BYTES, _MAX_BYTES = 1 << 20, 16 << 30
 
 
 def _is_rank(value: object) -> bool:
@@ -134,43 +133,6 @@ def name_base(folder: Path, base: Path) -> None:
         values = read_object(folder / name, hint=_AGAIN)
         if values.get(key) != str(base):
             (folder / name).write_text(json.dumps(values | {key: str(base)}, indent=2) + "\n")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AdapterFiles:
-    """An adapter's files as they were when they were read, to be sent to other processes and hosts.
-
-    AdapterFiles.read(folder).write(other_folder)
-    """
-
-    config: bytes
-    weights: bytes
-
-    @staticmethod
-    def read(folder: Path) -> AdapterFiles:
-        """Read an adapter's files, whose contents are not looked at.
-
-        Raises:
-            ModelError: a file is missing, cannot be read, or is larger than adapters are.
-        """
-        contents = []
-        for name, max_bytes in ((CONFIG, _MAX_CONFIG_BYTES), (WEIGHTS, _MAX_BYTES)):
-            try:
-                size = (folder / name).stat().st_size
-                contents.append((folder / name).read_bytes() if size <= max_bytes else b"")
-            except OSError as error:
-                raise ModelError(
-                    f"{folder / name} cannot be read: {error.strerror or error}",
-                    hint=f"give a folder with {CONFIG} and {WEIGHTS}, as PEFT writes it",
-                ) from error
-            if size > max_bytes:
-                raise ModelError(f"{folder / name} has {size} bytes, more than {max_bytes}", hint=_AGAIN)
-        return AdapterFiles(config=contents[0], weights=contents[1])
-
-    def write(self, folder: Path) -> None:
-        """Write the files into an existing folder; raises OSError if it cannot be written."""
-        (folder / CONFIG).write_bytes(self.config)
-        (folder / WEIGHTS).write_bytes(self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from forge_rl.errors import (
     ServiceError,
     WeightsError,
 )
-from forge_rl.models.adapters import AdapterFiles
+from forge_rl.models.adapter_bytes import AdapterFiles
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
