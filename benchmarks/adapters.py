@@ -138,16 +138,17 @@ def _count_bytes(config: Config, report: Report) -> None:
 
 def _compare_gradients(config: Config, report: Report) -> None:
     """Compare gradients of each family with peft's, in float64."""
-    from tests.test_lora import gradient_deviation
+    from tests.test_lora import SPARSE, WHOLE, gradient_deviation
 
     init_distributed(0, 1, "127.0.0.1", 0)
     worst = 0.0
     for family in config.families:
-        for rslora in (False, True):
+        configs = [LoRAConfig(rank=3, alpha=5.0, rslora=rslora) for rslora in (False, True)]
+        for lora in [*configs, WHOLE] if family in SPARSE else configs:
             with tempfile.TemporaryDirectory(prefix="adapters-") as name:
-                lora = LoRAConfig(rank=3, alpha=5.0, rslora=rslora)
                 deviation, largest = gradient_deviation(Path(name), family, lora)
-            report.rows.append({"family": family, "rslora": rslora, "deviation": deviation, "largest": largest})
+            row = {"family": family, "targets": " ".join(lora.targets), "rslora": lora.rslora}
+            report.rows.append(row | {"deviation": deviation, "largest": largest})
             worst = max(worst, deviation)
     torch.distributed.destroy_process_group()
     report.results["worst_deviation"] = worst

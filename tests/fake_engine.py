@@ -22,7 +22,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import RemoteServer
 from forge_rl.errors import ConfigError, WeightsError
-from forge_rl.models.adapters import AdapterFiles
+from forge_rl.models.adapter_bytes import AdapterFiles
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens
 from forge_rl.types import Sampling

@@ -85,12 +85,12 @@ async def expert_mistakes(engine: DecodeEngine, weights: dict[str, torch.Tensor]
     errors = dict[str, str]()
     for name in (names[0], names[-1]):
         a, b = factors[name]
-        lost, other = b.clone(), b.clone()
+        zeros, neighbour = b.clone(), b.clone()
         if b.ndim == 3:
-            lost[-1], other[0] = 0.0, b[1]
+            zeros[-1], neighbour[0] = 0.0, b[1]
         else:
-            lost, other = torch.zeros_like(b), factors[names[names.index(name) - 3]][1]
-        for mistake, wrong in (("lost", lost), ("another expert's", other)):
+            zeros, neighbour = torch.zeros_like(b), factors[names[names.index(name) - 3]][1]
+        for mistake, wrong in (("lost", zeros), ("another expert's", neighbour)):
             wrong_names = dict(zip(factor_names(name), (a, wrong), strict=True))
             errors[f"{name}, {mistake}"] = ""
             try:

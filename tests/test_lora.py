@@ -523,6 +523,55 @@ def test_an_adapter_is_a_model_as_long_as_its_base_is_unchanged(tmp_path: Path):
         Adapter.read(step / "model")
 
 
+@pytest.mark.parametrize("family", SPARSE)
+def test_an_adapter_of_experts_that_peft_wrote_is_merged_as_peft_does(family: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    source, adapter = tmp_path / "hf", tmp_path / "adapter"
+    make_model(source, family)
+    engine = engine_of(source, WHOLE)
+    for number, factor in enumerate(named_factors(engine).values()):
+        torch.nn.init.normal_(factor, 0, 0.2, generator=torch.Generator().manual_seed(number))
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    adapted = with_peft(base, engine, WHOLE)
+    adapted.save_pretrained(adapter)
+    (tmp_path / "merged").mkdir()
+    Adapter.read(adapter).merge(source, tmp_path / "merged")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    copy = "base_model.model.lm_head.base_layer.weight"
+    save_file(tensors | {copy: tensors[copy] + 1}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"another lm_head\.weight than the base"):
+        Adapter.read(adapter).merge(source, tmp_path / "other")
+    expected = dict(adapted.merge_and_unload().named_parameters())
+    for name, weight in ours.named_parameters():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_parameters": ["mlp.gate.weight"]}, "another rank or alpha"),
+        ({"target_parameters": "experts.down_proj"}, "another rank or alpha"),
+        ({"rank_pattern": {"experts.down_proj": 3}}, "another rank or alpha"),
+        ({"rank_pattern": {"experts.down_proj": 3, "experts.gate_up_proj": 2}}, "another rank or alpha"),
+        ({"rank_pattern": {"experts.down_proj": 0, "experts.gate_up_proj": 0}}, "has r 6"),
+        ({"rank_pattern": {"experts.down_proj": 5, "experts.gate_up_proj": 5}}, "not of rank 5"),
+        ({"rank_pattern": {"experts.down_proj": 1, "experts.gate_up_proj": 1}}, "is of 12 experts .* lacks"),
+        ({"target_parameters": None, "rank_pattern": {}}, "adapts 4 weights that .* lacks"),
+    ],
+)
+def test_a_malformed_adapter_of_experts_is_refused(settings: dict[str, object], message: str, tmp_path: Path):
+    source = tmp_path / "hf"
+    folder = saved(trained_engine(source, WHOLE, "qwen3_moe"), source, tmp_path / "step") / "model"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {"experts.down_proj": 3, "experts.gate_up_proj": 3}
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    (tmp_path / "merged").mkdir()
+    with pytest.raises(ModelError, match=message):
+        Adapter.read(folder).merge(source, tmp_path / "merged")
+
+
 def test_an_adapted_head_is_scored_in_chunks_as_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Logits are held for a few tokens at a time, with the logprobs and gradients of one product."""
     make_model(tmp_path, "qwen3")

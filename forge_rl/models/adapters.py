@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from forge_rl.errors import ModelError
 from forge_rl.models import expert_stacks
 from forge_rl.models.adapter_products import fits, merged_weight
-from forge_rl.models.hf_folder import complete_folder, open_weights, read_object, tensor_files
+from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 """Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
 _PREFIX = "base_model.model."
+_HEAD_COPY = f"{_PREFIX}lm_head.base_layer.weight"
+"""Copy of the base's head, which PEFT writes with an adapter of it."""
 _AGAIN = "write the adapter again"
 _UNSUPPORTED = {
     "use_dora": False,
@@ -43,7 +45,6 @@ _UNSUPPORTED = {
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
 _MAX_RANK = 1 << 20
-_MAX_CONFIG_BYTES, _MAX_BYTES = 1 << 20, 16 << 30
 
 
 def _is_rank(value: object) -> bool:
@@ -132,43 +133,6 @@ def name_base(folder: Path, base: Path) -> None:
         values = read_object(folder / name, hint=_AGAIN)
         if values.get(key) != str(base):
             (folder / name).write_text(json.dumps(values | {key: str(base)}, indent=2) + "\n")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AdapterFiles:
-    """An adapter's files as they were when they were read, to be sent to other processes and hosts.
-
-    AdapterFiles.read(folder).write(other_folder)
-    """
-
-    config: bytes
-    weights: bytes
-
-    @staticmethod
-    def read(folder: Path) -> AdapterFiles:
-        """Read an adapter's files, whose contents are not looked at.
-
-        Raises:
-            ModelError: a file is missing, cannot be read, or is larger than adapters are.
-        """
-        contents = []
-        for name, max_bytes in ((CONFIG, _MAX_CONFIG_BYTES), (WEIGHTS, _MAX_BYTES)):
-            try:
-                size = (folder / name).stat().st_size
-                contents.append((folder / name).read_bytes() if size <= max_bytes else b"")
-            except OSError as error:
-                raise ModelError(
-                    f"{folder / name} cannot be read: {error.strerror or error}",
-                    hint=f"give a folder with {CONFIG} and {WEIGHTS}, as PEFT writes it",
-                ) from error
-            if size > max_bytes:
-                raise ModelError(f"{folder / name} has {size} bytes, more than {max_bytes}", hint=_AGAIN)
-        return AdapterFiles(config=contents[0], weights=contents[1])
-
-    def write(self, folder: Path) -> None:
-        """Write the files into an existing folder; raises OSError if it cannot be written."""
-        (folder / CONFIG).write_bytes(self.config)
-        (folder / WEIGHTS).write_bytes(self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +266,7 @@ class Adapter:
                 f"{self.folder} adapts {len(unknown)} weights that {base} lacks, such as {unknown[0]!r}",
                 hint="name the model that it was trained on with --base",
             )
+        self._check_head(files)
         total_bytes = 0
         dtype = ""
         for path in sorted(set(files.values())):
@@ -326,6 +291,8 @@ class Adapter:
         halves: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
+                if key == _HEAD_COPY:
+                    continue
                 module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
                 if kind not in ("lora_A", "lora_B") or not key.startswith(_PREFIX):
                     raise ModelError(
@@ -358,6 +325,21 @@ class Adapter:
             parts = expert_stacks.file_factors(name, pair, base, files) if is_stack else {name: pair}
             factors |= {part: (a, b, is_stack) for part, (a, b) in parts.items()}
         return factors
+
+    def _check_head(self, files: Mapping[str, Path]) -> None:
+        """Raise ModelError if the adapter's copy of the base's head is not the base's."""
+        with open_weights(self.folder / WEIGHTS) as adapter:
+            if _HEAD_COPY not in adapter.keys():  # noqa: SIM118
+                return
+            copy = adapter.get_tensor(_HEAD_COPY)
+        if HEAD in files:
+            with open_weights(files[HEAD]) as base:
+                if copy.equal(base.get_tensor(HEAD)):
+                    return
+        raise ModelError(
+            f"{self.folder / WEIGHTS} holds another {HEAD} than the base",
+            hint="name the model that the adapter was trained on with --base",
+        )
 
     def _merged(
         self, name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, of_experts: bool

@@ -39,10 +39,10 @@ def are_known(targets: object, ranks: object) -> bool:
     """Return whether PEFT's `target_parameters` are stacks of experts, and its `rank_pattern` gives these one rank."""
     if not isinstance(targets, list) or not isinstance(ranks, dict) or not all(isinstance(t, str) for t in targets):
         return False
-    leaves = sorted(full.rpartition(".")[2] for full in targets)
-    ranked_leaves = sorted(str(full).rpartition(".")[2] for full in ranks)
+    leaves = {full.rpartition(".")[2] for full in targets}
+    ranked_leaves = {str(full).rpartition(".")[2] for full in ranks}
     is_one_rank = not ranks or (ranked_leaves == leaves and len(set(map(repr, ranks.values()))) == 1)
-    return set(leaves) <= _FILE_PARTS.keys() and len(set(leaves)) == len(leaves) <= 2 and is_one_rank
+    return leaves <= _FILE_PARTS.keys() and len(leaves) <= 2 and is_one_rank
 
 
 def stem(name: str, targets: Collection[str]) -> str:
@@ -59,7 +59,7 @@ def is_stem(name: str) -> bool:
 
 def name(file_name: str, targets: Collection[str]) -> str:
     """Return the name of the stack that a name in an adapter's file, see `is_stem`, stands for."""
-    leaves = sorted((full.rpartition(".")[2] for full in targets), key=lambda leaf: leaf == _DOWN)
+    leaves = sorted({full.rpartition(".")[2] for full in targets}, key=lambda leaf: leaf == _DOWN)
     module = file_name.removesuffix(".weight")
     leaf = leaves[0] if module.endswith(".base_layer") else leaves[-1]
     return f"{module.removesuffix('.base_layer')}.{leaf}"

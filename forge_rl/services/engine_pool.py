@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
-from forge_rl.models.adapters import AdapterFiles
+from forge_rl.models.adapter_bytes import AdapterFiles
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.service import Service
 from forge_rl.services.engine_spares import EngineSpares

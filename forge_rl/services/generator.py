@@ -19,7 +19,7 @@ from forge_rl.errors import (
     ReplicaError,
     WeightsError,
 )
-from forge_rl.models.adapters import AdapterFiles
+from forge_rl.models.adapter_bytes import AdapterFiles
 from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervisor import Supervisor

@@ -28,7 +28,7 @@ from forge_rl.engines.parts import BucketOnHosts, EnginePart
 from forge_rl.engines.platform import open_store
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.engines.remote import RemoteServer
-from forge_rl.models.adapters import AdapterFiles
+from forge_rl.models.adapter_bytes import AdapterFiles
 from forge_rl.runtime.addresses import HostNetwork, interface_towards, own_address
 from forge_rl.runtime.priority import low_priority
 from forge_rl.runtime.service import ServiceActor

@@ -57,7 +57,7 @@ def adapt_experts(module: Any, switch: AdapterSwitch, rank: int) -> None:
 def expert_sum(
     module: Any, out: torch.Tensor, x: torch.Tensor, factors: Sequence[torch.Tensor], ends: torch.Tensor
 ) -> torch.Tensor:
-    """Add the outputs of adapters to those of experts, [R, outputs].
+    """Add the outputs of adapters to the outputs of experts, [R, outputs].
 
     Args:
         module: module of the experts.
