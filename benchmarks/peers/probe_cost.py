@@ -11,7 +11,7 @@ import contextlib
 import json
 
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from forge_rl import launch
 from recipes.grpo import Config, start, step

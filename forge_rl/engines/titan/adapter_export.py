@@ -44,15 +44,14 @@ class AdapterExport:
         blocks: dict[str, Block] = {}
         for key, metadata in index.state_dict_metadata.items():
             if key.startswith("model.") and key.endswith(ADAPTERS) and isinstance(metadata, TensorStorageMetadata):
-                blocks[key] = Block.whole(torch.empty(metadata.size, dtype=torch.float32))
+                blocks[key] = Block.whole(torch.empty(metadata.size, dtype=metadata.properties.dtype))
         planner.set_up_planner(dict(blocks), index, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         factors: dict[str, dict[str, torch.Tensor]] = {}
         for key, block in blocks.items():
             module, _, kind = key.removeprefix("model.").rpartition(".")
             assert isinstance(block.values, torch.Tensor)
-            is_float64 = index.state_dict_metadata[key].properties.dtype == torch.float64
-            values = block.values if is_float64 else rounded_factor(block.values, self.lora)
+            values = rounded_factor(block.values, self.lora).float()
             factors.setdefault(self.names.to_hf(f"{module}.weight"), {})[kind] = values
         a_name, b_name = ADAPTERS
         with filled(folder) as place:

@@ -146,7 +146,7 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     """
     a, b = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
     inputs = _dropped(module.adapters, module.adapter_name, inputs)
-    if not isinstance(a, DTensor):
+    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
     mesh, (a_place,), (b_place,) = a.device_mesh, a.placements, b.placements
     is_whole = a_place.is_replicate() and b_place.is_replicate()
