@@ -1,6 +1,7 @@
 """Held-out score before and after `make demo` with several seeds and after the tools recipe, and the time of each run.
 
 python -m benchmarks.demo --json out.json
+python -m benchmarks.demo --kinds full merged served --json out.json
 
 Each run is the recipe's own process with its default engines and trainer; its time includes startup and both
 evaluations.
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from benchmarks.memory import sampled_peak, tree_bytes
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 
 DEMO = (
@@ -25,6 +28,13 @@ DEMO = (
     *("--generator.max-tokens", "16", "--generator.max-model-len", "1024"),
 )
 """Arguments of `make demo`."""
+_ADAPTERS = ("--lora.rank", "16", "--trainer.optimizer.lr", "3e-4")
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "full": (),
+    "merged": _ADAPTERS,
+    "served": (*_ADAPTERS, "--generator.adapters", "served"),
+}
+"""Flags of what is trained, and how engines apply it; the last of a flag's values counts."""
 _SMOKE = ("--steps", "1", "--evaluation.every", "1", "--evaluation.tasks", "2", "--groups-per-batch", "2")
 
 
@@ -34,6 +44,8 @@ class Config(BenchmarkConfig):
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of `make demo`, one run each."""
+    kinds: tuple[Literal["full", "merged", "served"], ...] = ("full",)
+    """What each seed trains: all weights, or LoRA adapters of rank 16 that engines merge or serve."""
     smoke: bool = False
     """One step per run: checks that everything runs; measures nothing."""
 
@@ -46,29 +58,43 @@ def measure(config: Config, report: Report) -> None:
     """Run the demo with each seed, then the tools recipe."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
-    runs = {f"seed_{seed}": (*DEMO, "--seed", str(seed)) for seed in config.seeds} | {"tools": ("recipes.tools",)}
+    runs: dict[str, tuple[str, ...]] = {}
+    for kind in config.kinds:
+        suffix = "" if kind == "full" else f"_{kind}"
+        runs |= {f"seed_{seed}{suffix}": (*DEMO, *KINDS[kind], "--seed", str(seed)) for seed in config.seeds}
+    if "full" in config.kinds:
+        runs["tools"] = ("recipes.tools",)
     for name, words in runs.items():
         with tempfile.TemporaryDirectory(prefix="forge_rl-demo-") as scratch:
-            row = _run((*words, *(_SMOKE if config.smoke else ())), Path(scratch) / "run")
+            row, costs = _run((*words, *(_SMOKE if config.smoke else ())), Path(scratch) / "run")
         print(f"{name}: {row['score_before']:.2f} to {row['score_after']:.2f} in {row['seconds']:.0f} s", flush=True)
-        report.rows.append({"run": name, "warm_up": False, **row})
+        report.rows.append({"run": name, "warm_up": False, **row, **costs})
         report.results |= {f"{key}_{name}": value for key, value in row.items()}
 
 
-def _run(words: Sequence[str], folder: Path) -> dict[str, float]:
-    """Return the scores of a run, and its seconds from start to exit.
+def _run(words: Sequence[str], folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the scores of a run, and its seconds from start to exit; and its peak memory, the share of a whole version
+    that its last one wrote, and the largest gap between engines and trainer.
 
     Raises:
         BenchmarkError: it failed; quotes the end of its output.
     """
     command = [sys.executable, "-m", *words, "--out", str(folder), "--display", "plain"]
     began = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with sampled_peak(lambda: tree_bytes(child.pid), 0.5) as peak:
+        output, _ = child.communicate()
     seconds = time.monotonic() - began
-    if done.returncode:
-        raise BenchmarkError(f"{words[0]} exited with {done.returncode}: {done.stdout[-2000:]}")
+    if child.returncode:
+        raise BenchmarkError(f"{words[0]} exited with {child.returncode}: {output[-2000:]}")
     summary = json.loads((folder / "summary.json").read_text())
-    return {"score_before": summary["score_before"], "score_after": summary["score_after"], "seconds": seconds}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    costs = {"peak_gib": peak[0] / 2**30}
+    for name, join in (("weights/written_share", lambda values: values[-1]), ("logprob_gap", max)):
+        if values := [row[name] for row in steps if name in row]:
+            costs[name] = join(values)
+    row = {"score_before": summary["score_before"], "score_after": summary["score_after"], "seconds": seconds}
+    return row, costs
 
 
 if __name__ == "__main__":

@@ -162,6 +162,72 @@ async def mistakes_in_serving_are_caught_by_their_effect(decoder: Decoder) -> No
     assert "adapters of q_proj" in errors["stale"]
 
 
+async def effect_error(decoder: Decoder, effects: VersionEffects, model: torch.nn.Module, texts: torch.Tensor) -> str:
+    """The error of an engine whose answers are not those of the model; "" if they are."""
+    probed = ProbedVersion(version=decoder.version, logprobs=expected(model, texts))
+    try:
+        effects.attest("engine 0", 0, probed, await answered(decoder, texts))
+    except AttestationError as error:
+        return error.message
+    return ""
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def _stale(part: str) -> Callable[[Weights, Weights], Weights]:
+    return lambda new, old: {name: old[name] if part in name else values for name, values in new.items()}
+
+
+def _half_stale(new: Weights, old: Weights) -> Weights:
+    """One of two tensor-parallel ranks missed the version."""
+    return {
+        name: torch.cat([values[: len(values) // 2], old[name][len(values) // 2 :]]) if "_proj" in name else values
+        for name, values in new.items()
+    }
+
+
+WEIGHT_MISTAKES: dict[str, Callable[[Weights, Weights], Weights]] = {
+    "stale": lambda new, old: old,
+    "one layer is stale": _stale("layers.1."),
+    "one module is stale": _stale("v_proj"),
+    "one matrix is stale": _stale("layers.0.mlp.down_proj"),
+    "embeddings are stale": _stale("embed_tokens"),
+    "norms are stale": _stale("norm"),
+    "one rank's slices are stale": _half_stale,
+    "layers are in another order": lambda new, old: {name: new[name.replace("layers.0.", "layers.1.")] for name in new},
+    "rounded to bfloat16": lambda new, old: {name: values.bfloat16().float() for name, values in new.items()},
+    "a module is empty": lambda new, old: {n: torch.zeros_like(v) if "o_proj" in n else v for n, v in new.items()},
+}
+"""What an engine may compute with in place of a version of all weights, by the mistake."""
+
+
+async def mistakes_with_weights_are_caught_by_their_effect(decoder: Decoder) -> None:
+    errors = await errors_of_weight_mistakes(decoder)
+    assert errors.keys() == WEIGHT_MISTAKES.keys()
+    assert not [mistake for mistake, error in errors.items() if not error]
+    assert "like version" in errors["stale"]
+
+
+async def errors_of_weight_mistakes(decoder: Decoder) -> dict[str, str]:
+    """Make each mistake in the engine at the third version of all weights; returns the error by mistake, "" if there
+    was none."""
+    texts, model = torch.randint(3, 40000, (1, 17)), copy.deepcopy(decoder.base)
+    errors = dict[str, str]()
+    for mistake, change in WEIGHT_MISTAKES.items():
+        effects = VersionEffects(engines="float32", trainer="float32")
+        versions = [weights_of(decoder)]
+        for _ in range(2):
+            versions.append({n: v * (1 + 0.02 * torch.randn_like(v)) for n, v in versions[-1].items()})
+        loaded = [*versions[:2], change(versions[2], versions[1])]
+        for weights, engine_weights in zip(versions, loaded, strict=True):
+            assert not errors.get(mistake), mistake
+            await load(decoder, published(decoder, engine_weights, {}, {}))
+            model.load_state_dict(weights, strict=False)
+            errors[mistake] = await effect_error(decoder, effects, model, texts)
+    return errors
+
+
 async def errors_of_served_mistakes(decoder: Decoder) -> dict[str, str]:
     """Make each mistake in the engine at the third version; returns the error by mistake, "" if there was none."""
     texts = torch.randint(3, 40000, (1, 17))
@@ -169,12 +235,7 @@ async def errors_of_served_mistakes(decoder: Decoder) -> dict[str, str]:
     errors = dict[str, str]()
 
     async def attest(effects: VersionEffects, model: torch.nn.Module) -> str:
-        probed = ProbedVersion(version=decoder.version, logprobs=expected(model, texts))
-        try:
-            effects.attest("engine 0", 0, probed, await answered(decoder, texts))
-        except AttestationError as error:
-            return error.message
-        return ""
+        return await effect_error(decoder, effects, model, texts)
 
     async def third(mistake: str, act: Callable[[Factors, Factors, VersionEffects], Awaitable[str]]) -> None:
         effects = VersionEffects(engines="float32", trainer="float32", changed="adapters of q_proj v_proj")
@@ -242,5 +303,6 @@ SERVED = {
         requests_keep_the_version_that_they_began_with,
         another_base_is_loaded_once_no_request_needs_the_old_one,
         mistakes_in_serving_are_caught_by_their_effect,
+        mistakes_with_weights_are_caught_by_their_effect,
     )
 }

@@ -9,7 +9,7 @@ import traceback
 from monarch.actor import concurrent_endpoint
 
 from tests.engine_adapters import errors_of_mistakes
-from tests.engine_served import SERVED, errors_of_served_mistakes
+from tests.engine_served import SERVED, errors_of_served_mistakes, errors_of_weight_mistakes
 from tests.test_engine_conformance import RunCheck, VLLMHost, hosted
 
 __all__ = ["MistakeHost", "RunCheck", "ServedHost", "hosted"]
@@ -37,5 +37,7 @@ class MistakeHost(VLLMHost):
         assert self._decoder is not None
         if check == "value":
             return json.dumps(await errors_of_mistakes(self._decoder))
+        if check == "weights":
+            return json.dumps(await errors_of_weight_mistakes(self._decoder))
         self._decoder.engine._adapters.serve_versions = True  # type: ignore[attr-defined]
         return json.dumps(await errors_of_served_mistakes(self._decoder))

@@ -116,20 +116,34 @@ def test_ranks_that_shard_a_base_in_bfloat16_publish_its_sums(tmp_path: Path):
             assert all(float((first - other).norm() / first.norm()) < 0.5 for other in others), name
 
 
-def publish_adapters(rank: int, folder: Path, settings: list[TrainSettings]) -> list[tuple[Any, Any]]:
-    """Return what each layout would publish, with the fingerprints of the merged slices; adapters are random."""
+def publish_adapters(rank: int, folder: Path, settings: list[TrainSettings]) -> list[tuple[Any, Any, list[Any]]]:
+    """Return what each layout would publish, with the fingerprints of the merged slices, and what its passes compute
+    with adapters before and after they are rounded; adapters are random."""
     from forge_rl.engines.titan.lora import adapted_modules_of
-    from forge_rl.engines.titan.shards import slice_of, values_of
+    from forge_rl.engines.titan.shards import ADAPTERS, slice_of, values_of
     from forge_rl.engines.titan.train import TitanEngine
+    from forge_rl.engines.titan.update import Update
 
     published = []
     for layout in settings:
-        engine = TitanEngine(folder, layout)
-        for number, (_, module) in enumerate(adapted_modules_of(engine.model)):
+        engine, shares = TitanEngine(folder, layout), 2 // layout.peers
+        (minibatch,) = packed(random_batch(0, vocab=43), shares=shares).minibatches
+        minibatch = replace(minibatch, rows=minibatch.rows[rank % shares :: shares])
+        modules = [module for _, module in adapted_modules_of(engine.model)]
+        for number, module in enumerate(modules):
             whole = torch.randn(module.lora_B.shape, generator=torch.Generator().manual_seed(number))
             values_of(module.lora_B).copy_(slice_of(module.lora_B).of(whole))
         shards = layouts.shards_of(engine)
-        published.append((shards, engine.merged_reports(draft(engine.specs(), version=0, dtype=torch.float32))))
+        reports, passes = engine.merged_reports(draft(engine.specs(), version=0, dtype=torch.float32)), []
+        for _ in range(2):
+            scores = engine.logprobs(minibatch.rows, temperature=1.0)
+            engine.forward_backward(Update(minibatch=minibatch, loss=ClippedSurrogate()))
+            factors = [getattr(module, kind) for module in modules for kind in ADAPTERS]
+            passes.append([*scores, *(values_of(factor.grad).clone() for factor in factors)])
+            engine.model.zero_grad()
+            for factor in factors:
+                values_of(factor).copy_(values_of(factor).bfloat16())
+        published.append((shards, reports, passes))
     return published
 
 
@@ -141,13 +155,15 @@ def test_ranks_attest_the_sums_that_engines_compute_of_whole_adapters(tmp_path: 
     by_rank = run_ranks(publish_adapters, 2, tmp_path, settings)
     case = layouts.Case(family="llama", name="adapters", ranks=2)
     for ranks in zip(*by_rank, strict=True):
-        weights = layouts.assemble(case, [shards for shards, _ in ranks])
-        merged = combine_shards((report for _, reports in ranks for report in reports), version=0)
+        weights = layouts.assemble(case, [shards for shards, _, _ in ranks])
+        merged = combine_shards((report for _, reports, _ in ranks for report in reports), version=0)
         assert len(merged) == 14
         for name, value in merged.items():
             a, b = (weights[factor] for factor in factor_names(name))
             engine_weight = merged_weight(weights[name], a, b, lora.scale)
             assert fingerprint(engine_weight, engine_weight.shape) == value, name
+        for _, _, (before, after) in ranks:
+            assert all(map(torch.equal, before, after)), "passes round as versions do"
 
 
 @pytest.mark.long

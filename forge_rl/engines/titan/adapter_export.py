@@ -57,16 +57,14 @@ class AdapterExport:
         blocks: dict[str, Block] = {}
         for key, metadata in index.state_dict_metadata.items():
             if key in self.names and isinstance(metadata, TensorStorageMetadata):
-                blocks[key] = Block.whole(torch.empty(metadata.size, dtype=torch.float32))
+                blocks[key] = Block.whole(torch.empty(metadata.size, dtype=metadata.properties.dtype))
         planner.set_up_planner(dict(blocks), index, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         factors: dict[str, dict[str, torch.Tensor]] = {}
         for key, block in blocks.items():
             name, kind = self.names[key]
             assert isinstance(block.values, torch.Tensor)
-            is_float64 = index.state_dict_metadata[key].properties.dtype == torch.float64
-            values = block.values if is_float64 else rounded_factor(block.values, self.lora)
-            factors.setdefault(name, {})[kind] = values
+            factors.setdefault(name, {})[kind] = rounded_factor(block.values, self.lora).float()
         a_name, b_name = ADAPTERS
         with filled(folder) as place:
             write_adapter(

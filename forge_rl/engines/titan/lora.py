@@ -130,10 +130,9 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     Tensor-parallel ranks compute on their parts. One that holds all of A or B has the gradient of its part of the other
     only, which the backward pass sums.
     """
-    factors: Any = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
-    a, b = factors
+    a, b = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
     inputs = module.adapters.dropped(module.adapter_name, inputs)
-    if not isinstance(a, DTensor):
+    if not isinstance(a, DTensor) or not isinstance(b, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
     mesh, (a_place,), (b_place,) = a.device_mesh, a.placements, b.placements
     is_whole = a_place.is_replicate() and b_place.is_replicate()
