@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -14,13 +14,16 @@ NOUNS = frozenset({"Need"})
 """Single words that end like participles and are none."""
 
 
-def class_names(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name of each class, and its file; without the nested `Config` classes."""
+@functools.cache
+def class_names(folder: Path) -> tuple[tuple[str, str], ...]:
+    """The name of each class, and its file; without the nested `Config` classes."""
+    names: list[tuple[str, str]] = []
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         nested = {id(node) for outer in classes for node in outer.body if getattr(node, "name", "") == NESTED}
-        yield from ((node.name, str(path.relative_to(folder))) for node in classes if id(node) not in nested)
+        names += ((node.name, str(path.relative_to(folder))) for node in classes if id(node) not in nested)
+    return tuple(names)
 
 
 def clashes(folder: Path) -> dict[str, list[str]]:
@@ -44,5 +47,6 @@ def test_clashes_are_found(tmp_path: Path):
     (tmp_path / "linear.py").write_text("class Linear:\n    class Config: ...\n")
     (tmp_path / "norm.py").write_text("class Norm:\n    class Config: ...\n    class Linear: ...\n")
     assert clashes(tmp_path) == {"Linear": ["linear.py", "norm.py"]}
+    class_names.cache_clear()
     (tmp_path / "norm.py").write_text("def norm():\n    class _Norm: ...\nclass Config: ...\nclass Norm: ...\n")
     assert clashes(tmp_path) == {"Norm": ["norm.py", "norm.py"]}

@@ -4,6 +4,7 @@ Read from the imports in the source, those inside functions and under TYPE_CHECK
 """
 
 import ast
+import functools
 import graphlib
 import importlib
 import re
@@ -104,18 +105,21 @@ def stage_of(module: str) -> tuple[int, str] | None:
     return stage, home
 
 
-def touched(source: str, package: str) -> Iterator[tuple[int, str]]:
+@functools.cache  # several tests look at the imports of all modules, whose parsing takes seconds
+def touched(source: str, package: str) -> tuple[tuple[int, str], ...]:
     """Line and dotted name of everything that a source imports, and of every attribute that could be an outer one."""
+    names: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import():
-                yield from ((node.lineno, alias.name) for alias in node.names)
+                names += ((node.lineno, alias.name) for alias in node.names)
             case ast.ImportFrom(level=level):
                 parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
                 base = ".".join([*parents, *([node.module] if node.module else [])])
-                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+                names += ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
             case ast.Attribute() if (name := dotted(node)) in ONLY_IN:
-                yield node.lineno, name
+                names.append((node.lineno, name))
+    return tuple(names)
 
 
 def dotted(node: ast.expr) -> str:
