@@ -145,6 +145,25 @@ def test_turns_are_taken_on_shared_gpus_where_that_costs_nothing():
         assert found.placement == settings.get("placement", "auto")
 
 
+@pytest.mark.parametrize(
+    ("general", "hot", "balance"), [(False, 40, "least_loaded"), (True, 40, "plain"), (False, 1, "plain")]
+)
+def test_ranks_lend_hot_experts_that_do_not_fit_before_moments_are_rounded(general: bool, hot: int, balance: str):
+    def memory(settings: TrainSettings) -> TrainMemory:
+        plan = plan_of("30B-A3B", 8)(settings)
+        return replace(plan, hot_experts=0 if settings.expert_balance == "least_loaded" else hot * GIB)
+
+    config = RunConfig(
+        trainer=Trainer.Config(ranks=8, expert_parallel_degree=8), generator=Generator.Config(replicas=8)
+    )
+    architecture: Any = SimpleNamespace(weights=WEIGHTS["30B-A3B"], family=SimpleNamespace(general=general))
+    config, lines = choose(config, architecture, gpu=GPUS["80 GB"], num_gpus=8, memory=memory)
+    assert config.trainer.expert_balance == balance
+    assert any("--trainer.expert-balance least_loaded" in line for line in lines) == (balance == "least_loaded")
+    if balance == "least_loaded":
+        assert (config.trainer.optimizer_state, config.trainer.enable_cpu_offload) == ("float32", False)
+
+
 def test_guests_get_the_trainers_gpu_memory_while_it_is_offloaded():
     asynchronous = ScheduleConfig(kind="asynchronous")
     config, _ = chosen("8B", "80 GB", ranks=8, there=16, guests=8, schedule=asynchronous)

@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.futures import Future
 
 from benchmarks.ranks import run_ranks
 from forge_rl.engines.architecture import predicting_layers, read_architecture
@@ -177,18 +180,30 @@ def test_multi_token_prediction_layers_are_exported_unchanged(tmp_path: Path):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
 
 
-def test_a_large_state_is_written_to_several_files_and_a_failure_of_one_is_named(
+def test_a_large_state_is_written_and_read_in_several_threads_and_a_failure_of_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training_files, "_FILE_BYTES", 4096)
+    monkeypatch.setattr(training_files, "_THREAD_BYTES", 4096)
     make_model(tmp_path / "hf")
     engine = engine_of(tmp_path / "hf")
     train(engine, range(1))
     save(engine, tmp_path / "saved", tmp_path / "hf")
     assert len(list((tmp_path / "saved" / "training").glob("*.distcp"))) == 4
-    resumed = engine_of(tmp_path / "hf")
+    resumed, runs = engine_of(tmp_path / "hf"), list[int]()
+    read = FileSystemReader.read_data
+
+    def recorded(reader: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        runs.append(len(plan.items))
+        return read(reader, plan, planner)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", recorded)
     resumed.load_training_state(tmp_path / "saved" / "training")
+    assert len(runs) == 4
+    assert min(runs) > 0
     assert same(hf_weights(resumed.model), hf_weights(engine.model))
+    truncate(max((tmp_path / "saved" / "training").glob("*.distcp")))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        resumed.load_training_state(tmp_path / "saved" / "training")
 
     def write_files(**options: Any) -> None:
         if "_3" not in str(options["file_queue"].get_nowait()[0]):

@@ -30,6 +30,8 @@ class TrainMemory:
     """Weights that FSDP gathers or casts for the active layers."""
     activations: int
     """Activations that a row's forward pass keeps, and the temporary memory of one layer's forward and backward."""
+    hot_experts: int = 0
+    """What an expert-parallel rank needs more if its experts are chosen more often than others'."""
     head: int
     """Excess over the activations of the output projection with its chunk of logits, if any."""
     masks: int

@@ -5,7 +5,7 @@ All functions are pure. Times are of one device type at the shares of its peak r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forge_rl.engines.context import sequence_bytes
@@ -18,6 +18,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.errors import ConfigError
+from forge_rl.forecast.lengths import longest_of, tail
 
 _ADAMW_BYTES = 12
 """Bytes of float32 that AdamW reads (weight, gradient) and writes (weight) per weight, besides both moments."""
@@ -28,7 +29,9 @@ class Efficiency:
     """Assumed shares of the peak rates, and costs that no rate explains."""
 
     training: float
-    """Share of the peak FLOP/s in the trainer's passes."""
+    """Share of the peak FLOP/s in the trainer's passes, outside of attention."""
+    attention: float
+    """The same of attention in the trainer, of the FLOPs that it needs: three times the forward pass's."""
     decoding: float
     """Share of the peak FLOP/s in an engine's steps, and while it reads prompts."""
     memory: float
@@ -48,7 +51,8 @@ class Efficiency:
 
 
 GPU_EFFICIENCY = Efficiency(
-    training=0.25,
+    training=0.34,
+    attention=0.13,
     decoding=0.5,
     memory=0.7,
     links=0.7,
@@ -58,10 +62,12 @@ GPU_EFFICIENCY = Efficiency(
     collective_s=2e-5,
     passes=4.0,
 )
-"""Assumptions, except `training`: with Qwen3-1.7B's shapes on one H100, see docs/figures/gpu.md; larger matrices reach
-more."""
+"""Assumptions, except `training` and `attention`, which are of one measured update: 16,384 tokens of Qwen3-1.7B's
+shapes in 0.8617 s on one H100, see docs/figures/gpu.md, of which FlexAttention took 0.36 s for 46 TFLOP, and 169 TFLOP
+of products, with all that is between them, the rest. Larger matrices reach more."""
 CPU_EFFICIENCY = Efficiency(
     training=0.83,
+    attention=0.83,
     decoding=1.0,
     memory=1.0,
     links=1.0,
@@ -87,7 +93,9 @@ class Workload:
     answer: float
     """Mean tokens of an answer."""
     longest: float
-    """Tokens of a batch's longest answer."""
+    """Maximum tokens of an answer; with this mean, all answers are as long, else see `lengths`."""
+    ahead: int = 0
+    """Batches on which engines work ahead while one waits for its longest answers."""
     minibatches: int = 1
     epochs: int = 1
     passes: int = 0
@@ -158,27 +166,49 @@ def rollout_times(
             hint="raise --generator.tensor-parallel-size, or lower --generator.max-model-len",
         )
     share = work.episodes / (engines * copies)
-    running = max(1.0, min(settings.max_num_seqs, cached_sequences, share))
+    running = max(1.0, min(settings.max_num_seqs, cached_sequences, share * (1 + work.ahead)))
     context = round(work.prompt + work.answer / 2)
-    flops = running * forward_flops(a, context, has_head=True) / tp
-    read_weights = layer_weights(a, round(running)) + head_weights(a)
-    read_bytes = itemsize * read_weights / tp + running * sequence_bytes(a, settings, context)
-    compute_s, memory_s = flops / (device.flops * use.decoding), read_bytes / (device.bandwidth * use.memory)
-    steps = max(share / running * work.answer, work.longest)
-    link_s = 0.0
-    if tp > 1:
-        sent_bytes = running * a.dim * itemsize * 2 * (tp - 1) / tp
-        link_s = 2 * a.layers * (use.collective_s + sent_bytes / (device.link * use.links))
+    step_flops, step_bytes = forward_flops(a, context, has_head=True), sequence_bytes(a, settings, context)
+    arithmetic_s = memory_s = links_s = scheduling_s = 0.0
+    for steps, decoded in _decoded(work, share, running):
+        read_weights = layer_weights(a, max(1, round(decoded))) + head_weights(a)
+        compute_s = decoded * step_flops / tp / (device.flops * use.decoding)
+        read_s = (itemsize * read_weights / tp + decoded * step_bytes) / (device.bandwidth * use.memory)
+        arithmetic_s += steps * compute_s if compute_s > read_s else 0.0
+        memory_s += steps * read_s if compute_s <= read_s else 0.0
+        scheduling_s += steps * (use.step_s + decoded * use.sequence_s)
+        if tp > 1:
+            sent_bytes = decoded * a.dim * itemsize * 2 * (tp - 1) / tp
+            links_s += steps * 2 * a.layers * (use.collective_s + sent_bytes / (device.link * use.links))
     prompt_tokens = max(1.0, work.groups / (engines * copies)) * work.prompt
     prefill_flops = prompt_tokens * forward_flops(a, work.prompt / 2, has_head=False) / tp
     parts = {
-        "arithmetic": (steps * compute_s if compute_s > memory_s else 0.0)
-        + prefill_flops / (device.flops * use.decoding),
-        "memory bandwidth": steps * memory_s if compute_s <= memory_s else 0.0,
-        "links between the engine's devices": steps * link_s,
-        "scheduling and sampling": steps * (use.step_s + running * use.sequence_s),
+        "arithmetic": arithmetic_s + prefill_flops / (device.flops * use.decoding),
+        "memory bandwidth": memory_s,
+        "links between the engine's devices": links_s,
+        "scheduling and sampling": scheduling_s,
     }
     return Times(parts=parts, sequences=running)
+
+
+def _decoded(work: Workload, share: float, running: float) -> Iterator[tuple[float, float]]:
+    """Yield an engine's steps for its share of a batch, and the answers that it decodes in each of them.
+
+    The engine has the batch's longest answer. Engines that work ahead fill the tail of a batch with answers of the
+    next ones, and the longest answer may take as many phases as there are batches under way.
+
+    Args:
+        share: answers of an engine.
+        running: answers that it decodes at a time.
+    """
+    last = longest_of(work.episodes, mean=work.answer, longest=work.longest)
+    if work.ahead:
+        steps = max(share * work.answer / running, last / (1 + work.ahead))
+        yield steps, share * work.answer / steps
+        return
+    if share > running:
+        yield (share - running) * work.answer / running, running
+    yield from tail(min(share, running), mean=work.answer, longest=work.longest, last=last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +251,10 @@ def train_times(
     tokens = max(work.tokens / shares, episode_tokens) / use.filled
     row_tokens = max(1, s.seq_len) * cp
     rows = max(float(work.minibatches), -(-tokens // row_tokens))
-    flops = stage_share * _flops(a, s, work) * tokens / max(1.0, work.tokens) / (tp * cp)
-    compute_s = spread.sharers * flops / (device.flops * use.training)
+    products, attention = _flops(a, s, work)
+    flops = products / use.training + attention / use.attention
+    flops *= stage_share * tokens / max(1.0, work.tokens) / (tp * cp)
+    compute_s = spread.sharers * flops / device.flops
     parts = {"arithmetic": work.epochs * compute_s}
     if pp > 1:
         parts["filling and draining the pipeline"] = work.epochs * compute_s * work.minibatches * (pp - 1) / rows
@@ -259,18 +291,18 @@ def train_times(
     return Times(parts=parts)
 
 
-def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) -> float:
-    """Return the operations of one pass over the batch, forward and backward, with recomputation."""
+def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) -> tuple[float, float]:
+    """Return the operations of one pass over the batch, forward and backward, with recomputation: of products with
+    weights, and of attention."""
     a = architecture
     layers = 2.0 * layer_weights(a) * work.tokens
     head = 2.0 * head_weights(a) * work.answers
     prompts = work.groups * work.prompt * attention_flops(a, work.prompt / 2)
     attention = prompts + work.answers * attention_flops(a, work.prompt + work.answer / 2)
-    recompute_flops = {"none": 0.0, "selective": 0.5 * layers, "full": layers + attention}[
-        settings.activation_checkpointing
-    ]
-    forward = layers + head + attention
-    return 3 * forward + recompute_flops + work.passes * forward
+    recomputed = {"none": 0.0, "selective": 0.5, "full": 1.0}[settings.activation_checkpointing]
+    passes = 3 + work.passes
+    products = passes * (layers + head) + recomputed * layers
+    return products, (passes + (recomputed == 1)) * attention
 
 
 def _gather_bytes(a: Architecture, s: TrainSettings, ranks: int, rows: float, itemsize: int) -> float:

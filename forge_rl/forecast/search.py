@@ -105,6 +105,8 @@ class Forecast:
     """Seconds in which shared devices change hands, twice in a step."""
     cache_bytes: int
     """Bytes of keys and values on each device of an engine."""
+    reasons: Sequence[str] = ()
+    """A line for each tensor parallel degree above 1 that the search chose."""
 
     @property
     def step_s(self) -> float:
@@ -151,6 +153,7 @@ def workload(config: RunConfig, policy: PlannedPolicy) -> Workload:
         prompt=config.target.prompt_tokens or max(1, config.generator.max_model_len - max_answer),
         answer=answer,
         longest=max_answer,
+        ahead=config.schedule.max_lag if config.schedule.kind in ("pipelined", "asynchronous") else 0,
         minibatches=config.trainer.minibatches,
         epochs=config.trainer.epochs,
         passes=int(policy.models.reference),
@@ -180,8 +183,37 @@ def search(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Fore
                 except ConfigError as error:
                     refused = error
             if forecasts:
-                return min(forecasts, key=_cost)
+                best = min(forecasts, key=_cost)
+                return replace(best, reasons=[*_reasons(best, forecasts)])
     raise refused or ConfigError(f"{machines} have no layout", hint="leave out the parallel degrees")
+
+
+def _reasons(best: Forecast, forecasts: Sequence[Forecast]) -> Iterator[str]:
+    """Say what each tensor parallel degree above 1 gains over none, by the best layout without it."""
+
+    def sizes(forecast: Forecast) -> dict[str, int]:
+        config = forecast.config
+        return {
+            "--generator.tensor-parallel-size": config.generator.tensor_parallel_size,
+            "--trainer.tensor-parallel-degree": config.trainer.tensor_parallel_degree,
+        }
+
+    for flag, size in sizes(best).items():
+        plain = min((forecast for forecast in forecasts if sizes(forecast)[flag] == 1), key=_cost, default=None)
+        if size > 1 and plain is None:
+            yield f"{flag} {size}: nothing fits with 1"
+        elif size > 1 and plain is not None:
+            differences = [words for words in _layout(plain) if words not in _layout(best)]
+            yield f"{flag} {size}: a step takes {plain.step_s:,.1f} s with 1 ({', '.join(differences)})"
+
+
+def _layout(forecast: Forecast) -> list[str]:
+    """List what distinguishes a layout from others in a line of words."""
+    trainer, rollout = forecast.config.trainer, forecast.rollout
+    return [
+        f"rollout {rollout.seconds:,.1f} s, {rollout.sequences:,.0f} answers on each engine",
+        f"training {forecast.train.seconds:,.1f} s, recomputation {trainer.activation_checkpointing}",
+    ]
 
 
 def nearest(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> list[tuple[str, Forecast]]:

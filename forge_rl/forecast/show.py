@@ -99,6 +99,8 @@ def _show_layout(console: Console, forecast: Forecast, machines: Machines) -> No
         table.add_row(*row)
     console.print(table)
     console.print(f"flags: {' '.join(flags(forecast))}", markup=False, soft_wrap=True)
+    for line in forecast.reasons:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def placed(forecast: Forecast, machines: Machines) -> Iterator[tuple[str, str, str]]:
@@ -148,6 +150,8 @@ def flags(forecast: Forecast) -> list[str]:
     named["--trainer.seq-len"] = trainer.seq_len
     if trainer.activation_checkpointing != "none":
         named["--trainer.activation-checkpointing"] = trainer.activation_checkpointing
+    if trainer.expert_balance != "plain":
+        named["--trainer.expert-balance"] = trainer.expert_balance
     if trainer.optimizer_state != "float32":
         named["--trainer.optimizer-state"] = trainer.optimizer_state
     named["--generator.replicas"] = generator.replicas

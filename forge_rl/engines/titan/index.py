@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import queue
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -57,11 +59,11 @@ class _FarFiles(FileSystem):
             return False
 
 
-_THREADS = 4
-"""Files that are written at the same time: serialising a tensor keeps a core busy, and so does copying it to the disk's
-cache."""
-_FILE_BYTES = 64 << 20
-"""Bytes of a state for which another file is worth its thread."""
+THREADS = 4
+"""Files that are written, and tensors that are read, at the same time: serialising a tensor keeps a core busy, and so
+does copying it to the disk's cache or from it."""
+_THREAD_BYTES = 64 << 20
+"""Bytes of a state for which another thread, and another file, is worth it."""
 
 
 class TensorWriter(FileSystemWriter):
@@ -80,7 +82,7 @@ class TensorWriter(FileSystemWriter):
         size = sum(item.size.numel() * item.properties.dtype.itemsize for item in metadata)
         if isinstance(self.fs, _FarFiles):  # one connection
             return super().write_data(plan, planner)
-        self.thread_count = max(1, min(_THREADS, size // _FILE_BYTES))
+        self.thread_count = max(1, min(THREADS, size // _THREAD_BYTES))
         return super().write_data(plan, planner)
 
     def _write_data(self, planner: SavePlanner, file_queue: queue.Queue[Any]) -> Future[list[WriteResult]]:
@@ -158,6 +160,25 @@ class TensorReader(FileSystemReader):
             self._index = index
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
         return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's tensors, a large state's in several threads, each a run of neighbours."""
+        infos = self.storage_data
+        items = sorted(
+            plan.items, key=lambda item: (infos[item.storage_index].relative_path, infos[item.storage_index].offset)
+        )
+        ends = [*itertools.accumulate(infos[item.storage_index].length for item in items)]
+        count = 1 if isinstance(self.fs, _FarFiles) or not ends else max(1, min(THREADS, ends[-1] // _THREAD_BYTES))
+        runs: list[list[Any]] = [[] for _ in range(count)]
+        for item, end in zip(items, ends, strict=True):
+            runs[min(count - 1, (end - 1) * count // max(1, ends[-1]))].append(item)
+        read = super().read_data
+        with ThreadPoolExecutor(count, "load") as threads:
+            for reading in [threads.submit(read, replace(plan, items=run), planner) for run in runs]:
+                reading.result()
+        future = Future[None]()
+        future.set_result(None)
+        return future
 
 
 def _parsed(tensors: dict[str, dict[str, Any]]) -> Metadata:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,19 +17,20 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.titan.blocks import LoadPlanner, training_state
-from forge_rl.engines.titan.index import TensorReader
+from forge_rl.engines.titan.index import THREADS, TensorReader
 from forge_rl.engines.titan.shards import ADAPTERS, named_weights, names_of, slice_of, values_of
 from forge_rl.engines.titan.small_adamw import ROOT, Moment
 from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.models.hf_folder import EMBEDDING, HEAD, open_weights, tensor_files
 from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.names import VALUE_HEAD
+from forge_rl.weights.slices import TensorSlice
 
 _AGAIN = "download or export the model again"
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
-    """Read this rank's slice of every weight from a Hugging Face folder.
+    """Read this rank's slice of every weight from a Hugging Face folder, several at the same time.
 
     A value head that the folder lacks starts at 0 in any layout: all values are 0 at first, and the first update trains
     the head alone.
@@ -39,6 +41,9 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     index = tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
+        # They end before the files are closed.
+        threads = stack.enter_context(ThreadPoolExecutor(THREADS, "load"))
+        copies = list[Future[None]]()
         for titan_name, parameter in named_weights(model):
             block = values_of(parameter)
             for part in names_of(model).parts(titan_name, parameter.shape, slice_of(parameter)):
@@ -51,7 +56,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                 if name not in index:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
                 if index[name] not in files:
-                    files[index[name]] = stack.enter_context(open_weights(index[name]))
+                    files[index[name]] = open_weights(index[name])
                 file_slice = files[index[name]].get_slice(name)
                 shape = tuple(file_slice.get_shape())
                 if shape != part.shape:
@@ -59,8 +64,16 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                         f"{name!r} in {folder} has shape {shape}, config.json says {part.shape}", hint=_AGAIN
                     )
                 if part.tensor_slice.numel:
-                    start, size = part.tensor_slice.start, part.tensor_slice.size
-                    part.of(block).copy_(file_slice[tuple(map(slice, start, map(operator.add, start, size)))])
+                    copies.append(threads.submit(_copy, part.of(block), file_slice, part.tensor_slice))
+        for copy in copies:
+            copy.result()
+
+
+@torch.no_grad()
+def _copy(target: torch.Tensor, file_slice: Any, tensor_slice: TensorSlice) -> None:
+    """Copy a slice of a mapped file's tensor, whose pages are read meanwhile."""
+    start, size = tensor_slice.start, tensor_slice.size
+    target.copy_(file_slice[tuple(map(slice, start, map(operator.add, start, size)))])
 
 
 def load_training_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import weakref
 from collections.abc import Iterator, MutableMapping
@@ -125,12 +126,34 @@ def plan_training(
         reference=dtype.itemsize * trace.count // num_shards if reference and not settings.lora.rank else 0,
         gathered=_gathered(trace, dtype, num_shards, settings.expert_parallel_degree) // tp,
         activations=row,
+        hot_experts=_hot_expert_bytes(
+            architecture, settings, tokens // split, kept_layers if settings.activation_checkpointing == "none" else 1
+        ),
         head=trace.head // split,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         offloaded=offloaded,
         largest=state_itemsize * trace.largest // num_shards,
         heap=(50 << 20) + heap_bytes + hidden_bytes * 7 // 2 if device_type() == "cpu" else 0,  # a fit, see TrainMemory
     )
+
+
+def _hot_expert_bytes(architecture: Architecture, settings: TrainSettings, tokens: int, kept_layers: int) -> int:
+    """Return what a rank needs more where its experts are chosen twice as often as those of the other ranks.
+
+    It has 2 N / (N + 1) times the mean rank's rows, of N ranks: their inputs, both halves of the hidden activations,
+    SwiGLU and results in each kept layer, and the same once more in a layer's backward pass. Ranks that lend experts
+    have the mean's rows, and the weights of what they borrow, with their gradients.
+    """
+    experts, ep = architecture.experts, settings.expert_parallel_degree
+    if experts is None or ep == 1:
+        return 0
+    itemsize, dim, hidden = resolve_dtype(settings.dtype).itemsize, architecture.dim, experts.hidden_dim
+    if settings.expert_balance == "least_loaded":
+        borrowed = math.ceil(experts.count / (2 * ep * ep))  # the excess over the mean, shared by the others
+        return 2 * borrowed * 3 * dim * hidden * itemsize
+    layers = kept_layers * len(experts.layers) / architecture.layers if kept_layers > 1 else 1
+    excess_rows = tokens * experts.top_k * (ep - 1) / (ep + 1)
+    return round(excess_rows * (2 * dim + 3 * hidden) * itemsize * (layers + 1))
 
 
 def _layers_under_way(architecture: Architecture, stages: int) -> int:

@@ -268,9 +268,9 @@ def choose(
     """Choose settings for a given machine; returns them and a line per choice. A pure function.
 
     Trainer rows become as long as memory allows, and engines get the memory that the trainer leaves. State stays on a
-    shared GPU if the engines have room next to it. If nothing fits otherwise, activations are recomputed, then moments
-    are kept in bfloat16 or int8, and only if that is not enough, the state moves to host memory permanently. Trainer
-    and engines that take turns share GPUs if that costs nothing.
+    shared GPU if the engines have room next to it. If nothing fits otherwise, activations are recomputed, then ranks
+    lend hot experts, then moments are kept in bfloat16 or int8, and only if that is not enough, the state moves to host
+    memory permanently. Trainer and engines that take turns share GPUs if that costs nothing.
 
     Args:
         gpu: memory of each GPU in bytes.
@@ -307,13 +307,14 @@ def choose(
         )
     has_engines = shared or generator.guests > 0  # on the trainer's GPUs
     usable = _USABLE * (gpu - _CONTEXT_BYTES - has_engines * _ASLEEP_BYTES)
-    trainer, rank_memory, flags = _fitted(trainer, rank_memory, tokens, usable, memory)
+    lends = rank_memory.hot_experts > 0 and trainer.expert_balance == "plain" and not architecture.family.general
+    trainer, rank_memory, flags = _fitted(trainer, rank_memory, tokens, usable, memory, lends=lends)
     if flags:
         lines.append(f"{flags}: the trainer does not fit otherwise; more --trainer.ranks shard its state")
     stays = stays and has_engines and (config.trainer.enable_cpu_offload or not trainer.enable_cpu_offload)
 
     if not trainer.seq_len:
-        bytes_per_token = rank_memory.activations / tokens
+        bytes_per_token = (rank_memory.activations + rank_memory.hot_experts) / tokens
         seq_len = next(
             (row for row in _ROWS if row > needed and rank_memory.total + bytes_per_token * (row - tokens) <= usable),
             needed,
@@ -341,11 +342,14 @@ def _fitted(
     tokens: int,
     usable: float,
     memory: Callable[[TrainSettings], TrainMemory],
+    *,
+    lends: bool,
 ) -> tuple[Trainer.Config, TrainMemory, str]:
-    """If a rank does not fit, recompute activations; then also keep small moments, and only then offload the state,
-    as the host's link costs more than rounding moments does.
+    """If a rank does not fit, recompute activations; then also have ranks lend hot experts, which changes no result;
+    then keep small moments, and only then offload the state, as the host's link costs more than rounding moments does.
 
     Args:
+        lends: whether ranks can lend experts, and do not.
         rank_memory: memory of a rank with these settings and rows of `tokens` tokens.
         usable: bytes of a GPU that a rank may use.
 
@@ -363,15 +367,18 @@ def _fitted(
     recomputing = replace(trainer, seq_len=tokens, activation_checkpointing="full")
     smaller_moments = OPTIMIZER_STATES[OPTIMIZER_STATES.index(trainer.optimizer_state) + 1 :]
     smaller_moments = () if trainer.dtype == "float64" else smaller_moments
+    lending = replace(recomputing, expert_balance="least_loaded") if lends else recomputing
     for candidate in (
         recomputing,
-        *(replace(recomputing, optimizer_state=state) for state in smaller_moments),
-        replace(recomputing, enable_cpu_offload=True),
+        *([lending] if lends else []),
+        *(replace(lending, optimizer_state=state) for state in smaller_moments),
+        replace(lending, enable_cpu_offload=True),
     ):
         candidate_memory = on_gpu(candidate, memory(candidate))
         if candidate_memory.total <= usable:
             flags = (
                 "--trainer.activation-checkpointing full"
+                + " --trainer.expert-balance least_loaded" * (candidate.expert_balance != trainer.expert_balance)
                 + f" --trainer.optimizer-state {candidate.optimizer_state}"
                 * (candidate.optimizer_state != trainer.optimizer_state)
                 + " --trainer.enable-cpu-offload" * candidate.enable_cpu_offload

@@ -229,6 +229,7 @@ def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
         f"activations of {trainer.seq_len} tokens, checkpointing {trainer.activation_checkpointing}": (
             rank_memory.activations
         ),
+        "hot experts, twice as busy as others": rank_memory.hot_experts,
         "output head, a chunk of logits": rank_memory.head,
         "attention masks": rank_memory.masks,
         "freed memory that the heap keeps": rank_memory.heap,

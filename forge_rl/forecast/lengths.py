@@ -1,0 +1,53 @@
+"""How many answers of a batch are still decoded after how many steps. Pure arithmetic.
+
+Lengths are taken as exponentially distributed, cut at the longest that the flags allow: a few answers are several times
+as long as the mean, and those that an engine has not ended have as far to go as new ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+_GROUPS = 64
+"""Answers of a tail are followed in so many groups of neighbours."""
+
+
+def longest_of(answers: float, *, mean: float, longest: float) -> float:
+    """Return the tokens of the longest of several answers, in the middle of its distribution's upper tail.
+
+    Args:
+        mean: mean tokens of an answer; with `longest`, all answers are as long.
+        longest: maximum tokens of an answer.
+    """
+    return _quantile(1 - 0.5 / max(1.0, answers), _scale(mean, longest), longest)
+
+
+def tail(running: float, *, mean: float, longest: float, last: float) -> Iterator[tuple[float, float]]:
+    """Yield steps, and the answers that are decoded in each of them, from `running` answers until the last has ended.
+
+    Args:
+        last: tokens of the longest.
+    """
+    scale, groups, passed = _scale(mean, longest), min(_GROUPS, math.ceil(running)), 0.0
+    for group in range(groups):
+        end = last if group == groups - 1 else min(last, _quantile((group + 0.5) / groups, scale, longest))
+        if end > passed:
+            yield end - passed, running * (1 - group / groups)
+            passed = end
+
+
+def _quantile(share: float, scale: float, longest: float) -> float:
+    """Return the length that a share of the answers do not exceed."""
+    return longest if math.isinf(scale) else min(longest, -scale * math.log1p(-share))
+
+
+def _scale(mean: float, longest: float) -> float:
+    """Return the mean of the exponential distribution which, cut at the longest, has the given mean."""
+    if mean >= longest:
+        return math.inf
+    low, high = mean, 1e6 * longest
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * -math.expm1(-longest / middle) < mean else (low, middle)
+    return (low + high) / 2
