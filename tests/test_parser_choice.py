@@ -70,7 +70,7 @@ def test_the_tool_parser_reads_back_what_the_template_writes(
 
 
 @pytest.mark.parametrize(
-    ("template", "tokens", "chosen"),
+    ("template", "tokens", "parser"),
     [
         (PROPERTIES + with_calls("<tool_call>\n", OBJECT, "\n</tool_call>").removeprefix(TOOLS), (), "hermes"),
         (
@@ -81,30 +81,30 @@ def test_the_tool_parser_reads_back_what_the_template_writes(
     ],
 )
 def test_templates_that_read_all_of_a_tool_are_asked_with_a_whole_one(
-    small_tokenizer: Path, tmp_path: Path, template: str, tokens: tuple[str, ...], chosen: str
+    small_tokenizer: Path, tmp_path: Path, template: str, tokens: tuple[str, ...], parser: str
 ) -> None:
     tokenizer = tokenizer_with(small_tokenizer, tmp_path, template, tags=tokens)
     assert tokenizer.shows_tools
-    assert parser_for(tokenizer) == chosen
+    assert parser_for(tokenizer) == parser
 
 
 @pytest.mark.parametrize(
-    ("template", "tokens", "chosen"),
+    ("template", "tokens", "parser"),
     [
         (with_calls("<|tool_call>", GEMMA, "<tool_call|>"), ("<|tool_call>", "<tool_call|>", '<|"|>'), "gemma4"),
         (with_calls("", MINICPM, ""), ("<function", "</function>", "<param", "</param>"), "minicpm5"),
     ],
 )
-def test_a_parser_that_drops_text_beside_calls_is_chosen_by_the_templates_marker_alone(
-    small_tokenizer: Path, tmp_path: Path, template: str, tokens: tuple[str, ...], chosen: str
+def test_a_parser_that_drops_text_next_to_calls_is_found_by_the_templates_marker_alone(
+    small_tokenizer: Path, tmp_path: Path, template: str, tokens: tuple[str, ...], parser: str
 ) -> None:
     after = template.replace("{{ m.content }}{% if m.tool_calls %}", "{% if m.tool_calls %}").replace(
         "{% endfor %}{% endif %}", "{% endfor %}{% endif %}{{ m.content }}"
     )
-    tokenizer = tokenizer_with(small_tokenizer, tmp_path, after if chosen == "gemma4" else template, tags=tokens)
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, after if parser == "gemma4" else template, tags=tokens)
     assert len(samples_of_calls(tokenizer)) == 3
     assert any(sample.content for sample in samples_of_calls(tokenizer))
-    assert parser_for(tokenizer) == chosen
+    assert parser_for(tokenizer) == parser
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Sample:
         """Return True if this is what a parser found: text, calls with JSON arguments, and the thought.
 
         Args:
-            drops_content: accept that the parser drops text beside calls.
+            drops_content: accept that the parser drops text next to calls.
         """
         try:
             parsed_calls = [(name, json.loads(arguments)) for name, arguments in calls]

@@ -144,7 +144,7 @@ def parser_for(tokenizer: Tokenizer) -> str:
 
     Templates that do not render tools get them in Hermes' format, so calls are parsed in that format too. Otherwise
     this imports vLLM, which takes seconds. Where no parser reads all, the one of the template's markers may drop
-    text beside calls, as vLLM's does for Gemma 4.
+    text next to calls, as vLLM's does for Gemma 4.
 
     Raises:
         ConfigError: no parser reads them.
