@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import models
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.families import general
 from forge_rl.engines.families.general import file_names
 from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.protocol import TrainSettings
@@ -209,7 +210,6 @@ def test_a_checkpoint_of_adapters_goes_on_from_them(tmp_path: Path):
         ("ibm-granite/granite-4.0-h-1b", {"targets": ("in_proj", "conv1d")}, "conv1d: routers, .* convolutions"),
         ("ibm-granite/granite-4.0-h-1b", {"targets": ("out_proj",)}, "out_proj: .* Mamba's output have no adapters"),
         ("ibm-granite/granite-4.0-h-1b", {"targets": ("query",)}, "has no such linear layer"),
-        ("ibm-granite/granite-4.0-h-1b", {"dropout": 0.1}, "layers with a state in a 'granitemoehybrid' see one"),
     ],
 )
 def test_what_has_no_adapter_is_refused_by_name(name: str, settings: dict[str, Any], message: str, tmp_path: Path):
@@ -217,6 +217,22 @@ def test_what_has_no_adapter_is_refused_by_name(name: str, settings: dict[str, A
     check_model(TrainSettings(lora=LORA), 1, architecture)
     with pytest.raises(ConfigError, match=message):
         check_model(TrainSettings(lora=replace(LORA, **settings)), 1, architecture)
+
+
+def test_dropout_next_to_states_repeats_when_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write("ibm-granite/granite-4.0-h-1b", tmp_path / "hf")
+    settings, ends = TrainSettings(lora=replace(LORA, dropout=0.5)), []
+    check_model(settings, 1, read_architecture(folder))
+    for recomputed in ("none", "full"):
+        engine = engine_of(folder, lora=settings.lora, activation_checkpointing=recomputed)
+        batch = packed(random_batch(0, vocab=43), seq_len=128)
+        for _ in range(2):
+            train_batch(engine, batch)
+        ends.append(torch.cat(engine.logprobs(batch.rows, temperature=1.0)))
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
+    monkeypatch.setattr(general, "ROW_MIXERS", frozenset())
+    with pytest.raises(ConfigError, match="layers with a state in a 'granitemoehybrid' see one episode at a time"):
+        check_model(settings, 1, read_architecture(folder))
 
 
 @pytest.mark.nightly

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
+from forge_rl.tokens.parser_choice import samples_of_calls
 from forge_rl.tokens.template_args import read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.tokens.tool_parsers import parser_for, reasoning_parser_for
@@ -15,6 +16,18 @@ OBJECT = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments
 PYTHONIC = (
     "{{ c.function.name }}({% for p in c.function.arguments %}{{ p }}={{ c.function.arguments[p] | tojson }}"
     "{{ ', ' if not loop.last }}{% endfor %})"
+)
+GEMMA = (
+    "call:{{ c.function.name }}{{ '{' }}{% for p, v in c.function.arguments.items() %}{{ p }}:{% if v is string %}"
+    "<|\"|>{{ v }}<|\"|>{% else %}{{ v }}{% endif %}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+)
+SEED = (
+    "<function={{ c.function.name }}>\n{% for p, v in c.function.arguments.items() %}<parameter={{ p }}>{{ v }}"
+    "</parameter>\n{% endfor %}</function>\n"
+)
+MINICPM = (
+    '<function name="{{ c.function.name }}">{% for p, v in c.function.arguments.items() %}<param name="{{ p }}">{{ v }}'
+    "</param>{% endfor %}</function>"
 )
 THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
 
@@ -27,6 +40,13 @@ def with_calls(before: str, call: str, after: str, *, between: str = "", around:
     if around[0] == "[":  # as Llama 3.2, which writes calls alone
         content = f"{{% if m.tool_calls %}}{written}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
     return TOOLS + CHATML.replace("{{ m.content }}", content)
+
+
+PROPERTIES = (
+    "{% for t in tools %}{{ t.function.name }}{% for p, v in t.function.parameters.properties.items() %} {{ p }}: "
+    "{{ v.type }}{% endfor %}\n{% endfor %}"
+)
+"""Reads what a tool may lack, and tools where there are none, as templates of Seed-OSS and Hermes 3 do."""
 
 
 @pytest.mark.parametrize(
@@ -50,11 +70,50 @@ def test_the_tool_parser_reads_back_what_the_template_writes(
 
 
 @pytest.mark.parametrize(
+    ("template", "tokens", "parser"),
+    [
+        (PROPERTIES + with_calls("<tool_call>\n", OBJECT, "\n</tool_call>").removeprefix(TOOLS), (), "hermes"),
+        (
+            with_calls("<seed:tool_call>\n", SEED, "</seed:tool_call>"),
+            ("<seed:tool_call>", "</seed:tool_call>"),
+            "seed_oss",
+        ),
+    ],
+)
+def test_templates_that_read_all_of_a_tool_are_asked_with_a_whole_one(
+    small_tokenizer: Path, tmp_path: Path, template: str, tokens: tuple[str, ...], parser: str
+) -> None:
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, template, tags=tokens)
+    assert tokenizer.shows_tools
+    assert parser_for(tokenizer) == parser
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "parser"),
+    [
+        (with_calls("<|tool_call>", GEMMA, "<tool_call|>"), ("<|tool_call>", "<tool_call|>", '<|"|>'), "gemma4"),
+        (with_calls("", MINICPM, ""), ("<function", "</function>", "<param", "</param>"), "minicpm5"),
+    ],
+)
+def test_a_parser_that_drops_text_next_to_calls_is_found_by_the_templates_marker_alone(
+    small_tokenizer: Path, tmp_path: Path, template: str, tokens: tuple[str, ...], parser: str
+) -> None:
+    after = template.replace("{{ m.content }}{% if m.tool_calls %}", "{% if m.tool_calls %}").replace(
+        "{% endfor %}{% endif %}", "{% endfor %}{% endif %}{{ m.content }}"
+    )
+    tokenizer = tokenizer_with(small_tokenizer, tmp_path, after if parser == "gemma4" else template, tags=tokens)
+    assert len(samples_of_calls(tokenizer)) == 3
+    assert any(sample.content for sample in samples_of_calls(tokenizer))
+    assert parser_for(tokenizer) == parser
+
+
+@pytest.mark.parametrize(
     ("template", "tags", "chosen"),
     [
         (CHATML, (), ""),
         (OPENS, ("<think>", "</think>"), "deepseek_r1"),
         (with_calls("<tool_call>\n", OBJECT, "\n</tool_call>"), ("<think>", "</think>"), "deepseek_r1"),
+        (CHATML + "{# <mm:think> #}", ("<mm:think>", "</mm:think>"), "minimax_m3"),
         (OPENS.replace("<think>", "◁think▷") + "{# ◁/think▷ #}", (), None),
     ],
 )

@@ -225,10 +225,10 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
             f"--lora.dropout {lora.dropout:g} needs whole rows on each rank",
             hint="leave it out, or leave out --trainer.tensor-parallel-degree and --trainer.context-parallel-degree",
         )
-    if lora.dropout and _has_states(architecture):
+    if lora.dropout and not _sees_whole_rows(architecture):
         raise ConfigError(
             f"--lora.dropout {lora.dropout:g} needs whole rows in each layer, and layers with a state in a "
-            f"{architecture.family.model_type!r} may see one episode at a time",
+            f"{architecture.family.model_type!r} see one episode at a time",
             hint="leave it out",
         )
 
@@ -237,6 +237,12 @@ def _has_states(architecture: Architecture) -> bool:
     from forge_rl.engines.families.general import has_states  # imports transformers
 
     return architecture.folder is not None and has_states(architecture.folder)
+
+
+def _sees_whole_rows(architecture: Architecture) -> bool:
+    from forge_rl.engines.families.general import sees_whole_rows  # imports transformers
+
+    return architecture.folder is None or sees_whole_rows(architecture.folder)
 
 
 def _divides(field: str, degree: int, counts: dict[str, int]) -> None:

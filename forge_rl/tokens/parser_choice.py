@@ -24,6 +24,10 @@ _ARGUMENTS = ({"a": 2, "s": "x"}, {"a": 31, "s": "y z"})
 _SIGNS = {
     "<|tool_calls_section_begin|>": "kimi_k2",
     "<minimax:tool_call>": "minimax_m2",
+    "]<]minimax[>[": "minimax_m3",
+    "<seed:tool_call>": "seed_oss",
+    "<|tool_call>": "gemma4",
+    '<function name="': "minicpm5",
     "<arg_key>": "glm45",
     "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
@@ -41,6 +45,7 @@ _REASONING = {
     "<think>": ("deepseek_r1", "qwen3"),
     "[THINK]": ("mistral",),
     "<seed:think>": ("seed_oss",),
+    "<mm:think>": ("minimax_m3",),
     "<|START_THINKING|>": ("cohere_command3", "cohere_command4"),
     "<|channel>": ("gemma4",),
 }
@@ -58,14 +63,28 @@ class Sample:
     """Text outside of calls and thoughts."""
     thought: str = ""
 
-    def is_read(self, content: str | None, calls: Sequence[tuple[str, str]], thought: str | None = None) -> bool:
-        """Return True if this is what a parser found: text, calls with JSON arguments, and the thought."""
+    def is_read(
+        self,
+        content: str | None,
+        calls: Sequence[tuple[str, str]],
+        thought: str | None = None,
+        *,
+        drops_content: bool = False,
+    ) -> bool:
+        """Return True if this is what a parser found: text, calls with JSON arguments, and the thought.
+
+        Args:
+            drops_content: accept that the parser drops text next to calls.
+        """
         try:
             parsed_calls = [(name, json.loads(arguments)) for name, arguments in calls]
         except ValueError:
             return False
         same_thought = not self.thought or (thought or "").strip() == self.thought
-        return same_thought and parsed_calls == list(self.calls) and (content or "").strip() == self.content
+        same_content = (content or "").strip() in (
+            (self.content, "") if drops_content and self.calls else (self.content,)
+        )
+        return same_thought and parsed_calls == list(self.calls) and same_content
 
 
 def tool_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) -> list[str]:

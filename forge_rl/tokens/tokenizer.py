@@ -245,14 +245,16 @@ class Tokenizer:
     @cached_property
     def shows_tools(self) -> bool:
         """True if the chat template renders tools and tool calls."""
-        probe = "probe_5e1c"
-        call = {"id": "call00001", "type": "function", "function": {"name": probe, "arguments": {}}}
-        tool = {"type": "function", "function": {"name": probe, "description": "", "parameters": {"type": "object"}}}
+        name, called_name = "probe_5e1c", "probe_8d2f"
+        call = {"id": "call00001", "type": "function", "function": {"name": called_name, "arguments": {"a": 1}}}
+        # Complete: templates read properties, or the list of tools that calls belong to, without asking.
+        parameters = {"type": "object", "properties": {"a": {"type": "integer", "description": "?"}}, "required": ["a"]}
+        tool = {"type": "function", "function": {"name": name, "description": "?", "parameters": parameters}}
         user = {"role": "user", "content": "?"}
         try:
-            tools_shown = probe in self.text([user], add_generation_prompt=True, tools=[tool])
+            tools_shown = name in self.text([user], add_generation_prompt=True, tools=[tool])
             messages: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return tools_shown and probe in self.text(messages, add_generation_prompt=False, tools=None)
+            return tools_shown and called_name in self.text(messages, add_generation_prompt=False, tools=[tool])
         except ModelError:
             return False
 

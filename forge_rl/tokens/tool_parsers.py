@@ -143,7 +143,8 @@ def parser_for(tokenizer: Tokenizer) -> str:
     """Return the name of vLLM's parser that reads back the calls that a model's chat template writes.
 
     Templates that do not render tools get them in Hermes' format, so calls are parsed in that format too. Otherwise
-    this imports vLLM, which takes seconds.
+    this imports vLLM, which takes seconds. Where no parser reads all, the one of the template's markers may drop
+    text next to calls, as vLLM's does for Gemma 4.
 
     Raises:
         ConfigError: no parser reads them.
@@ -158,6 +159,8 @@ def parser_for(tokenizer: Tokenizer) -> str:
     for name in tool_parsers_to_try(tokenizer, vllm.ToolParserManager.list_registered()):
         if _reads(name, "", tokenizer, samples):
             return name
+    if _reads(signed_name := tool_parser_by_sign(tokenizer), "", tokenizer, samples, drops_content=True):
+        return signed_name
     raise ConfigError(
         f"none of vLLM's tool parsers reads the calls that the chat template of {tokenizer.folder} writes, such as "
         f"{samples[0].text!r:.200}",
@@ -194,8 +197,10 @@ def reasoning_parser_for(tokenizer: Tokenizer, tool_parser: str) -> str:
     )
 
 
-def _reads(tool: str, reasoning: str, tokenizer: Tokenizer, samples: Sequence[Sample]) -> bool:
-    """Return True if parsers read back all samples."""
+def _reads(
+    tool: str, reasoning: str, tokenizer: Tokenizer, samples: Sequence[Sample], *, drops_content: bool = False
+) -> bool:
+    """Return True if parsers read back all samples, see `Sample.is_read`."""
     from forge_rl.tokens import vllm_parsers as vllm
 
     parser = ToolParser(tool, tokenizer, reasoning)
@@ -218,7 +223,8 @@ def _reads(tool: str, reasoning: str, tokenizer: Tokenizer, samples: Sequence[Sa
             return False
         if not reasoning:
             content = without_thoughts(content or "", tokenizer.thoughts.tags)  # as templates open answers with
-        if not sample.is_read(content, [(call.name, call.arguments) for call in calls or ()], thought):
+        parsed_calls = [(call.name, call.arguments) for call in calls or ()]
+        if not sample.is_read(content, parsed_calls, thought, drops_content=drops_content):
             return False
     return True
 

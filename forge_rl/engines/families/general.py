@@ -33,6 +33,15 @@ _TOKEN_KINDS = ("mlp", "moe")
 """Kinds of layers that see each token alone."""
 _MIXERS = ("linear_attn", "mamba", "conv", "mixer")
 """Names of the module with the state in transformers' layers of these kinds."""
+ROW_MIXERS = frozenset(
+    (
+        *("GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
+        *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+        *("Lfm2ShortConv", "Lfm2MoeShortConv"),
+    )
+)
+"""transformers' mixers in which only `causal_conv1d_fn`, `torch_chunk_gated_delta_rule` and `mamba2_chunk_scan` let
+tokens meet."""
 COMPARED = frozenset(
     (
         *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "diffllama", "ernie4_5"),
@@ -424,6 +433,11 @@ def has_states(folder: Path) -> bool:
     except ModelError:
         return False
     return any(kind in _RECURRENT_KINDS for kind in getattr(config, "layer_types", None) or ())
+
+
+def sees_whole_rows(folder: Path) -> bool:
+    """Return whether each layer of a model runs once for a row, and none over one episode at a time."""
+    return all(type(mixer).__name__ in ROW_MIXERS for mixer in recurrent_mixers(inspected_model(folder)))
 
 
 def mixes_rows(folder: Path) -> bool:

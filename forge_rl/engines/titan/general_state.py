@@ -13,18 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_rl.engines.families.general import ROW_MIXERS
 from forge_rl.engines.titan.row_states import Call, RowStates
 from forge_rl.packing.rows import Row
 
-ROW_MIXERS = frozenset(
-    (
-        *("GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
-        *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
-        *("Lfm2ShortConv", "Lfm2MoeShortConv"),
-    )
-)
-"""transformers' mixers in which only `causal_conv1d_fn`, `torch_chunk_gated_delta_rule` and `mamba2_chunk_scan` let
-tokens meet."""
 _DELTA_CHUNK = 64
 """Tokens to a multiple of which transformers' `torch_chunk_gated_delta_rule` pads."""
 ROW = "forge_rl_row"
