@@ -1,5 +1,6 @@
 """Advisories: each condition is caused, with the step since when it holds and the flag to change."""
 
+import ast
 import json
 import re
 from collections.abc import Sequence
@@ -254,15 +255,19 @@ def test_a_flag_without_effect_is_reported_until_it_has_one(kind: str) -> None:
     assert not settings or advisories_of(rows, settings={}) == [], "nobody asked for it"
 
 
-def test_the_metrics_page_names_each_effect_and_its_existing_tests() -> None:
+def test_the_metrics_page_names_each_effect_and_a_whole_run_that_shows_it() -> None:
     root = Path(__file__).parent.parent
     table = (root / "docs" / "running" / "metrics.md").read_text().partition("## Effects of flags")[2]
     rows = [line.split("|") for line in table.splitlines() if "`tests/" in line]
     kinds = {kind for row in rows for kind in re.findall(r"`(\w+)`", row[4])}
     assert kinds == EFFECTS.keys()
     for row in rows:
-        for file, test in re.findall(r"`(tests/\w+\.py)`: `(\w+)`", row[5]):
-            assert f"def {test}(" in (root / file).read_text(), f"{file}: {test}"
+        ((file, test),) = re.findall(r"`(tests/\w+\.py)`: `(\w+)`", row[5])
+        functions = [node for node in ast.parse((root / file).read_text()).body if isinstance(node, ast.FunctionDef)]
+        (source,) = (ast.unparse(node) for node in functions if node.name == test)
+        metric_names = re.findall(r"`(\w+/[\w/]+)`", row[3])
+        assert any(name in source for name in metric_names), f"{file}: {test} looks at none of {metric_names}"
+        assert "tiny_run(" in source or "`offloaded_activations`" in row[4], f"{file}: {test} is no whole run"
 
 
 def test_the_log_warns_of_advisories(tmp_path: Path) -> None:
