@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.models import NATIVE
 from forge_rl.engines.architecture import Architecture, check_weights, read_architecture
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
@@ -19,11 +20,12 @@ from forge_rl.tokens.tokenizer import Tokenizer
 from recipes.grpo import Config
 from tests.plain_trainer import in_float64, logits_of
 from tests.test_titan_model import engine_of, titan_logits
+from tests.zoo import packed
 from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, REFUSED
 from tests.zoo.folders import SIZES, transformers_config, write
 from tests.zoo.general import UNSERVED
 from tests.zoo.services import Gaps, whole_ways
-from tests.zoo.trained import ALL, stored
+from tests.zoo.trained import ALL, stored, write_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -59,6 +61,16 @@ def test_a_published_folder_is_read_as_transformers_does(name: str, tmp_path: Pa
     assert tokenizer.decode(ids, skip_special=False).startswith("<|start|>user\n2+3? é" + checkpoint.stops[0])
     assert tokenizer.vocab_size == architecture.vocab
     assert tokenizer.decode([architecture.vocab - 1, ids[0]]) is not None
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_packed_rows_of_native_families_equal_transformers(name: str, tmp_path: Path):
+    folder = write_model(name, tmp_path / "zoo")
+    engine = packed.engine_of(folder, "native")
+    for share_prefixes in (True, False):
+        deviation = packed.compare(engine, folder, packed.rows_of(share_prefixes=share_prefixes))
+        assert deviation.spread > 0.2, "the model must tell tokens apart for this to be a test"
+        assert max(deviation.forward, deviation.gradient) < 1e-9
 
 
 @pytest.mark.parametrize("name", REFUSED)
