@@ -22,6 +22,7 @@ from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan import head
+from forge_rl.engines.titan.adapter_engine import TitanAdapters
 from forge_rl.engines.titan.factor_pairs import factor_pairs
 from forge_rl.engines.titan.index import INDEX
 from forge_rl.engines.titan.lora import without_adapters
@@ -34,7 +35,8 @@ from forge_rl.metrics import reduce
 from forge_rl.models.adapter_products import AdapterProduct, merged_weight
 from forge_rl.models.adapters import Adapter
 from forge_rl.models.resolve import resolve_model
-from forge_rl.run.lora_settings import lora_lines
+from forge_rl.run.lora_settings import check_served_versions, lora_lines
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import ShardReport, complete, draft, factor_names
 from forge_rl.weights.slices import TensorSlice
@@ -601,3 +603,18 @@ def test_an_adapted_head_is_scored_in_chunks_as_whole(tmp_path: Path, monkeypatc
     with without_adapters(engine.model):
         off = torch.cat(engine.scorer.logprobs(engine.model, laid.rows, 0.7))
     assert not torch.allclose(off, torch.cat(chunked))
+
+
+@pytest.mark.parametrize(("family", "target"), [("qwen3_moe", "experts"), ("qwen3", "lm_head")])
+def test_experts_and_heads_are_refused_where_several_share_a_base_or_engines_serve_them(
+    family: str, target: str, tmp_path: Path
+):
+    folder = tmp_path / "hf"
+    make_model(folder, family)
+    lora = LoRAConfig(rank=4, targets=("q_proj", target))
+    generator = GeneratorConfig(adapters="served", max_model_len=128, kv_cache_gib=0.1)
+    config = grpo.Config(model=str(folder), out=tmp_path / "run", generator=generator, lora=lora)
+    with pytest.raises(ConfigError, match=f"engines cannot serve an adapter of {target}"):
+        check_served_versions(config, folder, read_architecture(folder))
+    with pytest.raises(ConfigError, match=f"{target}: several adapters over one base"):
+        TitanAdapters(engine_of(folder, lora), folder)

@@ -25,6 +25,8 @@ _FILE_PARTS = {
     _DOWN: ((_DOWN,), ("w2",)),
 }
 """Names in files of the equal parts of each stack's outputs, by transformers' name of the stack; alternatives."""
+_FILE_STACKS = {"gate_up_proj": "input_linear.weight", _DOWN: "output_linear.weight"}
+"""Other names in files of whole stacks, Granite's, by transformers' name of the stack."""
 _TRANSPOSED = frozenset({"gpt_oss"})
 """Types of models whose stacks are [experts, inputs, outputs]."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -104,15 +106,16 @@ def file_factors(
     """
     (a, b), leaf = pair, name.rpartition(".")[2]
     layer = _LAYER.search(name)
+    stack_ends = (f".experts.{leaf}", f".block_sparse_moe.{_FILE_STACKS.get(leaf, leaf)}")
     names = [
         file_name
         for file_name in files
-        if ".experts." in file_name
+        if (".experts." in file_name or file_name.endswith(stack_ends))
         and (match := _LAYER.search(file_name)) is not None
         and layer is not None
         and match[1] == layer[1]
     ]
-    stacks = [file_name for file_name in names if file_name.endswith(f".experts.{leaf}")]
+    stacks = [file_name for file_name in names if file_name.endswith(stack_ends)]
     if len(stacks) == 1:
         is_transposed = read_object(base / "config.json").get("model_type") in _TRANSPOSED
         return {stacks[0]: (b.mT, a.mT) if is_transposed else (a, b)}
