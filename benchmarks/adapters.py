@@ -6,8 +6,8 @@ Memory and time are of updates of SmolLM2-135M in float32, each in a process of 
 transformers with peft, on the same episodes, in turn. `worst_deviation` is the largest difference of a gradient from
 peft's, in float64, over all families with adapters. For `mutations_missed`, a real engine gets adapters that are wrong
 in one way: in what it reads, where the comparison of bytes must name the tensor, and in what it serves, where the
-logprobs of probes must betray it; there, also versions of all weights. `probes_cpu_share` is the CPU time of a
-version's probes over that of a step of full training.
+logprobs of probes must betray it; there, also versions of all weights. `probes_cpu_share` is the share of a
+version's probes in the CPU time of a step of full training.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _make_mistakes(report: Report) -> None:
 
 
 def _measure_probes(config: Config, report: Report) -> None:
-    """Take steps of a run that trains all weights, and compare their CPU time with that of its probes."""
+    """Take steps of a run that trains all weights, and measure the share of probes in their CPU time."""
     with tempfile.TemporaryDirectory(prefix="adapters-") as name:
         flags = {"model": config.model, "out": f"{name}/run", "steps": 2 + LEAST_REPEATS, "display": "none"}
         flags |= {"schedule.kind": "synchronous"}  # nothing else decodes between the steps

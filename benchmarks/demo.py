@@ -34,7 +34,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "merged": _ADAPTERS,
     "served": (*_ADAPTERS, "--generator.adapters", "served"),
 }
-"""Flags of what is trained, and how engines apply it; the last of a flag's values counts."""
+"""Flags by kind of training and engines; they follow the demo's, and the last value of a flag counts."""
 _SMOKE = ("--steps", "1", "--evaluation.every", "1", "--evaluation.tasks", "2", "--groups-per-batch", "2")
 
 

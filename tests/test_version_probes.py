@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from forge_rl.errors import AttestationError
+from forge_rl.packing.rows import Layout
 from forge_rl.rollout.version_probes import VersionProbes
 from forge_rl.weights.effects import Logprobs, ProbedVersion, VersionEffects
 
@@ -36,10 +37,13 @@ class Run:
     def __init__(self) -> None:
         self.drawn = np.random.default_rng(0)
         self.engines = Engines()
-        self.trainer = SimpleNamespace(probe=None, probed=None, adapters_probed={}, loads=1, probe_s=0.0)
+        self.trainer = SimpleNamespace(
+            probe=None, probed=None, adapters_probed={}, loads=1, probe_s=0.0, layout=Layout(seq_len=TOKENS)
+        )
         tokenizer: Any = SimpleNamespace(render=lambda messages: [1, 2], encode=lambda text: range(3, 43))
         effects = VersionEffects(engines="float32", trainer="float32")
-        self.probes = VersionProbes(cast(Any, self.trainer), cast(Any, self.engines), tokenizer, effects, count=1)
+        # Three texts are longer than a row, which has room for the first alone.
+        self.probes = VersionProbes(cast(Any, self.trainer), cast(Any, self.engines), tokenizer, effects, count=3)
 
     def publish(self, version: int, adapter: str = "", *, arrives: bool = True) -> None:
         probed = ProbedVersion(version=version, logprobs=-5 * self.drawn.random(TOKENS))
@@ -107,3 +111,10 @@ async def test_a_rollback_while_an_engine_answers_fails_no_adapter() -> None:
     await run.probes.attest()
     assert run.engines.asked == ["math"], "of the earlier history, nothing is compared"
     assert "weights/probe_gap/math" not in run.probes.pop_metrics()
+
+
+def test_the_probes_fit_into_a_row_of_the_trainer() -> None:
+    run = Run()
+    packed = run.trainer.probe(run.trainer.layout)
+    (row,) = packed.rows
+    assert (len(row), int(row.mask.sum())) == (TOKENS, TOKENS)

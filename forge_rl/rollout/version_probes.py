@@ -57,7 +57,8 @@ class VersionProbes:
     ) -> None:
         start = tokenizer.render([{"role": "user", "content": "go"}])[:1]
         ids = [token for text in TEXTS[:count] for token in tokenizer.encode(text)[:_TOKENS]]
-        self._ids = np.array([*start, *ids[: generator.max_model_len - 2]], np.int32)
+        longest = min(generator.max_model_len - 2, trainer.layout.longest)
+        self._ids = np.array([*start, *ids[:longest]], np.int32)
         batch = Batch(groups=(_group(self._ids),), version=0)
         trainer.probe = lambda layout: pack(batch, torch.ones(1, 1), layout, drop_uniform=False)
         self._trainer = trainer

@@ -249,7 +249,7 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
 
 
 def _factor_dtype(model: Any) -> str:
-    """Return the dtype that versions have factors in; "" for that of the weights."""
+    """Return the dtype of factors in versions; "" for the dtype of the weights."""
     parameter = next(factor_pairs(model)).parameters[0]
     lora = model.adapters.lora
     return "" if lora.dtype == "float32" or parameter.dtype == torch.float64 else lora.dtype
