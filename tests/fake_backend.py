@@ -21,7 +21,7 @@ from forge_rl.services.completion import Observer
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
-from tests.tiny import bundled_folder
+from tests.tiny import bundled_tokenizer as tokenizer
 
 
 class _Impatient:
@@ -41,11 +41,6 @@ VERSION = 3
 TRAINING = Sampling(max_tokens=500, temperature=0.8, seed=11)
 
 Script = Callable[[tuple[int, ...], Sampling], Sequence[int]]
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer(bundled_folder())
 
 
 @cache

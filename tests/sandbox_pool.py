@@ -17,9 +17,11 @@ import pytest
 
 from forge_rl.sandbox import CellError, Limits, Pool, PoolSession, Result, SandboxError, shared_pool
 from forge_rl.sandbox.images import ContainerImage
+from forge_rl.sandbox.inside.commands import bubblewrap
 from forge_rl.sandbox.pool import Profile
 
 T = TypeVar("T")
+needs_bubblewrap = pytest.mark.skipif(bubblewrap() is None, reason="this machine has no bubblewrap")
 LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, scratch_files=64)
 
 

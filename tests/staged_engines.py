@@ -22,7 +22,7 @@ from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling, Turn
 from tests.fake_actors import cluster, new_service_name
 from tests.fake_engine import FOLDER, FakeEngine, FakeStore, Orders, draw
-from tests.tiny import bundled_folder
+from tests.tiny import bundled_folder, bundled_tokenizer
 
 PROMPT = (1, 4093, 198, 1780)
 MODEL = bundled_folder()
@@ -101,6 +101,7 @@ async def stage(
             model=MODEL,
             seed=0,
             sharing=DeviceSharing(replace=replace),
+            make_tokenizer=lambda folder: bundled_tokenizer(),
             actor=FakeEngine,
         )
         try:

@@ -15,7 +15,7 @@ from forge_rl.data.scan import PromptLengths, check_tasks
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import ConfigError, ForgeError, TaskError
 from forge_rl.tokens.tokenizer import Tokenizer
-from tests.tiny import bundled_folder
+from tests.tiny import bundled_tokenizer
 
 GOOD = '{"question": "2+3?", "answer": "5"}\n'
 
@@ -294,7 +294,7 @@ def test_bad_flags_of_data_have_one_clear_message(name: str, tmp_path: Path, mon
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(bundled_folder())
+    return bundled_tokenizer()
 
 
 def write(path: Path, *questions: str) -> str:

@@ -16,7 +16,7 @@ from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 from tests.fake_engine import GARBAGE, Unpickable
-from tests.tiny import bundled_folder
+from tests.tiny import bundled_tokenizer
 
 GOOD = Chunk(token_ids=(7,), logprobs=(-0.5,), versions=(1,), text="x")
 SAMPLING = Sampling(max_tokens=8)
@@ -25,7 +25,7 @@ DIED = ReplicaError("gone", service="generator", replica=0)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(bundled_folder())
+    return bundled_tokenizer()
 
 
 def add(completion: ResumableCompletion, part: Chunk) -> Chunk:

@@ -23,7 +23,7 @@ from tests.commands import Command, metrics, tiny_run
 from tests.container_images import host_layer, layer, written_layout
 from tests.fake_backend import FakeBackend, letters_of
 from tests.harbor_tasks import FILES, TASKS, write_tasks
-from tests.sandbox_pool import loop_with_pool
+from tests.sandbox_pool import loop_with_pool, needs_bubblewrap
 from tests.test_agent_command import ASKS, python
 from tests.test_agent_openai import PolicyClient, attempts_of
 
@@ -113,6 +113,7 @@ def test_tasks_without_containers_are_refused():
         ContainerAgents(build_environment("game"))
 
 
+@needs_bubblewrap
 async def test_a_reward_beside_the_tasks_own_tests_is_refused(folder: Path):
     config = agent_command.Config(env=flag(folder), rewards=("math",))
     with pytest.raises(ConfigError, match="--reward has no effect, as the environment scores its episodes itself"):

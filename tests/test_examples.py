@@ -20,7 +20,7 @@ from forge_rl.errors import TaskError
 from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task
-from tests.tiny import bundled_folder
+from tests.tiny import bundled_tokenizer
 
 MARKED = """{%- for message in messages %}
 {%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}
@@ -105,7 +105,7 @@ def test_trained_are_the_tokens_that_transformers_marks(messages: list[Message],
 
 
 def test_the_bundled_models_turns_end_with_their_stop_token() -> None:
-    tokenizer = Tokenizer(bundled_folder())
+    tokenizer = bundled_tokenizer()
     completion = [assistant("5"), user("And 4 more?"), assistant("9<|im_end|>")]
     (episode,) = conversation_episodes(task_of(user("2+3?"), completion=completion), tokenizer)
     system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

@@ -16,10 +16,10 @@ import pytest
 from forge_rl.errors import ConfigError, ContextError, PoisonError, ReplicaError, ServiceError, WeightsError
 from forge_rl.services import engine_pool
 from forge_rl.services.completion import ResumableCompletion
-from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 from tests.fake_engine import GARBAGE, NON_FINITE, draw
-from tests.staged_engines import MODEL, PROMPT, read, right, stage, stream
+from tests.staged_engines import PROMPT, read, right, stage, stream
+from tests.tiny import bundled_tokenizer
 
 
 async def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(
@@ -184,7 +184,7 @@ async def test_a_completion_that_kills_every_engine_is_given_up_before_they_are(
 
 async def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_left: None) -> None:
     text = "say 🦜 <|END|> and more"
-    tokenizer = Tokenizer(MODEL)
+    tokenizer = bundled_tokenizer()
     ids = tokenizer.encode(text)
     stream = tokenizer.text_stream(PROMPT)
     texts = [stream.add(token) for token in ids]

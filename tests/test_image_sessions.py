@@ -19,6 +19,7 @@ from forge_rl.sandbox.workspaces.snapshots import layer_of
 from tests import images
 from tests.container_images import host_layer, image_of, layer, packed_folder
 from tests.images import write_layout
+from tests.sandbox_pool import needs_bubblewrap
 
 LIMITS = Limits(wall_s=20, memory_bytes=128 << 20, processes=24, scratch_bytes=8 << 20, scratch_files=3000)
 
@@ -313,6 +314,7 @@ async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Containe
     assert stat.S_ISDIR(image.layers[0].stat().st_mode)
 
 
+@needs_bubblewrap
 async def test_a_snapshot_is_a_layer_of_an_image(image: ContainerImage, tmp_path: Path):
     """Another host fetches it, and goes on where the session was."""
     made = [packed_folder(folder) for folder in image.layers]

@@ -12,7 +12,7 @@ from forge_rl.errors import ConfigError, TaskError
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.types import Score, Task
 from forge_rl.worlds.programs import Programs
-from tests.sandbox_pool import loop_with_pool
+from tests.sandbox_pool import loop_with_pool, needs_bubblewrap
 
 CASES = [{"input": "20\n", "output": "40\n"}, {"input": "-1\n", "output": "-2\n"}]
 DOUBLES = {
@@ -65,6 +65,7 @@ def test_a_function_is_not_called_in_another_language(loop: asyncio.Runner):
         score(loop, "shell", "```sh\ntrue\n```", cases=cases)
 
 
+@needs_bubblewrap
 def test_a_language_that_is_unknown_or_absent_is_named_before_the_run():
     with pytest.raises(ConfigError, match=r"unknown language 'jaba'") as caught:
         build_reward(["programs:language=jaba"]).load(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import pickle
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.errors import ConfigError, LossError, ModelError, ServiceError, TaskError
 from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
+from forge_rl.run.start import assembly
 from forge_rl.run.start import services as services_module
 from forge_rl.run.start.checks import _evaluation_sets
 from forge_rl.services.completion import DraftCounts
@@ -25,9 +27,11 @@ from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.system.listeners import Listeners
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 from recipes import distill
 from recipes.grpo import Config, start
+from tests.tiny import bundled_folder
 
 NAMES = {"trainer": "Trainer", "generator": "Generator", "weights": "WeightStore", "reward": "RewardService"}
 NAMES["environment"] = "Environment"
@@ -80,6 +84,17 @@ class Handle:
         self.stopped.append(self.name)
 
 
+@functools.cache
+def read_tokenizer(parse_control_tokens: bool) -> Tokenizer:
+    return Tokenizer(bundled_folder(), parse_control_tokens=parse_control_tokens)
+
+
+def shared_tokenizer(folder: Path, *, parse_control_tokens: bool, template_args: Mapping[str, object]) -> Tokenizer:
+    """The bundled model's tokenizer, which takes most of a second to read."""
+    assert (folder, template_args) == (bundled_folder(), {})
+    return read_tokenizer(parse_control_tokens)
+
+
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
     """Services that start at once: those that were stopped, and what happens instead of a start, by name."""
@@ -97,6 +112,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
 
     for name in NAMES:
         stage(name)
+    monkeypatch.setattr(assembly, "Tokenizer", shared_tokenizer)
     return stopped, instead
 
 

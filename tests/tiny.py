@@ -10,12 +10,16 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge_rl import Task, launch
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.rewards.reward_flag import RewardTexts
 from forge_rl.rollout.evaluation import EvalConfig
 from recipes import grpo
+
+if TYPE_CHECKING:
+    from forge_rl.tokens.tokenizer import Tokenizer
 
 SMALL_VOCABULARY = 1024
 
@@ -24,6 +28,14 @@ SMALL_VOCABULARY = 1024
 def bundled_folder() -> Path:
     """The bundled model's folder; its 270 MB are checked once a process, which takes a fifth of a second."""
     return bundled_model(default_cache())
+
+
+@functools.cache
+def bundled_tokenizer() -> Tokenizer:
+    """The bundled model's tokenizer; reading it takes most of a second, so tests of other things share one."""
+    from forge_rl.tokens.tokenizer import Tokenizer
+
+    return Tokenizer(bundled_folder())
 
 
 def make_small_tokenizer(folder: Path) -> Path:
