@@ -168,6 +168,21 @@ def check_expert_products() -> None:
     exact = weight.double().requires_grad_()
     torch.einsum("ri,roi->ro", x.double(), exact[row_experts]).square().sum().backward()
     torch.testing.assert_close(torch.cat(gradients(masters), dim=1).double(), 2 * exact.grad, rtol=1e-5, atol=1e-5)
+    # Rows that are not contiguous; Triton's interpreter multiplies float16, and not bfloat16.
+    values = [torch.randn(41, 80).half()[:, ::2] / 6, weight[:, :48].half(), bias[:, :48].half()]
+    narrow = [value.requires_grad_() for value in values]
+    wide = [value.detach().double().requires_grad_() for value in narrow]
+    with (
+        mock.patch.object(expert_products, "_TILE", tile),
+        mock.patch.object(expert_products, "has_kernels", return_value=True),
+    ):
+        linear = expert_products.expert_linear(narrow[0], narrow[1], ends)
+        result = expert_products.expert_bias(linear, narrow[2], ends)
+        result.backward(grad := torch.randn(48, 41).half().t())
+    wanted = torch.einsum("ri,roi->ro", wide[0], wide[1][row_experts]) + wide[2][row_experts]
+    wanted.backward(grad.double())
+    for value, exact_value in zip([result, *gradients(narrow)], [wanted, *gradients(wide)], strict=True):
+        assert float((value.double() - exact_value).abs().max() / exact_value.abs().max()) < 2e-3
     behind, copy = torch.ones(50, 52), torch.ones(50, 52)  # nine rows that belong to no expert
     with mock.patch.object(expert_products, "has_kernels", return_value=True):
         expert_products.expert_bias(behind, bias, ends, 2)

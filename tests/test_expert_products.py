@@ -46,11 +46,14 @@ def test_results_and_gradients_are_those_of_a_product_a_row(dtype: torch.dtype, 
 def test_no_rows_give_no_results_and_gradients_of_zero():
     weight, bias = torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 16, requires_grad=True)
     ends = ends_of((0, 0, 0, 0))
-    out = expert_bias(expert_linear(torch.randn(0, 8), weight, ends), bias, ends)
+    x = torch.randn(0, 8, requires_grad=True)
+    out = expert_bias(expert_linear(x, weight, ends), bias, ends)
     assert out.shape == (0, 16)
     out.sum().backward()
     assert weight.grad is not None
     assert bias.grad is not None
+    assert x.grad is not None
+    assert x.grad.shape == (0, 8)
     assert not weight.grad.any()
     assert not bias.grad.any()
 

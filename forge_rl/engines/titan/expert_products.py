@@ -149,6 +149,8 @@ def _has_gradient_kernel(grad: torch.Tensor) -> bool:
 
 def _rows_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply rows by their experts' matrices, [E, inputs, outputs]; rows of none get 0."""
+    if not len(x):  # whose strides torch's product may refuse
+        return x.new_zeros(0, weight.shape[-1])
     if x.dtype != torch.float64:  # of which torch has no grouped product
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     starts, stops = [0, *ends[:-1].tolist()], ends.tolist()
@@ -176,7 +178,7 @@ def _launch_gradient(
 
 @torch.library.custom_op("forge_rl::expert_gradient", mutates_args=())
 def _expert_gradient(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    total = _expert_gradient_output(grad, x, ends, dtype)
+    total: torch.Tensor = _expert_gradient_output(grad, x, ends, dtype)
     _launch_gradient(total, grad, x, ends, adds=False)
     return total
 
@@ -226,7 +228,7 @@ def _(x: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, shares: int) -> N
 def _bias_gradient(grad: torch.Tensor, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     from forge_rl.engines.titan.triton_expert_products import expert_sums_kernel
 
-    sums = _bias_gradient_output(grad, ends, dtype)
+    sums: torch.Tensor = _bias_gradient_output(grad, ends, dtype)
     expert_sums_kernel[(-(-grad.shape[1] // _COLUMNS["BLOCK"]), len(ends))](grad, ends, sums, grad.shape[1], **_COLUMNS)
     return sums
 

@@ -64,7 +64,8 @@ class GradientSum:
 
     def split(self, values: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
         """Return what of values belongs to each weight, where they lie one after the other in a dimension."""
-        return values.split(self._lengths, dim)
+        parts: Sequence[torch.Tensor] = values.split(self._lengths, dim)
+        return parts
 
     def room(self, members: range, programs: int) -> torch.Tensor:
         """Return room for parts of the gradients by vectors, [programs, sum of lengths], which `end_parts` adds up; all
