@@ -264,7 +264,7 @@ def test_a_plan_counts_the_weights_and_grows_with_the_row(name: str, tmp_path: P
     weights = 4 * sum(values.numel() for tensors in stored for values in tensors.values())
     assert [(plan.weights, plan.reference) for plan in plans] == [(weights, weights)] * 2
     assert 0 < plans[0].activations < plans[1].activations
-    assert plans[0].head > 0
+    assert plans[1].head > 0, "in the shorter row, a layer's backward pass may need more than the head"
 
 
 def test_stacked_experts_are_named_as_the_files_have_them(tmp_path: Path):

@@ -183,12 +183,14 @@ def test_flas_kernel_gets_the_offsets_of_a_rows_episodes(
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens_cpu: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         if cu_seqlens is None:
             return reference(q, k, v, g, beta, **options)
         assert cu_seqlens.dtype == torch.int32
+        assert torch.equal(cu_seqlens, cu_seqlens_cpu)
         assert len(q) == 1
         assert cu_seqlens[-1] == q.shape[1]
         calls.append((len(cu_seqlens) - 1, initial_state is not None, output_final_state))

@@ -131,7 +131,9 @@ def _delta_rule(rule: Callable[..., Any], config: Any) -> Callable[..., tuple[to
             q, k, v, decay, rate = inputs
             # fla keeps what it derives from a tensor of offsets: the pass that activation checkpointing repeats must
             # derive it as well.
-            offsets = {} if call.offsets is None else {"cu_seqlens": call.offsets.clone()}
+            offsets = {}
+            if call.offsets is not None:
+                offsets = {"cu_seqlens": call.offsets.clone(), "cu_seqlens_cpu": call.host_offsets}
             outputs: tuple[torch.Tensor, torch.Tensor | None] = rule(
                 q,
                 k,

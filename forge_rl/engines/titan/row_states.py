@@ -25,12 +25,14 @@ class Call:
     """[B, T] int64, indices of tokens in the row; the row's length stands for a token of zeros."""
     offsets: torch.Tensor | None
     """[N + 1] int32, where the N segments of a single sequence start, and its end; None for a batch of segments."""
+    host_offsets: torch.Tensor | None
+    """The same in host memory, so that a kernel that needs the lengths there does not wait for the device."""
     parents: torch.Tensor | None
     """[N] int64, each segment's predecessor among the segments of the level before; None for states of zeros."""
     has_children: bool
     """True if a later call continues from its states."""
 
-    @property
+    @cached_property
     def segment_ids(self) -> torch.Tensor:
         """Segment of each token of a single sequence, [1, T] int32."""
         assert self.offsets is not None, "a batch of segments has none"
@@ -220,11 +222,13 @@ def _schedule(levels: list[list[_CallSegment]], row: Row, chunk: int) -> Schedul
                 tokens[start : start + len(sequence)] = sequence
                 segment, end = level[index], start + len(sequence)
                 places[segment.first : segment.end] = np.arange(end - segment.end + segment.first, end) + offset
+            offsets = None if width else torch.from_numpy(starts.astype(np.int32))
             parents = ranks[[level[index].parent for index in members]] if number else None
             calls.append(
                 Call(
                     tokens=torch.from_numpy(tokens).to(device).view(len(members) if width else 1, -1),
-                    offsets=None if width else torch.from_numpy(starts.astype(np.int32)).to(device),
+                    offsets=None if offsets is None else offsets.to(device),
+                    host_offsets=offsets,
                     parents=None if parents is None else torch.from_numpy(parents).to(device),
                     has_children=number + 1 < len(levels),
                 )
