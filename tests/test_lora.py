@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from forge_rl.engines.titan.update import Update
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, WeightsError
 from forge_rl.flags.command_line import parse
 from forge_rl.metrics import reduce
+from forge_rl.models import expert_stacks
 from forge_rl.models.adapter_products import AdapterProduct, merged_weight
 from forge_rl.models.adapters import Adapter
 from forge_rl.models.resolve import resolve_model
@@ -263,25 +265,44 @@ def test_a_version_of_adapters_is_the_base_and_adds_up_to_what_is_attested(
         )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_passes_see_adapters_as_versions_have_them_and_their_gradients_are_not_rounded(dtype: Any, tmp_path: Path):
-    engine = trained_engine(tmp_path, LoRAConfig(rank=4, dtype=dtype), dtype="float32", travels=True)
-    laid, parameters = packed(random_batch(3, vocab=43)), named_factors(engine)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", LoRAConfig(rank=4)),
+        ("llama", LoRAConfig(rank=4, dtype="float32")),
+        *((family, WHOLE) for family in SPARSE),
+        ("qwen3", LoRAConfig(rank=4, targets=("lm_head",))),
+        ("qwen3_moe", LoRAConfig(rank=4, targets=("experts",), dtype="float32")),
+        ("qwen3", LoRAConfig(rank=4, targets=("lm_head",), dtype="float32")),
+    ],
+)
+def test_passes_see_adapters_as_versions_have_them_and_their_gradients_are_not_rounded(
+    family: str, lora: LoRAConfig, tmp_path: Path
+):
+    engine = trained_engine(tmp_path, lora, family, dtype="float32", travels=True)
+    check_rounding(engine, named_factors(engine).values(), lora, vocab=43)
+
+
+def check_rounding(
+    engine: TitanEngine, parameters: Collection[torch.nn.Parameter], lora: LoRAConfig, *, vocab: int
+) -> None:
+    """Check that a float32 engine computes the same, in both passes, once its adapters' factors are rounded."""
+    laid = packed(random_batch(3, vocab=vocab))
 
     def passes() -> list[torch.Tensor]:
         engine.forward_backward(Update(minibatch=laid.minibatches[0], loss=LOSS))
-        gradients = [parameter.grad.clone() for parameter in parameters.values()]  # type: ignore[union-attr]
+        gradients = [parameter.grad.clone() for parameter in parameters]  # type: ignore[union-attr]
         engine.model.zero_grad()
         return [*engine.logprobs(laid.rows, temperature=1.0), *gradients]
 
     results = passes()
     assert not all(values.equal(values.bfloat16().float()) for values in results[len(laid.rows) :])
-    for parameter in parameters.values():
+    for parameter in parameters:
         rounded = parameter.data.bfloat16().float()
         assert not rounded.equal(parameter.data)
         parameter.data = rounded
     is_same = [torch.equal(*pair) for pair in zip(results, passes(), strict=True)]
-    assert is_same == [dtype == "bfloat16"] * len(results)
+    assert is_same == [lora.dtype == "bfloat16"] * len(results)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 64])
@@ -556,6 +577,10 @@ def test_an_adapter_of_experts_that_peft_wrote_is_merged_as_peft_does(family: st
         ({"target_parameters": ["mlp.gate.weight"]}, "another rank or alpha"),
         ({"target_parameters": "experts.down_proj"}, "another rank or alpha"),
         ({"rank_pattern": {"experts.down_proj": 3}}, "another rank or alpha"),
+        (
+            {"target_parameters": ["experts.down_proj"], "rank_pattern": {"experts.down_proj": 3}},
+            r"has two adapters of .*experts\.down_proj",
+        ),
         ({"rank_pattern": {"experts.down_proj": 3, "experts.gate_up_proj": 2}}, "another rank or alpha"),
         ({"rank_pattern": {"experts.down_proj": 0, "experts.gate_up_proj": 0}}, "has r 6"),
         ({"rank_pattern": {"experts.down_proj": 5, "experts.gate_up_proj": 5}}, "not of rank 5"),
@@ -572,6 +597,11 @@ def test_a_malformed_adapter_of_experts_is_refused(settings: dict[str, object], 
     (tmp_path / "merged").mkdir()
     with pytest.raises(ModelError, match=message):
         Adapter.read(folder).merge(source, tmp_path / "merged")
+
+
+def test_an_adapter_of_no_experts_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"factors of experts of shapes \(0, 8\) and \(4, 0\)"):
+        expert_stacks.unflattened((torch.zeros(0, 8), torch.zeros(4, 0)), 2, tmp_path)
 
 
 def test_an_adapted_head_is_scored_in_chunks_as_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,10 +14,12 @@ from typing import ClassVar
 import pytest
 
 import recipes
+from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category, OfCommand, Operational, Tunable
 from forge_rl.flags.fields import flags_of
 from forge_rl.run.records.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
+from recipes import grpo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,21 @@ def test_a_flag_that_the_run_did_not_know_is_no_change(tmp_path: Path) -> None:
     del saved["group_size"]
     (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
     assert choose_folder(Config(), "grpo", tmp_path / "run") == (tmp_path / "run", [])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_run_from_before_adapters_had_a_dtype_keeps_float32(rank: int, tmp_path: Path) -> None:
+    config, folder = grpo.Config(lora=LoRAConfig(rank=rank)), tmp_path / "run"
+    prepare_folder(folder, config)
+    begin(folder)
+    saved = json.loads((folder / "config.json").read_text())
+    del saved["lora"]["dtype"]
+    (folder / "config.json").write_text(json.dumps(saved))
+    if rank:
+        with pytest.raises(ConfigError, match=r"--lora\.dtype was 'float32', is 'bfloat16'"):
+            choose_folder(config, "grpo", folder)
+        config = grpo.Config(lora=LoRAConfig(rank=rank, dtype="float32"))
+    assert choose_folder(config, "grpo", folder) == (folder, [])
 
 
 @pytest.mark.parametrize(("backoff_s", "expected"), [(1.0, ""), (2.5, "was 2.5, is no longer a flag, and always 1.0")])

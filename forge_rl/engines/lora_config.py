@@ -47,7 +47,7 @@ class LoRAConfig:
     """Divide by the root of the rank instead: the scale is alpha / sqrt(rank), as in rank-stabilised LoRA."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What A and B are rounded to, from the optimizer's float32 values, in the trainer's passes, versions and exports.
-    Adapters by name are float32, and nothing is rounded if the trainer computes in float64."""
+    Adapters by name are float32, as are versions and exports of a trainer that computes in float64."""
     publish: Operational[Literal["adapters", "merged"]] = "adapters"
     """What each version writes. adapters: A and B alone, which engines add to the base weights, written once. merged:
     the adapted weights, whole; always with --weights.mirror, whose readers know no adapters."""

@@ -288,7 +288,7 @@ class Adapter:
         Raises:
             ModelError: the file is missing or malformed.
         """
-        halves: dict[str, dict[str, torch.Tensor]] = {}
+        stems: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
                 if key == _HEAD_COPY:
@@ -299,20 +299,19 @@ class Adapter:
                         f"{self.folder / WEIGHTS} holds {key!r:.120}, which is not a factor of a LoRA adapter",
                         hint="merge it with merge_and_unload() of peft, and save that",
                     )
-                halves.setdefault(f"{module}.weight", {})[kind] = file.get_tensor(key)
-        for name, pair in halves.items():
-            if len(pair) != 2:
-                raise ModelError(f"{self.folder / WEIGHTS} has only one factor of {name!r:.120}", hint=_AGAIN)
-        factors = {name: (pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
-        if not self.expert_targets:
-            return factors
-        stacks = {name for name in factors if expert_stacks.is_stem(name)}
-        return {
-            expert_stacks.name(name, self.expert_targets) if name in stacks else name: (
-                expert_stacks.unflattened(pair, self.expert_rank, self.folder / WEIGHTS) if name in stacks else pair
-            )
-            for name, pair in factors.items()
-        }
+                stems.setdefault(f"{module}.weight", {})[kind] = file.get_tensor(key)
+        factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for stem, halves in stems.items():
+            if len(halves) != 2:
+                raise ModelError(f"{self.folder / WEIGHTS} has only one factor of {stem!r:.120}", hint=_AGAIN)
+            name, pair = stem, (halves["lora_A"], halves["lora_B"])
+            if self.expert_targets and expert_stacks.is_stem(stem):
+                name = expert_stacks.name(stem, self.expert_targets)
+                pair = expert_stacks.unflattened(pair, self.expert_rank, self.folder / WEIGHTS)
+            if name in factors:
+                raise ModelError(f"{self.folder / WEIGHTS} has two adapters of {name!r:.120}", hint=_AGAIN)
+            factors[name] = pair
+        return factors
 
     def _by_file_name(
         self, base: Path, files: Mapping[str, Path]

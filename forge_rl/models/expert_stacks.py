@@ -82,7 +82,7 @@ def unflattened(pair: tuple[torch.Tensor, torch.Tensor], rank: int, path: Path) 
         ModelError: the rank does not divide the factors.
     """
     a, b = pair
-    if a.ndim != 2 or b.ndim != 2 or len(a) % rank or b.shape[1] != len(a):
+    if a.ndim != 2 or b.ndim != 2 or not len(a) or len(a) % rank or b.shape[1] != len(a):
         raise ModelError(
             f"{path} holds factors of experts of shapes {tuple(a.shape)} and {tuple(b.shape)}, not of rank {rank}",
             hint="write the adapter again",

