@@ -97,6 +97,30 @@ def test_lent_experts_have_the_outputs_and_gradients_of_plain_ones(ranks: int):
                 torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-11, msg=lambda said, name=name: name + said)
 
 
+def received_shapes(rank: int) -> list[list[tuple[int, ...]]]:
+    """Shapes that a rank receives in each exchange of a layer whose experts have frozen weights beside trained ones."""
+    from forge_rl.engines.titan import least_loaded
+
+    experts, _, inputs = layer(Case(frozen=("w1_EFD", "w3_EFD")))
+    shapes, exchange = list[list[tuple[int, ...]]](), least_loaded._exchange
+
+    def recorded(operation: Any, tensors: Sequence[torch.Tensor], *peer: Any) -> list[dist.Work]:
+        if operation is dist.irecv:
+            shapes.append([tuple(tensor.shape) for tensor in tensors])
+        return exchange(operation, tensors, *peer)
+
+    least_loaded._exchange = recorded
+    experts.lends = True
+    experts(*inputs).sum().backward()
+    return shapes
+
+
+def test_owners_receive_gradients_of_trained_weights_only():
+    owner, borrower = run_ranks(received_shapes, 2, deadline_s=120)
+    assert owner == [[(DIM, 24)]]
+    assert [len(shapes) for shapes in borrower] == [3, 3], "all weights, in forward and in backward"
+
+
 class Meeting(torch.autograd.Function):
     """Passes rows on once both ranks are here, in forward and in backward."""
 

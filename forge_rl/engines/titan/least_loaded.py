@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,28 +154,35 @@ class _Loans:
         _wait(self._sent)
 
     def give_back(
-        self, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+        self, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], is_trained: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         """Return the gradients of borrowed experts to their owners.
 
+        Args:
+            grads: by the weights of each borrowed expert, one expert after the other.
+            weights: parameters of the own experts.
+            is_trained: for each of them, whether it has a gradient.
+
         Returns:
-            For each of `weights`, the parameters of the own experts, the sum of the borrowers' gradients; None if this
-            rank lends no expert.
+            For each of `weights`, the sum of the borrowers' gradients; None if it has none, or this rank lends no
+            expert.
         """
-        sums = [torch.zeros_like(weight) for weight in weights] if any(lent for lent, _ in self._rounds) else []
-        grad_iterator = iter(grads)
+        trained = list(itertools.compress(weights, is_trained))
+        sums = [torch.zeros_like(weight) for weight in trained] if any(lent for lent, _ in self._rounds) else []
+        grad_iterator = itertools.compress(grads, itertools.cycle(is_trained))
         for lent, owner in self._rounds:
             works = list[dist.Work]()
             if owner is not None:
-                works += _exchange(dist.isend, [next(grad_iterator).contiguous() for _ in weights], owner, self._group)
+                works += _exchange(dist.isend, [next(grad_iterator).contiguous() for _ in trained], owner, self._group)
             if lent is not None:
-                received = [weight.new_empty(weight.shape[1:]) for weight in weights]
+                received = [weight.new_empty(weight.shape[1:]) for weight in trained]
                 works += _exchange(dist.irecv, received, lent[1], self._group)
             _wait(works)
             if lent is not None:
                 for total, part in zip(sums, received, strict=True):
                     total[lent[0]] += part
-        return sums or [None] * len(weights)
+        sum_iterator = iter(sums)
+        return [next(sum_iterator, None) if has_grad else None for has_grad in is_trained]
 
 
 def _exchange(
@@ -218,8 +226,10 @@ class _Lend(torch.autograd.Function):
         parts, borrowed_grads = grads[: loans.borrows + 1], grads[loans.borrows + 1 :]
         loans.finish()
         weights = ctx.saved_tensors
-        is_trained = any(ctx.needs_input_grad[2:])
-        weight_grads = loans.give_back(borrowed_grads, weights) if is_trained else [None] * len(weights)
+        is_trained = ctx.needs_input_grad[2:]
+        weight_grads = (
+            loans.give_back(borrowed_grads, weights, is_trained) if any(is_trained) else [None] * len(weights)
+        )
         return None, _placed(parts, loans.places) if ctx.needs_input_grad[1] else None, *weight_grads
 
 
