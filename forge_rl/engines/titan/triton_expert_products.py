@@ -21,7 +21,7 @@ def expert_gradient_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write a tile of an expert's gradient, see `weight_gradient`, or add it; that of an expert without rows is 0."""
+    """Write a tile of an expert's gradient, see `weight_gradient`, or add it; 0 for an expert without rows."""
     tiles = tl.cdiv(inputs, BLOCK_N)
     expert = tl.program_id(1)
     output = (tl.program_id(0) // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
