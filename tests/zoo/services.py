@@ -183,9 +183,10 @@ async def whole_way(zoo: Zoo, name: str, folder: Path) -> Gaps | str:
             async with zoo.generator(model, dtype) as generator:
                 started = gap(await score(generator), first, dtype)
                 await train(trainer, zoo.store, dtype, generator)
-                versions = await score(generator)
-                places = [(index, greedy) for greedy in (True, False) for index in range(len(PROMPTS))]
-                completions = await asyncio.gather(*(complete(generator, index, greedy) for index, greedy in places))
+                loaded_logprobs = await score(generator)
+                completions = await asyncio.gather(
+                    *(complete(generator, index, greedy) for greedy in (True, False) for index in range(len(PROMPTS)))
+                )
             refusal = None
         except ModelError as error:
             refusal = error.message
@@ -202,7 +203,7 @@ async def whole_way(zoo: Zoo, name: str, folder: Path) -> Gaps | str:
         restarted = gap(await score(generator), last, dtype)
     return Gaps(
         started=started,
-        loaded=gap(versions, last, dtype),
+        loaded=gap(loaded_logprobs, last, dtype),
         restarted=restarted,
         completions=await asyncio.to_thread(completions_gap, saved, completions, dtype),
         changed=gap(first["float32"], last, dtype),
