@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +73,15 @@ def test_packed_rows_of_native_families_equal_transformers(name: str, tmp_path: 
         deviation = packed.compare(engine, folder, packed.rows_of(share_prefixes=share_prefixes))
         assert deviation.spread > 0.2, "the model must tell tokens apart for this to be a test"
         assert max(deviation.forward, deviation.gradient) < 1e-9
+
+
+def test_a_gradient_that_is_no_number_deviates(tmp_path: Path):
+    folder = write_model("Qwen/Qwen3-0.6B", tmp_path / "zoo")
+    engine = packed.engine_of(folder, "native")
+    next(engine.model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    deviation = packed.compare(engine, folder, packed.rows_of(share_prefixes=True))
+    assert deviation.forward < 1e-9
+    assert deviation.gradient == math.inf
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from benchmarks.report import without_nan
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.factory import train_environment
 from forge_rl.engines.optimizer import OptimizerConfig
@@ -74,7 +75,8 @@ class Gaps:
     @property
     def passes(self) -> bool:
         """Whether rounding explains all distances, and versions differ by more."""
-        return max(self.started, self.loaded, self.restarted, self.completions) < 1 and self.changed > 5
+        distances = self.started, self.loaded, self.restarted, self.completions
+        return all(distance < 1 for distance in distances) and self.changed > 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +284,8 @@ def gap(measured: torch.Tensor, expected: Expected, dtype: Dtype) -> float:
     """Return the distance of logprobs from those of transformers, in units of what rounding explains."""
     distances = (measured - expected["float32"]).abs()
     if dtype == "float32":
-        return float(distances.max()) / 1e-3
-    return float(distances.mean() / (expected[dtype] - expected["float32"]).abs().mean()) / 2
+        return without_nan(float(distances.max()) / 1e-3)
+    return without_nan(float(distances.mean() / (expected[dtype] - expected["float32"]).abs().mean()) / 2)
 
 
 def _causal(folder: Path, dtype: str) -> Any:
