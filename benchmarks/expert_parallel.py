@@ -25,7 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed.utils import set_spmd_backend
 
 from benchmarks.ranks import run_ranks
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.report import (
+    LEAST_REPEATS,
+    BenchmarkConfig,
+    BenchmarkError,
+    Report,
+    median,
+    run_benchmark,
+    without_nan,
+)
 from forge_rl.engines.families.family import Experts
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.moe import moe_config
@@ -130,7 +138,9 @@ def _case(rank: int, case: _Case) -> dict[str, Any]:
     config = case.config
     exact = _Layer(case, rank, torch.float64, tokens=256)
     results = [exact.run(lends=way == "least_loaded") for way in _WAYS]
-    deviation = max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-300)) for a, b in zip(*results, strict=True))
+    deviation = max(
+        without_nan(float((a - b).abs().max() / a.abs().max().clamp(min=1e-300))) for a, b in zip(*results, strict=True)
+    )
 
     layer = _Layer(case, rank, torch.float32, tokens=config.tokens)
     peak = dict[str, int]()

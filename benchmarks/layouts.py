@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ranks import run_ranks
-from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark, without_nan
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.optimizer import OptimizerConfig
@@ -375,7 +375,7 @@ def compare(actual: Trained, expected: Trained) -> Deviation:
 
     def relative(name: str) -> float:
         pairs = [(mine[name], theirs[name]) for mine, theirs in zip(actual.metrics, expected.metrics, strict=True)]
-        return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+        return max(without_nan(abs(mine - theirs) / abs(theirs)) for mine, theirs in pairs)
 
     end, start, other = (
         torch.cat([weights[name].flatten().double() for name in sorted(weights)])
@@ -384,8 +384,8 @@ def compare(actual: Trained, expected: Trained) -> Deviation:
     return Deviation(
         loss=relative("loss"),
         grad_norm=relative("grad_norm"),
-        weights=float((other - end).norm() / end.norm()),
-        of_way=float((other - end).norm() / (end - start).norm()),
+        weights=without_nan(float((other - end).norm() / end.norm())),
+        of_way=without_nan(float((other - end).norm() / (end - start).norm())),
     )
 
 

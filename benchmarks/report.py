@@ -196,6 +196,11 @@ def _without_json(args: Sequence[str]) -> list[str]:
     return kept_args
 
 
+def without_nan(deviation: float) -> float:
+    """Return a deviation, inf for NaN: `max` may pass over NaN, so that a bound would hold."""
+    return math.inf if math.isnan(deviation) else deviation
+
+
 def run_benchmark(
     name: str, config_class: type[C], measure: Callable[[C, Report], None], args: Sequence[str] | None = None
 ) -> None:

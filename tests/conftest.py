@@ -116,7 +116,7 @@ MEASURED = {
     "test_what_flags_promise_is_above_zero_in_a_run": 65,
     "test_changes_from_another_process_hold_after_a_kill": 65,
     "test_a_run_on_a_file_resumes_at_the_exact_next_task": 62,
-    "test_published_folders_go_the_whole_way": 50,
+    "test_published_folders_go_the_whole_way": 150,
     "test_a_spare_with_the_same_weights_replaces_an_engine_whose_step_hangs": 60,
     "test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter": 60,
     "test_another_user_gets_in_nowhere_and_the_run_goes_on": 55,

@@ -81,10 +81,8 @@ class Sample:
         except ValueError:
             return False
         same_thought = not self.thought or (thought or "").strip() == self.thought
-        same_content = (content or "").strip() in (
-            (self.content, "") if drops_content and self.calls else (self.content,)
-        )
-        return same_thought and parsed_calls == list(self.calls) and same_content
+        contents = {self.content, ""} if drops_content and self.calls else {self.content}
+        return same_thought and parsed_calls == list(self.calls) and (content or "").strip() in contents
 
 
 def tool_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import without_nan
 from forge_rl.engines.families.general import file_names
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import Modelling, TrainSettings
@@ -68,8 +69,9 @@ def compare(engine: TitanEngine, folder: Path, rows: tuple[Row, ...]) -> Deviati
         assert weight.grad is not None, name
         for part in names_of(engine.model).parts(name, weight.shape):
             expected_gradient = expected_gradients[part.name]
-            if (largest := expected_gradient.abs().max()) > 0:
-                gradient = max(gradient, float((part.of(weight.grad) - expected_gradient).abs().max() / largest))
+            if (largest := expected_gradient.abs().max()) != 0:
+                difference = (part.of(weight.grad) - expected_gradient).abs().max()
+                gradient = max(gradient, without_nan(float(difference / largest)))
     engine.optimizer.zero_grad()
     return Deviation(forward=forward, gradient=gradient, spread=spread)
 
@@ -110,7 +112,7 @@ def run_rows(engine: TitanEngine, reference: Any, rows: tuple[Row, ...]) -> tupl
                 expected = expected.index_put((indices[new],), path_logits)
             (expected * weights).sum().backward()
         is_token = row.trees >= 0
-        forward = max(forward, float((logits - expected).detach()[is_token].abs().max()))
+        forward = max(forward, without_nan(float((logits - expected).detach()[is_token].abs().max())))
         spread = max(spread, float(logits.detach()[is_token].std()))
     return forward, spread
 

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from benchmarks.report import without_nan
 from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.engines.factory import train_environment
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import Dtype
-from forge_rl.errors import ForgeError, ModelError
+from forge_rl.errors import ModelError
 from forge_rl.runtime.cluster import Cluster, SpawnedMesh
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.fork_client import FORK_MODULES
@@ -43,12 +46,14 @@ IDS = tuple((number * 37 + 11) % 250 for number in range(48))
 PROMPTS = tuple(tuple((number * 37 + 11 * index + 5) % 250 for number in range(8 + index % 3)) for index in range(64))
 """Prompts of greedy and of sampled completions."""
 
+TRAINER_MODULES = {FORK_MODULES: "forge_rl.engines.titan.train"}
+
 
 class WarmCluster(Cluster):
     """A cluster whose trainers are forked by a process that has imported what they need, as a run's engines are."""
 
     def spawn(self, name: str, *, env: Mapping[str, str] | None = None, **settings: Any) -> SpawnedMesh:
-        modules = {FORK_MODULES: "forge_rl.engines.titan.train"} if name.startswith("trainer") else {}
+        modules = TRAINER_MODULES if name.startswith("trainer") else {}
         return super().spawn(name, env=modules | dict(env or {}), **settings)
 
 
@@ -66,6 +71,12 @@ class Gaps:
     """Of 64 greedy and 64 sampled completions, whose greedy tokens are also compared with the most probable ones."""
     changed: float
     """Of the first folder's logprobs from those after two updates: what a load without effect would leave."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether rounding explains all distances, and versions differ by more."""
+        distances = self.started, self.loaded, self.restarted, self.completions
+        return all(distance < 1 for distance in distances) and self.changed > 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +125,14 @@ class Zoo:
 @contextlib.asynccontextmanager
 async def open_zoo(folder: Path) -> AsyncIterator[Zoo]:
     """Start what checkpoints share; logs and versions are in a folder."""
+    # transformers imports it for some models, which changes LD_LIBRARY_PATH and so would cost new fork servers.
+    importlib.import_module("cv2")
     for part in ("logs", "shm"):
-        (folder / part).mkdir()
+        (folder / part).mkdir(parents=True)
     cluster, faults = WarmCluster(folder / "logs"), Faults()
     faults.install()
     try:
+        await cluster.import_first(TRAINER_MODULES | train_environment(1), deadline_s=START_S)
         config = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
         store = await WeightStore.start(config, cluster, faults, deadline_s=START_S)
         yield Zoo(cluster=cluster, faults=faults, store=store)
@@ -129,32 +143,38 @@ async def open_zoo(folder: Path) -> AsyncIterator[Zoo]:
         await cluster.close()
 
 
-async def whole_ways(names: Iterable[str], folder: Path, timeout_s: float = START_S) -> dict[str, Gaps | ForgeError]:
-    """Take checkpoints the whole way, one after the other; return what was measured of each, or vLLM's refusal.
+async def whole_ways(
+    names: Sequence[str], folder: Path, timeout_s: float = START_S
+) -> dict[str, Gaps | str | Exception]:
+    """Take checkpoints the whole way, one after the other; return what was measured of each, why vLLM refuses it, or
+    the error with which it failed, after which all services start anew.
 
     Args:
         folder: for all that they write.
         timeout_s: seconds for each.
-
-    Raises:
-        AssertionError: a saved folder is not what its run began with.
     """
-    results: dict[str, Gaps | ForgeError] = {}
-    async with open_zoo(folder) as zoo:
-        for number, name in enumerate(names):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    results[name] = await whole_way(zoo, name, folder / str(number))
-            except Exception as error:
-                error.add_note(f"it was {name}; {len(results)} before it ended well")
-                raise
+    results: dict[str, Gaps | str | Exception] = {}
+    while len(results) < len(names):
+        async with open_zoo(folder / f"services-{len(results)}") as zoo:
+            for name in names[len(results) :]:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        results[name] = await whole_way(zoo, name, folder / str(len(results)))
+                except Exception as error:
+                    results[name] = error
+                    break
     return results
 
 
-async def whole_way(zoo: Zoo, name: str, folder: Path) -> Gaps | ForgeError:
+async def whole_way(zoo: Zoo, name: str, folder: Path) -> Gaps | str:
     """Take a checkpoint the whole way, and compare with transformers at each stop.
 
-    A model that vLLM refuses is trained, published, saved and loaded by transformers all the same.
+    A model that vLLM refuses is trained, published, saved and loaded by transformers all the same; the result is the
+    refusal.
+
+    Raises:
+        AssertionError: the saved folder is not what the run began with, or an engine loaded another version.
+        ForgeError: a service failed.
     """
     model, step = write_model(name, folder), folder / "step"
     saved, dtype = step / "model", dtype_of(model)
@@ -165,12 +185,13 @@ async def whole_way(zoo: Zoo, name: str, folder: Path) -> Gaps | ForgeError:
             async with zoo.generator(model, dtype) as generator:
                 started = gap(await score(generator), first, dtype)
                 await train(trainer, zoo.store, dtype, generator)
-                versions = await score(generator)
-                places = [(index, greedy) for greedy in (True, False) for index in range(len(PROMPTS))]
-                completions = await asyncio.gather(*(complete(generator, index, greedy) for index, greedy in places))
+                loaded_logprobs = await score(generator)
+                completions = await asyncio.gather(
+                    *(complete(generator, index, greedy) for greedy in (True, False) for index in range(len(PROMPTS)))
+                )
             refusal = None
         except ModelError as error:
-            refusal = error
+            refusal = error.message
             await train(trainer, zoo.store, dtype)
         for part in ("training", "model"):
             (step / part).mkdir(parents=True)
@@ -184,7 +205,7 @@ async def whole_way(zoo: Zoo, name: str, folder: Path) -> Gaps | ForgeError:
         restarted = gap(await score(generator), last, dtype)
     return Gaps(
         started=started,
-        loaded=gap(versions, last, dtype),
+        loaded=gap(loaded_logprobs, last, dtype),
         restarted=restarted,
         completions=await asyncio.to_thread(completions_gap, saved, completions, dtype),
         changed=gap(first["float32"], last, dtype),
@@ -263,8 +284,8 @@ def gap(measured: torch.Tensor, expected: Expected, dtype: Dtype) -> float:
     """Return the distance of logprobs from those of transformers, in units of what rounding explains."""
     distances = (measured - expected["float32"]).abs()
     if dtype == "float32":
-        return float(distances.max()) / 1e-3
-    return float(distances.mean() / (expected[dtype] - expected["float32"]).abs().mean()) / 2
+        return without_nan(float(distances.max()) / 1e-3)
+    return without_nan(float(distances.mean() / (expected[dtype] - expected["float32"]).abs().mean()) / 2)
 
 
 def _causal(folder: Path, dtype: str) -> Any:
