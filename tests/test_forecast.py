@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_rl.engines.architecture import read_architecture
@@ -158,19 +160,35 @@ def test_the_tail_of_a_rollout_is_that_of_its_lengths(tmp_path: Path) -> None:
     dense, use = read_architecture(written(tmp_path, QWEN3_8B)), GPU_EFFICIENCY
     work = Workload(groups=16, group_size=8, prompt=1, answer=100, longest=1000)
     few = rollout_times(dense, settings, work, device, engines=1, cache_bytes=40e9, use=use)
-    # 128 answers, 64 at a time: 100 steps until the last has a place, and the longest of 128 in the tail.
-    longest = 100.045 * math.log(256)
-    busy = use.step_s * (100 + longest) + use.sequence_s * 128 * 100
+    # 128 answers, 64 at a time: 100 steps until the last has a place, and then 64 have as far to go as new ones.
+    busy = use.step_s * (100 + 100.045 * math.log(128)) + use.sequence_s * 128 * 100
     assert few.parts["scheduling and sampling"] == pytest.approx(busy, rel=0.02)
     ahead = rollout_times(dense, settings, replace(work, ahead=1), device, engines=1, cache_bytes=40e9, use=use)
     # Engines that work ahead never have fewer, unless the longest takes more than two phases.
-    longest /= 2
+    longest = 100.045 * math.log(256) / 2
     assert ahead.parts["scheduling and sampling"] == pytest.approx(
         use.step_s * longest + use.sequence_s * 128 * 100, rel=0.01
     )
     assert ahead.seconds < few.seconds
     uncut = rollout_times(dense, settings, replace(work, longest=10_000), device, engines=1, cache_bytes=40e9, use=use)
     assert uncut.seconds == pytest.approx(few.seconds, rel=0.01), "the longest that flags allow is not every batch's"
+
+
+@pytest.mark.parametrize(("answers", "seats", "engines"), [(512, 64, 1), (512, 64, 8), (64, 64, 8), (2048, 16, 1)])
+def test_steps_of_a_rollout_are_those_of_a_simulation(tmp_path: Path, answers: int, seats: int, engines: int) -> None:
+    """Engines that take their next answer when one ends, with random lengths; `answers` and `seats` are of each."""
+    generator, mean, last_steps = np.random.default_rng(0), 100, []
+    for _ in range(50):
+        ends = [[0.0] * seats for _ in range(engines)]
+        for queue in ends:
+            for length in generator.exponential(mean, answers):
+                heapq.heappush(queue, heapq.heappop(queue) + length)
+        last_steps.append(max(max(queue) for queue in ends))
+    work = Workload(groups=answers * engines, group_size=1, prompt=1, answer=mean, longest=100 * mean)
+    a, use = read_architecture(written(tmp_path, QWEN3_8B)), replace(GPU_EFFICIENCY, sequence_s=0.0)
+    settings, device = DecodeSettings(dtype="bfloat16", max_num_seqs=seats), DEVICE_TYPES["H100-80G"]
+    times = rollout_times(a, settings, work, device, engines=engines, cache_bytes=40e9, use=use)
+    assert times.parts["scheduling and sampling"] / use.step_s == pytest.approx(np.mean(last_steps), rel=0.03)
 
 
 def test_hot_experts_are_counted_under_expert_parallelism(tmp_path: Path) -> None:
