@@ -192,7 +192,7 @@ def test_steps_of_a_rollout_are_those_of_a_simulation(tmp_path: Path, answers: i
 
 
 def test_hot_experts_are_counted_under_expert_parallelism(tmp_path: Path) -> None:
-    a = read_architecture(written(tmp_path, QWEN3_30B))
+    a = read_architecture(written(tmp_path, QWEN3_30B | {"num_hidden_layers": 3}))
     settings = TrainSettings(dtype="bfloat16", seq_len=4096, expert_parallel_degree=8)
 
     def hot(**changes: Any) -> int:
@@ -200,7 +200,7 @@ def test_hot_experts_are_counted_under_expert_parallelism(tmp_path: Path) -> Non
 
     # 7/9 of the mean's rows more, of 8 experts a token: inputs, results, two hidden halves and SwiGLU, bfloat16.
     excess = 4096 * 8 * 7 / 9 * (2 * 2048 + 3 * 768) * 2
-    assert hot() == pytest.approx(excess * 49)
+    assert hot() == pytest.approx(excess * 4)
     assert hot(activation_checkpointing="full") == pytest.approx(excess * 2)
     assert hot(expert_balance="least_loaded") == 2 * 3 * 2048 * 768 * 2, "one borrowed expert and its gradients"
     assert hot(expert_parallel_degree=1) == 0
@@ -227,6 +227,21 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.34", "data sheet"):
         assert text in shown
+
+
+def test_a_tensor_parallel_degree_that_the_search_chose_is_compared_with_none(tmp_path: Path) -> None:
+    def reasons(shape: dict[str, object], *words: str) -> list[str]:
+        words = ("--on", "2xH100-80G", "--groups-per-batch", "1", "--group-size", "4", *words)
+        config = planned(written(tmp_path, shape), *words)
+        return [*search(config, read_policy(tmp_path, reference=False, values=False), on(config)).reasons]
+
+    long = ("--generator.max-model-len", "4096", "--generator.max-tokens", "4000")
+    (line,) = reasons(QWEN3_8B | {"num_hidden_layers": 8}, *long)
+    expected = (
+        r"--generator.tensor-parallel-size 2: a step takes [\d.]+ s with 1, rollout [\d.]+ s, 4 answers on each engine"
+    )
+    assert re.fullmatch(expected, line)
+    assert reasons(SMALL, "--generator.tensor-parallel-size", "2") == [], "a degree that flags set has no reason"
 
 
 def test_each_example_for_a_named_machine_is_planned() -> None:

@@ -138,11 +138,11 @@ def plan_training(
 
 
 def _hot_expert_bytes(architecture: Architecture, settings: TrainSettings, tokens: int, kept_layers: int) -> int:
-    """Return what a rank needs more where its experts are chosen twice as often as those of the other ranks.
+    """Return a rank's additional bytes if its experts are chosen twice as often as the other ranks' experts.
 
     It has 2 N / (N + 1) times the mean rank's rows, of N ranks: their inputs, both halves of the hidden activations,
     SwiGLU and results in each kept layer, and the same once more in a layer's backward pass. Ranks that lend experts
-    have the mean's rows, and the weights of what they borrow, with their gradients.
+    have the mean's rows, and the weights and gradients of borrowed experts.
     """
     experts, ep = architecture.experts, settings.expert_parallel_degree
     if experts is None or ep == 1:
