@@ -202,6 +202,8 @@ def test_hot_experts_are_counted_under_expert_parallelism(tmp_path: Path) -> Non
     excess = 4096 * 8 * 7 / 9 * (2 * 2048 + 3 * 768) * 2
     assert hot() == pytest.approx(excess * 4)
     assert hot(activation_checkpointing="full") == pytest.approx(excess * 2)
+    inputs = 4096 * 8 * 7 / 9 * 2048 * 2
+    assert hot(activation_checkpointing="selective") == pytest.approx(excess * 2 + 2 * inputs)
     assert hot(expert_balance="least_loaded") == 2 * 3 * 2048 * 768 * 2, "one borrowed expert and its gradients"
     assert hot(expert_parallel_degree=1) == 0
 
