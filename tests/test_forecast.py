@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_rl.engines.architecture import read_architecture
@@ -158,13 +160,12 @@ def test_the_tail_of_a_rollout_is_that_of_its_lengths(tmp_path: Path) -> None:
     dense, use = read_architecture(written(tmp_path, QWEN3_8B)), GPU_EFFICIENCY
     work = Workload(groups=16, group_size=8, prompt=1, answer=100, longest=1000)
     few = rollout_times(dense, settings, work, device, engines=1, cache_bytes=40e9, use=use)
-    # 128 answers, 64 at a time: 100 steps until the last has a place, and the longest of 128 in the tail.
-    longest = 100.045 * math.log(256)
-    busy = use.step_s * (100 + longest) + use.sequence_s * 128 * 100
+    # 128 answers, 64 at a time: 100 steps until the last has a place, and then 64 have as far to go as new ones.
+    busy = use.step_s * (100 + 100.045 * math.log(128)) + use.sequence_s * 128 * 100
     assert few.parts["scheduling and sampling"] == pytest.approx(busy, rel=0.02)
     ahead = rollout_times(dense, settings, replace(work, ahead=1), device, engines=1, cache_bytes=40e9, use=use)
     # Engines that work ahead never have fewer, unless the longest takes more than two phases.
-    longest /= 2
+    longest = 100.045 * math.log(256) / 2
     assert ahead.parts["scheduling and sampling"] == pytest.approx(
         use.step_s * longest + use.sequence_s * 128 * 100, rel=0.01
     )
@@ -173,8 +174,25 @@ def test_the_tail_of_a_rollout_is_that_of_its_lengths(tmp_path: Path) -> None:
     assert uncut.seconds == pytest.approx(few.seconds, rel=0.01), "the longest that flags allow is not every batch's"
 
 
+@pytest.mark.parametrize(("answers", "seats", "engines"), [(512, 64, 1), (512, 64, 8), (64, 64, 8), (2048, 16, 1)])
+def test_steps_of_a_rollout_are_those_of_a_simulation(tmp_path: Path, answers: int, seats: int, engines: int) -> None:
+    """Engines that take their next answer when one ends, with random lengths; `answers` and `seats` are of each."""
+    generator, mean, last_steps = np.random.default_rng(0), 100, []
+    for _ in range(50):
+        ends = [[0.0] * seats for _ in range(engines)]
+        for queue in ends:
+            for length in generator.exponential(mean, answers):
+                heapq.heappush(queue, heapq.heappop(queue) + length)
+        last_steps.append(max(max(queue) for queue in ends))
+    work = Workload(groups=answers * engines, group_size=1, prompt=1, answer=mean, longest=100 * mean)
+    a, use = read_architecture(written(tmp_path, QWEN3_8B)), replace(GPU_EFFICIENCY, sequence_s=0.0)
+    settings, device = DecodeSettings(dtype="bfloat16", max_num_seqs=seats), DEVICE_TYPES["H100-80G"]
+    times = rollout_times(a, settings, work, device, engines=engines, cache_bytes=40e9, use=use)
+    assert times.parts["scheduling and sampling"] / use.step_s == pytest.approx(np.mean(last_steps), rel=0.03)
+
+
 def test_hot_experts_are_counted_under_expert_parallelism(tmp_path: Path) -> None:
-    a = read_architecture(written(tmp_path, QWEN3_30B))
+    a = read_architecture(written(tmp_path, QWEN3_30B | {"num_hidden_layers": 3}))
     settings = TrainSettings(dtype="bfloat16", seq_len=4096, expert_parallel_degree=8)
 
     def hot(**changes: Any) -> int:
@@ -182,8 +200,10 @@ def test_hot_experts_are_counted_under_expert_parallelism(tmp_path: Path) -> Non
 
     # 7/9 of the mean's rows more, of 8 experts a token: inputs, results, two hidden halves and SwiGLU, bfloat16.
     excess = 4096 * 8 * 7 / 9 * (2 * 2048 + 3 * 768) * 2
-    assert hot() == pytest.approx(excess * 49)
+    assert hot() == pytest.approx(excess * 4)
     assert hot(activation_checkpointing="full") == pytest.approx(excess * 2)
+    inputs = 4096 * 8 * 7 / 9 * 2048 * 2
+    assert hot(activation_checkpointing="selective") == pytest.approx(excess * 2 + 2 * inputs)
     assert hot(expert_balance="least_loaded") == 2 * 3 * 2048 * 768 * 2, "one borrowed expert and its gradients"
     assert hot(expert_parallel_degree=1) == 0
 
@@ -209,6 +229,21 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.34", "data sheet"):
         assert text in shown
+
+
+def test_a_tensor_parallel_degree_that_the_search_chose_is_compared_with_none(tmp_path: Path) -> None:
+    def reasons(shape: dict[str, object], *words: str) -> list[str]:
+        words = ("--on", "2xH100-80G", "--groups-per-batch", "1", "--group-size", "4", *words)
+        config = planned(written(tmp_path, shape), *words)
+        return [*search(config, read_policy(tmp_path, reference=False, values=False), on(config)).reasons]
+
+    long = ("--generator.max-model-len", "4096", "--generator.max-tokens", "4000")
+    (line,) = reasons(QWEN3_8B | {"num_hidden_layers": 8}, *long)
+    expected = (
+        r"--generator.tensor-parallel-size 2: a step takes [\d.]+ s with 1, rollout [\d.]+ s, 4 answers on each engine"
+    )
+    assert re.fullmatch(expected, line)
+    assert reasons(SMALL, "--generator.tensor-parallel-size", "2") == [], "a degree that flags set has no reason"
 
 
 def test_each_example_for_a_named_machine_is_planned() -> None:

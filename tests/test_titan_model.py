@@ -18,7 +18,9 @@ from forge_rl.engines.titan import cpu_attention as attention
 from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.head import FloatHead
+from forge_rl.engines.titan.loading import load_weights
 from forge_rl.engines.titan.masks import attention_mask
+from forge_rl.engines.titan.model import build_model
 from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
@@ -532,6 +534,54 @@ def test_weights_that_do_not_fit_the_config_are_refused(damage: Callable, said: 
     damage(state)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=said):
+        engine_of(tmp_path)
+
+
+def test_all_weights_are_checked_before_any_is_read(tmp_path: Path):
+    make_model(tmp_path)
+    model = build_model(read_architecture(tmp_path), TrainSettings(dtype="float32", seq_len=16))
+    with torch.no_grad():
+        model.init_states()
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    state = load_file(tmp_path / "model.safetensors")
+    cut_a_weight(state)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"config\.json says"):
+        load_weights(model, tmp_path, tied=model.enable_weight_tying)
+    assert all(bool((parameter == 7).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+def test_a_weight_of_a_dtype_that_torch_cannot_read_is_refused_by_name(dtype: str, tmp_path: Path):
+    make_model(tmp_path)
+    state, path = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    shape = state["model.layers.0.mlp.up_proj.weight"].shape
+    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+    size = shape.numel() * int(dtype[1]) // 8
+    contents = b""
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if name == "model.layers.0.mlp.up_proj.weight":
+            entry["dtype"], values = dtype, bytes(size)
+        else:
+            values = state[name].numpy().tobytes()
+        entry["data_offsets"] = [len(contents), len(contents) + len(values)]
+        contents += values
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + contents)
+    with pytest.raises(ModelError, match=r"'model.layers.0.mlp.up_proj.weight' in .*model.safetensors cannot be read"):
+        engine_of(tmp_path)
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path):
+    make_model(tmp_path / "one").save_pretrained(tmp_path, max_shard_size="8KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], index["weight_map"]["model.norm.weight"])
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model-.*safetensors cannot be read: .*does not contain"):
         engine_of(tmp_path)
 
 

@@ -14,7 +14,10 @@ _GROUPS = 64
 
 
 def longest_of(answers: float, *, mean: float, longest: float) -> float:
-    """Return the tokens of the longest of several answers, in the middle of its distribution's upper tail.
+    """Return the tokens of the longest of N answers: the length that a share of 1 - 1 / (2 N) does not exceed.
+
+    From 2 answers on, this is within 0.12 means of the expected maximum of uncut lengths: the mean times the sum of
+    1 / k for k from 1 to N.
 
     Args:
         mean: mean tokens of an answer; with `longest`, all answers are as long.

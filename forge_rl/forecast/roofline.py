@@ -194,21 +194,24 @@ def rollout_times(
 def _decoded(work: Workload, share: float, running: float) -> Iterator[tuple[float, float]]:
     """Yield an engine's steps for its share of a batch, and the answers that it decodes in each of them.
 
-    The engine has the batch's longest answer. Engines that work ahead fill the tail of a batch with answers of the
-    next ones, and the longest answer may take as many phases as there are batches under way.
+    Once the last answers have a place, they and those under way have as far to go as new ones, and the engine has the
+    longest among all engines'. Engines that work ahead fill the tail of a batch with answers of the next ones, and the
+    longest answer may take as many phases as there are batches under way.
 
     Args:
         share: answers of an engine.
         running: answers that it decodes at a time.
     """
-    last = longest_of(work.episodes, mean=work.answer, longest=work.longest)
+    lengths = {"mean": work.answer, "longest": work.longest}
     if work.ahead:
+        last = longest_of(work.episodes, **lengths)
         steps = max(share * work.answer / running, last / (1 + work.ahead))
         yield steps, share * work.answer / steps
         return
     if share > running:
         yield (share - running) * work.answer / running, running
-    yield from tail(min(share, running), mean=work.answer, longest=work.longest, last=last)
+    answers = min(share, running)
+    yield from tail(answers, **lengths, last=longest_of(work.episodes * answers / share, **lengths))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,27 +184,29 @@ def search(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Fore
                     refused = error
             if forecasts:
                 best = min(forecasts, key=_cost)
-                return replace(best, reasons=[*_reasons(best, forecasts)])
+                return replace(best, reasons=[*_reasons(config, best, forecasts)])
     raise refused or ConfigError(f"{machines} have no layout", hint="leave out the parallel degrees")
 
 
-def _reasons(best: Forecast, forecasts: Sequence[Forecast]) -> Iterator[str]:
-    """Say what each tensor parallel degree above 1 gains over none, by the best layout without it."""
+def _reasons(config: RunConfig, best: Forecast, forecasts: Sequence[Forecast]) -> Iterator[str]:
+    """Say what each tensor parallel degree above 1 that the config does not set gains over none, by the best layout
+    without it."""
 
-    def sizes(forecast: Forecast) -> dict[str, int]:
-        config = forecast.config
+    def sizes(settings: RunConfig) -> dict[str, int]:
         return {
-            "--generator.tensor-parallel-size": config.generator.tensor_parallel_size,
-            "--trainer.tensor-parallel-degree": config.trainer.tensor_parallel_degree,
+            "--generator.tensor-parallel-size": settings.generator.tensor_parallel_size,
+            "--trainer.tensor-parallel-degree": settings.trainer.tensor_parallel_degree,
         }
 
-    for flag, size in sizes(best).items():
-        plain = min((forecast for forecast in forecasts if sizes(forecast)[flag] == 1), key=_cost, default=None)
-        if size > 1 and plain is None:
+    for flag, size in sizes(best.config).items():
+        if size == 1 or sizes(config)[flag] > 1:
+            continue
+        plain = min((forecast for forecast in forecasts if sizes(forecast.config)[flag] == 1), key=_cost, default=None)
+        if plain is None:
             yield f"{flag} {size}: nothing fits with 1"
-        elif size > 1 and plain is not None:
+        else:
             differences = [words for words in _layout(plain) if words not in _layout(best)]
-            yield f"{flag} {size}: a step takes {plain.step_s:,.1f} s with 1 ({', '.join(differences)})"
+            yield f"{flag} {size}: " + ", ".join([f"a step takes {plain.step_s:,.1f} s with 1", *differences])
 
 
 def _layout(forecast: Forecast) -> list[str]:

@@ -1,4 +1,4 @@
-"""What runs a rollout executor's episodes, and what is told of them."""
+"""Interfaces of a rollout executor: runners of episodes, and listeners."""
 
 from __future__ import annotations
 

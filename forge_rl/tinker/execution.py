@@ -1,4 +1,4 @@
-"""Computes the requests of trainings on a trainer of adapters, and writes and replays what they lead to."""
+"""Executes the requests of trainings on a trainer of adapters, and writes and restores their states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_DATA = 4096
 
 
 class RequestExecutor:
-    """Executes one request at a time; what it changes depends on the earlier requests of its own adapter alone."""
+    """Executes one request at a time; its effect depends on the earlier requests of its own adapter alone."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -30,7 +30,7 @@ _AGAIN = "download or export the model again"
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
-    """Read this rank's slice of every weight from a Hugging Face folder, several at the same time.
+    """Check all weights of a Hugging Face folder, then read this rank's slice of each, several at the same time.
 
     A value head that the folder lacks starts at 0 in any layout: all values are 0 at first, and the first update trains
     the head alone.
@@ -41,9 +41,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     index = tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
-        # They end before the files are closed.
-        threads = stack.enter_context(ThreadPoolExecutor(THREADS, "load"))
-        copies = list[Future[None]]()
+        copies = list[tuple[torch.Tensor, Any, TensorSlice, str]]()
         for titan_name, parameter in named_weights(model):
             block = values_of(parameter)
             for part in names_of(model).parts(titan_name, parameter.shape, slice_of(parameter)):
@@ -56,24 +54,32 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                 if name not in index:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
                 if index[name] not in files:
-                    files[index[name]] = open_weights(index[name])
-                file_slice = files[index[name]].get_slice(name)
+                    files[index[name]] = stack.enter_context(open_weights(index[name]))
+                try:
+                    file_slice = files[index[name]].get_slice(name)
+                except SafetensorError as error:  # the folder's index is wrong
+                    raise ModelError(f"{index[name]} cannot be read: {error}", hint=_AGAIN) from error
                 shape = tuple(file_slice.get_shape())
                 if shape != part.shape:
                     raise ModelError(
                         f"{name!r} in {folder} has shape {shape}, config.json says {part.shape}", hint=_AGAIN
                     )
                 if part.tensor_slice.numel:
-                    copies.append(threads.submit(_copy, part.of(block), file_slice, part.tensor_slice))
-        for copy in copies:
-            copy.result()
+                    copies.append((part.of(block), file_slice, part.tensor_slice, f"{name!r} in {index[name]}"))
+        with ThreadPoolExecutor(THREADS, "load") as threads:
+            for _ in threads.map(_copy, *zip(*copies, strict=True)):  # an error cancels the copies that wait
+                pass
 
 
 @torch.no_grad()
-def _copy(target: torch.Tensor, file_slice: Any, tensor_slice: TensorSlice) -> None:
-    """Copy a slice of a mapped file's tensor, whose pages are read meanwhile."""
+def _copy(target: torch.Tensor, file_slice: Any, tensor_slice: TensorSlice, place: str) -> None:
+    """Copy a slice of a mapped file's tensor, whose pages are read meanwhile; `place` is the tensor's, for an error."""
     start, size = tensor_slice.start, tensor_slice.size
-    target.copy_(file_slice[tuple(map(slice, start, map(operator.add, start, size)))])
+    try:
+        values = file_slice[tuple(map(slice, start, map(operator.add, start, size)))]
+    except (RuntimeError, SafetensorError) as error:  # a dtype that torch lacks
+        raise ModelError(f"{place} cannot be read: {error}", hint=_AGAIN) from error
+    target.copy_(values)
 
 
 def load_training_state(

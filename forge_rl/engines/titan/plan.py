@@ -126,9 +126,7 @@ def plan_training(
         reference=dtype.itemsize * trace.count // num_shards if reference and not settings.lora.rank else 0,
         gathered=_gathered(trace, dtype, num_shards, settings.expert_parallel_degree) // tp,
         activations=row,
-        hot_experts=_hot_expert_bytes(
-            architecture, settings, tokens // split, kept_layers if settings.activation_checkpointing == "none" else 1
-        ),
+        hot_experts=_hot_expert_bytes(architecture, settings, tokens // split, kept_layers),
         head=trace.head // split,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         offloaded=offloaded,
@@ -138,11 +136,12 @@ def plan_training(
 
 
 def _hot_expert_bytes(architecture: Architecture, settings: TrainSettings, tokens: int, kept_layers: int) -> int:
-    """Return the bytes that a rank needs in addition where its experts are chosen twice as often as other ranks'.
+    """Return a rank's additional bytes if its experts are chosen twice as often as the other ranks' experts.
 
     It has 2 N / (N + 1) times the mean rank's rows, of N ranks: their inputs, both halves of the hidden activations,
-    SwiGLU and results in each kept layer, and the same once more in a layer's backward pass. Ranks that lend experts
-    have the mean's rows, and the weights of borrowed experts, with their gradients.
+    SwiGLU and results in each layer, or with selective recomputation the inputs, which came from other ranks, and all
+    of them twice in one layer, for its backward pass. Ranks that lend experts have the mean's rows, and the weights and
+    gradients of borrowed experts.
     """
     experts, ep = architecture.experts, settings.expert_parallel_degree
     if experts is None or ep == 1:
@@ -151,9 +150,11 @@ def _hot_expert_bytes(architecture: Architecture, settings: TrainSettings, token
     if settings.expert_balance == "least_loaded":
         borrowed = math.ceil(experts.count / (2 * ep * ep))  # the excess over the mean, shared by the others
         return 2 * borrowed * 3 * dim * hidden * itemsize
-    layers = kept_layers * len(experts.layers) / architecture.layers if kept_layers > 1 else 1
+    elements = 2 * dim + 3 * hidden
+    saved_elements = {"none": elements, "selective": dim, "full": 0}[settings.activation_checkpointing]
+    layers = max(1.0, kept_layers * len(experts.layers) / architecture.layers)
     excess_rows = tokens * experts.top_k * (ep - 1) / (ep + 1)
-    return round(excess_rows * (2 * dim + 3 * hidden) * itemsize * (layers + 1))
+    return round(excess_rows * itemsize * (2 * elements + (layers - 1) * saved_elements))
 
 
 def _layers_under_way(architecture: Architecture, stages: int) -> int:

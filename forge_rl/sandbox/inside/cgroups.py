@@ -26,7 +26,7 @@ class GroupFds(NamedTuple):
 
     doors: list[int]
     last_doors: list[int]
-    """Those entered when all is ready: beside busy processes, a new cpu group may wait long for its first turns."""
+    """Entered when all is ready: next to busy processes, a new cpu group may wait long for its first turns."""
     unified: int | None
     """The group of version 2, which a process can be forked into; None if there is none."""
 

@@ -1,6 +1,6 @@
 """Folders of a session: scratch, workspace, and the root of its image, made in the session's mounts and cgroups.
 
-What a workspace becomes is told to its owner on a channel of its own, with a descriptor of the folder of its changes.
+A workspace's owner gets a descriptor of the folder of its changes, on a channel of its own.
 """
 
 from __future__ import annotations
