@@ -114,8 +114,8 @@ async def main(folder: Path, other: Path, scratch: Path, dtype: Dtype) -> None:
     finally:
         engine.close()
     gaps_found = {"started": started, "loaded": loaded, "changed": changed}
-    found = {"version": report.version, "in_place": report.in_place, "expert_mistakes": errors}
-    print(json.dumps(gaps_found | found))
+    report_values = {"version": report.version, "in_place": report.in_place, "expert_mistakes": errors}
+    print(json.dumps(gaps_found | report_values))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from forge_rl.services.generator_config import GeneratorConfig
 from recipes.grpo import Config
 from tests import test_adapter_engine as of_native
 from tests.fakes import make_model, packed, random_batch, train_batch
-from tests.test_general_models import EP, TP, check_layouts, on_transformers, zoo_folder
+from tests.test_general_models import EP, MIXTURES, TP, check_layouts, on_transformers, zoo_folder
 from tests.test_lora import check_rounding, in_peft, saved
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
@@ -48,30 +48,15 @@ OFTEN = (
 )
 """Checkpoints whose adapted modules differ most: states, experts, two RoPEs, fused matrices, other names in files."""
 
-
-SPARSE = (
-    "mistralai/Mixtral-8x7B-Instruct-v0.1",
-    "Qwen/Qwen3-Next-80B-A3B-Instruct",
-    "Qwen/Qwen3.5-35B-A3B, its text model",
-    "zai-org/GLM-4.5-Air",
-    "MiniMaxAI/MiniMax-M2",
-    "baidu/ERNIE-4.5-21B-A3B-PT",
-    "LiquidAI/LFM2-8B-A1B",
-    "arcee-ai/Trinity-Nano-Preview",
-    "ibm-granite/granite-4.0-h-tiny",
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-    "Qwen/Qwen3-30B-A3B, on transformers' code",
-)
-"""Checkpoints with experts that can have adapters."""
 CASES = [
     *(pytest.param(name, LORA, marks=() if name in OFTEN else pytest.mark.nightly) for name in GENERAL),
     *(
         pytest.param(
             name,
             replace(LORA, rank=6, targets=("all-linear", "experts")),
-            marks=() if name in (SPARSE[0], SPARSE[2]) else pytest.mark.nightly,
+            marks=() if name in (MIXTURES[0], MIXTURES[2]) else pytest.mark.nightly,
         )
-        for name in SPARSE
+        for name in MIXTURES
     ),
     pytest.param("mistralai/Mixtral-8x7B-Instruct-v0.1", replace(LORA, targets=("lm_head", "q_proj"))),
 ]
@@ -156,7 +141,7 @@ def test_peft_reads_what_is_saved_and_merges_what_is_published(name: str, lora: 
 
 @pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-Instruct-v0.1", "microsoft/Phi-3-mini-4k-instruct"])
 def test_passes_on_transformers_code_see_adapters_as_versions_have_them(name: str, tmp_path: Path):
-    lora = replace(LORA, rank=6, targets=("all-linear", *["experts"] * (name in SPARSE), "lm_head"))
+    lora = replace(LORA, rank=6, targets=("all-linear", *["experts"] * (name in MIXTURES), "lm_head"))
     engine = adapted_engine(name, tmp_path / "hf", lora=lora, dtype="float32")
     check_rounding(engine, adapters_of(engine).values(), lora, vocab=250)
 

@@ -29,8 +29,6 @@ def factors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
-    from transformers import AutoModelForCausalLM
-
     out = tmp_path / "run"
     flags = (*LORA, "--schedule.kind", "synchronous")
     command = tiny_run(commands, tiny_model, out, *flags, "--steps", "2")
@@ -53,15 +51,7 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
         sum(path.stat().st_size for path in second.rglob("*.distcp"))
         < tiny_model.joinpath("model.safetensors").stat().st_size / 10
     )
-    merging = Command("apps.merge", str(second), str(tmp_path / "merged"))
-    commands.append(merging)
-    assert merging.end(120) == 0, merging.output
-    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, second / "model").eval()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-    token_ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(merged(token_ids).logits, adapted(token_ids).logits, rtol=1e-4, atol=1e-4)
+    _check_merged(tiny_model, second, tmp_path / "merged", commands)
     resolved = resolve_model(str(second), tmp_path / "cache")
     assert load_file(resolved / "model.safetensors").keys() == load_file(tiny_model / "model.safetensors").keys()
     other = tiny_run(commands, tiny_model, out, *flags, "--lora.rank", "8", "--steps", "6")
@@ -73,8 +63,6 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
 @pytest.mark.timeout(1800)
 def test_a_run_trains_experts_and_the_head_and_goes_on(commands: list[Command], tmp_path: Path):
     """Every version is attested by the engines, which the gap to the trainer shows too."""
-    from transformers import AutoModelForCausalLM
-
     sizes = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     model = make_tiny_model(tmp_path / "model", bundled_folder(), tied=False, family="qwen3_moe", **sizes)
     out, flags = tmp_path / "run", (*LORA, "--lora.targets", "all-linear", "experts", "lm_head")
@@ -90,15 +78,7 @@ def test_a_run_trains_experts_and_the_head_and_goes_on(commands: list[Command], 
     moved = {name: float((values - factors_of(first)[name]).norm()) for name, values in factors_of(second).items()}
     assert min(moved.values()) > 0, "resumed adapters are trained on"
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in moved} >= {"experts", "base_layer", "lm_head"}
-    merging = Command("apps.merge", str(second), str(tmp_path / "merged"))
-    commands.append(merging)
-    assert merging.end(300) == 0, merging.output
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, second / "model").eval()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-    token_ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(merged(token_ids).logits, adapted(token_ids).logits, rtol=1e-4, atol=1e-4)
+    _check_merged(model, second, tmp_path / "merged", commands)
 
 
 @pytest.mark.nightly
@@ -153,3 +133,18 @@ def test_the_plan_counts_adapters(
         plans.append(capsys.readouterr().out)
     assert "LoRA" in plans[1]
     assert "LoRA" not in plans[0]
+
+
+def _check_merged(base: Path, checkpoint: Path, folder: Path, commands: list[Command]) -> None:
+    """Merge a checkpoint's adapters into a folder, and compare its logits with peft's of the adapters."""
+    from transformers import AutoModelForCausalLM
+
+    merging = Command("apps.merge", str(checkpoint), str(folder))
+    commands.append(merging)
+    assert merging.end(300) == 0, merging.output
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(model, checkpoint / "model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    token_ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(token_ids).logits, adapted(token_ids).logits, rtol=1e-4, atol=1e-4)
