@@ -24,7 +24,7 @@ _FREE = (
 )
 """Operations without a kernel."""
 EXPERT_GRADIENTS = ("expert_gradient", "expert_gradient_")
-"""Our products that give experts' gradients: one writes them, the other adds to what is there."""
+"""Our products for experts' gradients: the first overwrites its output, the second adds to it."""
 FUSED_PRODUCTS = ("linear_sums", "linear_gradient", "gated_values", "gated_gradient", *EXPERT_GRADIENTS)
 """Our kernels that are products."""
 _ONLY_WRITTEN = ("copy_", "_foreach_copy_", "fill_", "zero_")

@@ -17,8 +17,8 @@ For each published checkpoint, a small random model with the quirks of its folde
     run_gap             largest difference of a logprob between engine and trainer in that run, for tokens of the newest
                         version
 
-`--rows` keeps what was measured of each model, so that several processes can share the work, and one that was ended
-goes on:
+`--rows` writes each model's results to a folder, so that several processes can share the work and an interrupted one
+resumes:
 
     python -m benchmarks.models --rows rows --models google/gemma-3-1b-it
     python -m benchmarks.models --rows rows --json out.json

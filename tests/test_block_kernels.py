@@ -179,9 +179,9 @@ def check_expert_products() -> None:
         linear = expert_products.expert_linear(narrow[0], narrow[1], ends)
         result = expert_products.expert_bias(linear, narrow[2], ends)
         result.backward(grad := torch.randn(48, 41).half().t())
-    wanted = torch.einsum("ri,roi->ro", wide[0], wide[1][row_experts]) + wide[2][row_experts]
-    wanted.backward(grad.double())
-    for value, exact_value in zip([result, *gradients(narrow)], [wanted, *gradients(wide)], strict=True):
+    exact_result = torch.einsum("ri,roi->ro", wide[0], wide[1][row_experts]) + wide[2][row_experts]
+    exact_result.backward(grad.double())
+    for value, exact_value in zip([result, *gradients(narrow)], [exact_result, *gradients(wide)], strict=True):
         assert float((value.double() - exact_value).abs().max() / exact_value.abs().max()) < 2e-3
     behind, copy = torch.ones(50, 52), torch.ones(50, 52)  # nine rows that belong to no expert
     with mock.patch.object(expert_products, "has_kernels", return_value=True):
@@ -201,8 +201,8 @@ def check_choices() -> None:
             scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(-1)
             expert_ids = (scores if bias is None else scores + bias).topk(3).indices
             assert torch.equal(expert_choice.chosen_experts(logits.detach().float(), bias, rule)[1], expert_ids)
-            chosen = scores.gather(1, expert_ids)
-            return 2.5 * (chosen / chosen.sum(-1, keepdim=True) if rule.normalises else chosen)
+            top_scores = scores.gather(1, expert_ids)
+            return 2.5 * (top_scores / top_scores.sum(-1, keepdim=True) if rule.normalises else top_scores)
 
         compare(
             lambda logits, rule=rule, bias=bias: expert_choice.chosen_experts(logits, bias, rule)[0], weights, logits

@@ -18,10 +18,10 @@ def ends_of(counts: tuple[int, ...]) -> torch.Tensor:
 
 
 def exact_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shares: int) -> torch.Tensor:
-    """Return the layer's results as one product a row, whose bias has the gradient of a whole one."""
+    """Compute the layer as one product a row; each result has a share of the bias, and the bias its whole gradient."""
     experts = [expert for expert, count in enumerate(COUNTS) for _ in range(count)]
-    whole = bias - bias.detach() * (1 - 1 / shares)
-    return torch.stack([weight[expert] @ row + whole[expert] for expert, row in zip(experts, x, strict=True)])
+    rank_bias = bias - bias.detach() * (1 - 1 / shares)
+    return torch.stack([weight[expert] @ row + rank_bias[expert] for expert, row in zip(experts, x, strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -345,9 +345,9 @@ def test_adapters_switched_off_are_the_model_that_training_started_from(tmp_path
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_from_them(family: str, lora: LoRAConfig, tmp_path: Path):
     engine = trained_engine(tmp_path / "hf", lora, family)
     folder = saved(engine, tmp_path / "hf", tmp_path / "step")
-    held = json.loads((folder / "training" / INDEX).read_text()).keys()
+    state_keys = json.loads((folder / "training" / INDEX).read_text()).keys()
     counts = {"updates", "planned", "version", "steps"}
-    assert {key.rpartition(".")[2][-6:] for key in held - counts} == {"lora_A", "lora_B"}
+    assert {key.rpartition(".")[2][-6:] for key in state_keys - counts} == {"lora_A", "lora_B"}
     other = engine_of(tmp_path / "hf", lora)
     assert other.load_training_state(folder / "training") == 2
     laid = packed(random_batch(2, vocab=43))
@@ -625,14 +625,14 @@ def test_an_adapted_head_is_scored_in_chunks_as_whole(tmp_path: Path, monkeypatc
             train_batch(engine, laid, ClippedSurrogate(entropy_coef=0.1), total_updates=5)
         largest = max(sizes)
         ends.append((engine.logprobs(laid.rows, temperature=0.7), named_factors(engine)))
-    (whole, factors), (chunked, chunked_factors) = ends
+    (logprobs, factors), (chunked_logprobs, chunked_factors) = ends
     assert largest == 5
-    torch.testing.assert_close(torch.cat(chunked), torch.cat(whole), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat(chunked_logprobs), torch.cat(logprobs), rtol=1e-10, atol=1e-12)
     for name, values in factors.items():
         torch.testing.assert_close(chunked_factors[name], values, rtol=1e-9, atol=1e-12)
     with without_adapters(engine.model):
         off = torch.cat(engine.scorer.logprobs(engine.model, laid.rows, 0.7))
-    assert not torch.allclose(off, torch.cat(chunked))
+    assert not torch.allclose(off, torch.cat(chunked_logprobs))
 
 
 @pytest.mark.parametrize(("family", "target"), [("qwen3_moe", "experts"), ("qwen3", "lm_head")])

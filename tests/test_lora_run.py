@@ -69,9 +69,9 @@ def test_a_run_trains_experts_and_the_head_and_goes_on(commands: list[Command], 
     command = tiny_run(commands, model, out, *flags, "--steps", "2")
     assert command.end(800) == 0, command.output
     assert "LoRA of rank 4 on all-linear experts lm_head" in command.output
-    again = tiny_run(commands, model, out, *flags, "--steps", "4")
-    assert again.end(800) == 0, again.output
-    assert "continued from" in again.output
+    resumed_run = tiny_run(commands, model, out, *flags, "--steps", "4")
+    assert resumed_run.end(800) == 0, resumed_run.output
+    assert "continued from" in resumed_run.output
     assert max(row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row) < 1e-3
     assert min(row["weights/written_share"] for row in metrics(out) if "weights/written_share" in row) < 0.1
     first, second = (out / "checkpoints" / f"step-{step:06d}" for step in (2, 4))

@@ -38,10 +38,10 @@ def test_a_phase_that_takes_too_long_names_what_it_waits_for(
 
 
 def test_a_port_in_use_is_named(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         ports = ("--trainer.ranks", "2", "--trainer.port", str(port))
         command = tiny_run(commands, tiny_model, tmp_path / "run", *ports, recipe="tests.tiny_fake")
         assert command.end(240) == 1, command.output
@@ -81,17 +81,17 @@ def test_a_run_survives_lost_output_and_full_disks_and_still_saves(
     changes: set[int] = set()
 
     def tries(count: int) -> None:
-        least = len(changes) + count
-        wait_until(lambda: changes.add((out / "checkpoints").stat().st_mtime_ns) or len(changes) >= least, command)
+        target = len(changes) + count
+        wait_until(lambda: changes.add((out / "checkpoints").stat().st_mtime_ns) or len(changes) >= target, command)
 
     tries(3)  # a checkpoint may have been all but written
-    seen, saved = steps(), saved_steps(out)
+    last_step, saved = steps(), saved_steps(out)
     tries(3)
-    assert steps() == seen
+    assert steps() == last_step
     assert saved_steps(out) == saved
     controller.rlimit(psutil.RLIMIT_FSIZE, (-1, -1))
-    wait_until(lambda: steps() > seen and bool(set(saved_steps(out)) - set(saved)), command)
-    assert steps() > seen + 1, "it trained meanwhile"
+    wait_until(lambda: steps() > last_step and bool(set(saved_steps(out)) - set(saved)), command)
+    assert steps() > last_step + 1, "it trained meanwhile"
     wait_until(lambda: "JSONLSink.log works again" in events(out), command)
 
     signal_all(command, signal.SIGTERM)
@@ -144,7 +144,7 @@ def test_a_stop_in_a_recovery_leaves_checkpoints_of_one_step(
     saved = saved_steps(out)
     assert counts() == [(step, step, step) for step in saved]
 
-    again = run(saved[-1] + 2, 1, "")
-    assert again.end(150) == 0, again.output
+    resumed_run = run(saved[-1] + 2, 1, "")
+    assert resumed_run.end(150) == 0, resumed_run.output
     assert counts() == [(step, step, step) for step in (*saved, saved[-1] + 1, saved[-1] + 2)]
     assert [(row["step"], row["updates"]) for row in metrics(out)] == [(n, n) for n in range(1, saved[-1] + 3)]
