@@ -25,6 +25,7 @@ from benchmarks.chaos_images import ChaosImages, chaos_images
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.errors import check_flags
 from forge_rl.sandbox import DurableSessions, Limits, Pool, Result
+from forge_rl.sandbox.durable import MAX_DEATHS
 from forge_rl.sandbox.host import Host
 from forge_rl.sandbox.inside import cgroups
 from forge_rl.sandbox.pool import Profile
@@ -92,17 +93,28 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
     ) as pool:
         sessions, numbers = DurableSessions(pool), iter(range(config.episodes))
         cells = kills = 0
+        kills_of_cells: dict[int, int] = {}  # by episode, the kills since its latest cell ended
 
-        def after_a_cell() -> None:
+        def is_due() -> bool:
+            """Return whether to kill again: not if that could be the death at which a cell counts as its own killer."""
+            progress = cells / (config.episodes * config.cells * 0.98)
+            has_room = max(kills_of_cells.values(), default=0) < MAX_DEATHS - 1
+            return has_room and kills + 1 <= config.kills * min(progress, 1)
+
+        def after_a_cell(number: int) -> None:
             nonlocal cells, kills
             cells += 1
-            while kills < config.kills and cells * config.kills >= (kills + 1) * config.episodes * config.cells * 0.98:
+            kills_of_cells[number] = 0
+            if cells == config.episodes * config.cells:
+                kills_of_cells.clear()  # the kills that had to wait
+            while is_due():
                 trees.update(host.tree for host in pool.hosts)
                 pids.update(pid for host in pool.hosts for pid in processes(host))
                 if images is not None and kills % 2:
                     images.cut_a_pull(rng)
                 else:
                     kill(pool, rng)
+                    kills_of_cells.update({number: deaths + 1 for number, deaths in kills_of_cells.items()})
                 kills += 1
 
         async def play() -> None:
@@ -110,14 +122,15 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
                 async with contextlib.AsyncExitStack() as stack:
                     image = None if images is None else await stack.enter_async_context(images.use(number))
                     session = await stack.enter_async_context(sessions.open(image=image))
-                    expected, is_right = number, True
+                    expected, is_right, kills_of_cells[number] = number, True, 0
                     await session.run(first_command.format(number))
                     for _ in range(config.cells - 1):
                         expected = 3 * expected + 1
                         is_right &= _shown(await session.run(middle_command)) == str(expected)
-                        after_a_cell()
+                        after_a_cell(number)
                     is_right &= _shown(await session.run(last_command)) == str(config.cells)
-                    after_a_cell()
+                    after_a_cell(number)
+                kills_of_cells.pop(number, None)
                 ended[number] += 1
                 if is_right:
                     right.add(number)

@@ -27,10 +27,10 @@ from forge_rl.system.result_cache import ResultCache, content_key
 T = TypeVar("T")
 _BY_SANDBOX = frozenset({"CellOverrun", "OutOfMemory", "Ended", "BadFrame"})
 """Errors that may depend on the machine: results with them are not kept."""
-_MOST_FAILURES = 16
+_MAX_FAILURES = 16
 """Failures of the sandbox that one cell survives."""
-_MOST_DEATHS = 3
-"""Times that a cell may end its session before that counts as its result: something else may have killed it."""
+MAX_DEATHS = 3
+"""Deaths of its session in one cell at which they count as its own doing; before, another may have killed it."""
 _PLACE_S = 0.2
 
 
@@ -355,7 +355,7 @@ class DurableSession:
             if result.error is None or result.error.name not in _BY_SANDBOX:  # it was lost after the cell
                 return result
             deaths += 1
-            if result.error.name != "Ended" or deaths == _MOST_DEATHS:
+            if result.error.name != "Ended" or deaths == MAX_DEATHS:
                 self._ended = result.error.message
                 return result
 
@@ -374,7 +374,7 @@ class DurableSession:
             except SandboxError as error:
                 is_lost = isinstance(error, _LostError) or self._live is None or not self._live.session.alive
                 failures += 1
-                if not is_lost or failures == _MOST_FAILURES:
+                if not is_lost or failures == _MAX_FAILURES:
                     raise
                 await self._lose()
 
