@@ -72,11 +72,6 @@ NOT_IN_FIGURES = {
         *("lora_memory_over_full", "publish_bytes_share", "update_s", "peft_update_s", "update_over_peft"),
         *("memory_N_over_N", "tokens_N_over_N", "worst_deviation"),
     },
-    "engine_start": {"import_s", "cold_s", "warm_s", "respawn_s", "warm_over_imports"},
-    "front_end": {
-        "us_a_token",
-        *(f"{prefix}us_a_token_N" for prefix in ("", "core_", "vllm_", "vllm_core_")),
-    },
     "intervals": {"lowest_coverage_score", "lowest_coverage_difference"},
 }
 """Results of benchmarks whose page has no figures."""

@@ -58,9 +58,15 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "containers": (*_SESSIONS, "forge_rl/sandbox/images"),
     "data": ("forge_rl/data/sources", *_files("data", "mixture", "task_stream")),
     "demo": ("recipes/grpo.py", *_files("algorithms", "advantages", "aggregation", "losses"), *_SCHEDULE),
+    "engine_start": (
+        *_files("runtime", "fork_client", "fork_server", "replica", "replica_processes", "service"),
+        *_files("engines/vllm", "engine", "preloaded", "transfer"),
+        "forge_rl/services/generator.py",
+    ),
     "evaluation": (*_SCHEDULE, "forge_rl/rollout/evaluation.py", "forge_rl/run/evaluation/evaluator.py"),
     "expert_parallel": ("forge_rl/engines/titan/least_loaded.py", "forge_rl/engines/titan/moe.py"),
     "forecast": ("forge_rl/engines/costs.py", "forge_rl/forecast/roofline.py", "forge_rl/forecast/search.py"),
+    "front_end": _files("engines/vllm", "internals", "pieces", "requests"),
     "gateway": (
         *_files("gateway", "chat", "connections", "constraints", "engine_client", "guard", "http", "prompt_renderer"),
         *_files("gateway", "reading", "request_state", "requests", "server", "sessions", "vllm_handlers"),
