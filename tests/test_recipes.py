@@ -99,6 +99,9 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
     assert list(given.sources(rl.SingleTurn).sources) == ["sums"]  # type: ignore[union-attr]
     game = rl.TaskConfig(env="game:highest=20")
     assert list(game.sources(rl.build_environment(game.env))) == ["game"]
+    leaving_out = rl.DataConfig(overlap="leave-out")
+    evaluated = rl.TaskConfig(env="game", eval_tasks=("t=chain_sum",), data=leaving_out)
+    assert evaluated.sources(rl.build_environment("game")).overlap == "leave-out"  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="none of its own"):
         rl.TaskConfig(env="tools").sources(rl.SingleTurn)
 
@@ -150,6 +153,17 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--trainer.stays-on-device", "on a CPU, so their state is moved nowhere"),
         ("grpo", "--curriculum.pools solve_rate", "'basic_arithmetic' generates new ones"),
         ("grpo", "--data.template {{question}}", "--data.template renders rows, and tasks are generated"),
+        (
+            "grpo",
+            "--tasks ROWS:question=prompt --data.template {{prompt}}",
+            "template has no effect, as all --tasks name",
+        ),
+        ("grpo", "--tasks ROWS:question=prompt ROWS --data.template {{prompt}}", ""),
+        ("grpo", "--env game --eval-tasks t=ROWS --data.held-out-share 0.1", "held-out-share has no effect on the env"),
+        ("grpo", "--env game --eval-tasks t=ROWS --data.overlap leave-out", ""),
+        ("grpo", "--env game --reward.deadline-s 5", "--reward.deadline-s has no effect, as the environment scores"),
+        ("ppo", "--gae.length-adaptive-alpha 0.05 --gae.lambda-policy 0.9", "--gae.lambda-policy 0.9 has no effect"),
+        ("ppo", "--gae.length-adaptive-alpha 0.05", ""),
         ("grpo", "--data.max-bad-rows 0.1", "--data.max-bad-rows is of files"),
         ("grpo", "--data.overlap leave-out", "--data.overlap is of --eval-tasks, and there are none"),
         ("grpo", "--env game --reward math", "--reward has no effect, as the environment scores its episodes itself"),
@@ -196,7 +210,8 @@ def test_flags_without_an_effect_are_refused_by_name(recipe: str, flags: str, me
     examples = ["--tasks", str(tmp_path / "rows.jsonl")] if recipe in ("sft", "dpo") else []
     expected = pytest.raises(rl.ForgeError, match=message) if message else contextlib.nullcontext()
     with expected:
-        config = parse(module.Config, recipe, [*flags.split(), *examples])
+        texts = flags.replace("ROWS", str(tmp_path / "rows.jsonl")).split()
+        config = parse(module.Config, recipe, [*texts, *examples])
         config.check_effects()
         if hasattr(module, "start"):
             module.start(config)
