@@ -52,10 +52,10 @@ FORMS = {
     "trees": "--turns 4 --prompt 20 --layers 1",
     "update_cost": "--tokens 512 --layers 2",
     "weights": "--smoke",
-    "weights_model": "--model smollm2-135m --smoke",
+    "weights_model": "--smoke",
 }
 """Flags of a run of seconds, by figures: most benchmarks have one page, some a second with other flags."""
-MODULES = {"weights_model": "weights", "schedules_real": "schedules"}
+MODULES = {"schedules_real": "schedules"}
 """Benchmarks of figures with another name."""
 PACKAGES = {"conformance", "methods"}
 """Benchmarks of several files."""

@@ -20,6 +20,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
+from forge_rl.forecast.transfer import PUBLISH
 from forge_rl.packing.rows import PackedBatch
 from forge_rl.packing.unpacking import read_scores, unpack
 from forge_rl.run.run_config import RunConfig
@@ -112,6 +113,8 @@ async def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Pa
         assert {entry.name for entry in second.tensors if entry.bucket in own} == start.keys() - frozen
         assert {entry.name for entry in second.tensors if entry in first.tensors} == frozen
         assert trainer.busy_s > 0
+        assert trainer.publish_s.keys() == set(PUBLISH)
+        assert 0 < trainer.publish_s["write"] < sum(trainer.publish_s.values())
 
 
 @pytest.mark.parametrize(

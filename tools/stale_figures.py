@@ -65,7 +65,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     ),
     "evaluation": (*_SCHEDULE, "forge_rl/rollout/evaluation.py", "forge_rl/run/evaluation/evaluator.py"),
     "expert_parallel": ("forge_rl/engines/titan/least_loaded.py", "forge_rl/engines/titan/moe.py"),
-    "forecast": ("forge_rl/engines/costs.py", "forge_rl/forecast/roofline.py", "forge_rl/forecast/search.py"),
+    "forecast": ("forge_rl/engines/costs.py", *_files("forecast", "roofline", "search", "transfer")),
     "front_end": _files("engines/vllm", "internals", "pieces", "requests"),
     "gateway": (
         *_files("gateway", "chat", "connections", "constraints", "engine_client", "guard", "http", "prompt_renderer"),
@@ -122,7 +122,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         "forge_rl/engines/families",
     ),
     "weights": _VERSIONS,
-    "weights_model": (*_VERSIONS, "forge_rl/engines/vllm/transfer.py"),
+    "weights_model": (*_VERSIONS, *_files("engines/vllm", "slicing", "transfer")),
 }
 """Paths, besides the benchmark itself, whose changes may move a figure; by the name of the figure's file."""
 

@@ -26,7 +26,7 @@ from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, Tree
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.general_parallel import TensorPeers
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
-from forge_rl.engines.titan.shards import freeze
+from forge_rl.engines.titan.shards import freeze, named_weights, names_of
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.packing.rows import Row
 
@@ -55,6 +55,10 @@ class MemoryTrace:
     """Peak bytes of the layers in both passes, without weights and their gradients."""
     head: int
     """Bytes that the output head adds."""
+    tensors: int
+    """Number of tensors that a version holds."""
+    stacked: int
+    """Number of those that the model keeps in stacks, such as experts', of which a rank has some."""
 
 
 Traces = MutableMapping[tuple[object, ...], MemoryTrace]
@@ -213,6 +217,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         for layer in layers
     ]
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    tensors = [len([*names_of(model).parts(name, weight.shape)]) for name, weight in named_weights(model)]
     if isinstance(model, GeneralModel) and settings.tensor_parallel_degree > 1:
         model.split(TensorPeers(size=settings.tensor_parallel_degree))
     try:
@@ -237,6 +242,8 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         units=tuple((experts, dense) for experts, dense in [*units, (0, outside)]),
         row=row,
         head=head,
+        tensors=sum(tensors),
+        stacked=sum(count for count in tensors if count > 1),
     )
 
 
