@@ -54,7 +54,7 @@ async def open_trainer(
     (folder / "shm").mkdir()
     optimizer = OptimizerConfig(lr=1e-2, decay="linear")
     config = Trainer.Config(ranks=ranks, seq_len=256, frozen=frozen, optimizer=optimizer, **settings)
-    async with cluster(folder) as (made, faults), contextlib.AsyncExitStack() as stack:
+    async with cluster(folder, trainer_ranks=ranks) as (made, faults), contextlib.AsyncExitStack() as stack:
         kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
         store = await WeightStore.start(kept, made, faults, deadline_s=START_S)
         stack.push_async_callback(store.stop)
