@@ -198,6 +198,11 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"outcomes/completed": 8.0},
         {"outcomes/completed": 8.0, "groups/replaced_uniform": 1.0},
     ),
+    "curriculum": (
+        {"curriculum.pools": "solve_rate"},
+        {"curriculum/new": 8.0, "curriculum/passed_over": 0.0},
+        {"curriculum/new": 2.0, "curriculum/passed_over": 5.0},
+    ),
     "over_sampling": (
         {"schedule.over_sampling": 1.5},
         {"outcomes/completed": 8.0, "groups/overtaken": 0.0},

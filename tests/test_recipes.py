@@ -164,6 +164,7 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--env game --reward.deadline-s 5", "--reward.deadline-s has no effect, as the environment scores"),
         ("ppo", "--gae.length-adaptive-alpha 0.05 --gae.lambda-policy 0.9", "--gae.lambda-policy 0.9 has no effect"),
         ("ppo", "--gae.length-adaptive-alpha 0.05", ""),
+        ("ppo", "--critic.router-replay", "--critic.router-replay repeats the experts that engines chose"),
         ("grpo", "--data.max-bad-rows 0.1", "--data.max-bad-rows is of files"),
         ("grpo", "--data.overlap leave-out", "--data.overlap is of --eval-tasks, and there are none"),
         ("grpo", "--env game --reward math", "--reward has no effect, as the environment scores its episodes itself"),

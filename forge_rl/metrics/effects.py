@@ -122,6 +122,15 @@ EFFECTS: dict[str, Effect] = {
         cause="no group had equal rewards, so none was replaced; without --schedule.dynamic-sampling the run is the "
         "same",
     ),
+    "curriculum": Effect(
+        flag="--curriculum.pools",
+        is_asked_for=_differs("curriculum.pools", "off"),
+        counted_with="curriculum/",
+        amount=_of("curriculum/passed_over"),
+        steps=20,
+        cause="no task was passed over for one of another pool: tasks have pools once they come again, in a file's "
+        "second epoch, and all may be of one pool; see data/SOURCE/epoch and curriculum/ in the metrics",
+    ),
     "over_sampling": Effect(
         flag="--schedule.over-sampling",
         is_asked_for=_above("schedule.over_sampling", 1),

@@ -234,7 +234,7 @@ class Columns:
             return [{"role": "user", "content": text.strip()}]
         try:
             return read_messages(name, json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(
                 f"is not rendered to JSON by the template's block messages: {error}",
                 value=text,
