@@ -65,7 +65,7 @@ SAME = {"chaos_process", "chaos_strict"}
 """Figures of a benchmark with another value of one flag, and the same results."""
 OTHER_RESULTS = {"chaos_images", "models_native"}
 """Figures of a benchmark with a flag by which it measures something else."""
-COPIED = {"evaluation", "weights_model"}
+COPIED = {"evaluation"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
     "adapters": {
