@@ -20,7 +20,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.flags.config_file import dump, read
 from forge_rl.flags.fields import Flag, usable_flags
 from forge_rl.flags.given import flags_in, giving
-from forge_rl.flags.retired import retired_default
+from forge_rl.flags.retired import current_path, retired_default
 from forge_rl.flags.texts import suggest
 
 C = TypeVar("C")
@@ -62,6 +62,9 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         elif name.startswith("--") and (constant := retired_default(name[2:].replace("-", "_"))) is not None:
             raise ConfigError(f"{name} is no longer a flag", hint=f"leave it out: it is always {constant}")
         else:
+            if name.startswith("--") and (path := name[2:].replace("-", "_")) != current_path(path):
+                name = f"--{current_path(path).replace('_', '-')}"
+                word = name + equals + value
             rest.append(word)
             if name.startswith("--"):
                 flag = name.removeprefix("--").replace("-", "_")
