@@ -62,13 +62,12 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         elif name.startswith("--") and (constant := retired_default(name[2:].replace("-", "_"))) is not None:
             raise ConfigError(f"{name} is no longer a flag", hint=f"leave it out: it is always {constant}")
         else:
-            if name.startswith("--") and (path := name[2:].replace("-", "_")) != current_path(path):
-                name = f"--{current_path(path).replace('_', '-')}"
-                word = name + equals + value
-            rest.append(word)
             if name.startswith("--"):
                 flag = name.removeprefix("--").replace("-", "_")
+                if (new_flag := current_path(flag)) != flag:
+                    flag, word = new_flag, f"--{new_flag.replace('_', '-')}{equals}{value}"
                 given_flags |= {flag, _NEGATION.sub("", flag)}
+            rest.append(word)
     with giving(given_flags):
         config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
     assert config is not None
