@@ -230,7 +230,7 @@ def run_cells() -> None:
 
     async def play() -> None:
         task = rl.Task(id="1", source="walks", messages=({"role": "user", "content": "What is 1 + 1?"},), truth={})
-        world = rl.build_environment("python")(task)
+        world = rl.PythonEnv()(task)
         await world.reset()
         for code in ("number = 1", "number + 1"):
             step = await world.step(f"```python\n{code}\n```", truncated=False, calls=())

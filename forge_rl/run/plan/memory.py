@@ -33,6 +33,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_models import RunModels
 from forge_rl.services.teachers import engine_settings, resolve_teachers
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
+from forge_rl.services.weight_store_config import KEEP_BYTES
 from forge_rl.system.memory import host_bytes
 
 if TYPE_CHECKING:
@@ -341,9 +342,9 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         return []
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
     weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel_size", 1))
-    versions = min(
-        config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
-    )
+    version = architecture.weights * itemsize
+    # While a version is written, the one before it is held, whatever the limits.
+    versions = max(2 * version, min(config.weights.keep_versions * version, KEEP_BYTES))
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if not generator.replicas + generator.guests:  # all engines run in external servers
         return [store]
