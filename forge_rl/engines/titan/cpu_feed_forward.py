@@ -69,7 +69,8 @@ class _DownProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b, weight = (tensor.detach() for tensor in ctx.saved_tensors)
-        rows, grad_weight = grad.flatten(0, -2), None
+        rows = grad.flatten(0, -2)
+        grad_weight: torch.Tensor | None = None
         if ctx.needs_input_grad[2]:
             grad_weight = rows.t() @ nn.functional.silu(a).mul_(b).flatten(0, -2)
         return *_gate_gradients(a, b, (rows @ weight).view_as(a)), grad_weight
