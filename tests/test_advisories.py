@@ -235,6 +235,7 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"generator/served_versions": 0.0},
         {"generator/served_versions": 2.0},
     ),
+    "quantized_base": ({"lora.base_format": "nf4"}, {"lora/base_share": 1.1}, {"lora/base_share": 0.4}),
     "published_adapters": ({"lora.rank": 8}, {"weights/written_share": 1.0}, {"weights/written_share": 0.02}),
     "mirrored_changes": (
         {"weights.mirror": "s3://a/b"},

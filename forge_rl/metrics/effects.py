@@ -197,6 +197,13 @@ EFFECTS: dict[str, Effect] = {
         cause="every version was written whole, as a host of the weight store is lost again and again, or few weights "
         "are not adapted; see the run's events",
     ),
+    "quantized_base": Effect(
+        flag="--lora.base-format",
+        is_asked_for=_differs("lora.base_format", "full"),
+        counted_with="lora/base_share",
+        amount=lambda values, settings: 1 - values.get("lora/base_share", 1.0),
+        cause="the model's matrices are so narrow that scales take what codes save; leave it out",
+    ),
     "served_adapters": Effect(
         flag="--generator.adapters served",
         is_asked_for=_differs("generator.adapters", "merged"),
