@@ -167,7 +167,8 @@ def _from_nf4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     import torch
 
     pairs = torch.nn.functional.embedding(codes.to(torch.int32), _nf4_pairs(codes.device))
-    return pairs.flatten(1).unflatten(1, (-1, BLOCK)).mul_(scales[..., None]).flatten(1)
+    values: torch.Tensor = pairs.flatten(1).unflatten(1, (-1, BLOCK)).mul_(scales[..., None]).flatten(1)
+    return values
 
 
 def _scales(largest: torch.Tensor) -> torch.Tensor:

@@ -61,17 +61,17 @@ def quantize_base(module: Any, base_format: BaseFormat, dtype: torch.dtype) -> N
         dtype: dtype of the passes.
     """
     options: dict[str, Any] = {"device": module.weight.device}
-    for name, columns, kind in zip(
+    for name, columns, stored_dtype in zip(
         (CODES, SCALES), stored_columns(base_format, module.in_features), (torch.uint8, torch.int32), strict=True
     ):
-        values = torch.empty(module.out_features, columns, dtype=kind, **options)
+        values = torch.empty(module.out_features, columns, dtype=stored_dtype, **options)
         module.register_parameter(name, nn.Parameter(values, requires_grad=False))
     del module.weight
     if isinstance(module, Linear):
         module._param_init = dict(module._param_init or {}) | dict.fromkeys((CODES, SCALES), skip_param_init)
     module.base_format, module.pass_dtype = base_format, dtype
-    kind: Any = type(module)
-    module.__class__ = _quantized_class(kind)
+    layer_class: Any = type(module)
+    module.__class__ = _quantized_class(layer_class)
 
 
 def quantized_weights(model: nn.Module) -> Iterator[QuantizedWeight]:
