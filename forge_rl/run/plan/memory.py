@@ -33,7 +33,6 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_models import RunModels
 from forge_rl.services.teachers import engine_settings, resolve_teachers
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
-from forge_rl.services.weight_store_config import KEEP_BYTES
 from forge_rl.system.memory import host_bytes
 
 if TYPE_CHECKING:
@@ -344,9 +343,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         return []
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
     weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel_size", 1))
-    version = architecture.weights * itemsize
-    # While a version is written, the one before it is held, whatever the limits.
-    versions = max(2 * version, min(config.weights.keep_versions * version, KEEP_BYTES))
+    versions = config.weights.held_bytes(architecture.weights * itemsize)
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if not generator.replicas + generator.guests:  # all engines run in external servers
         return [store]
