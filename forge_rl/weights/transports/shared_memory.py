@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,6 @@ from forge_rl.weights.segment import SegmentBucket, check, writable
 from forge_rl.weights.transports.protocol import LocalShard, to_write
 from forge_rl.weights.transports.remote import ask
 from forge_rl.weights.volume import writing
-
-_BATCH_BYTES = 1 << 28
-"""Bytes of shards that are copied together; those that are computed as they are asked for are held no longer."""
 
 
 class SharedMemoryTransport:
@@ -57,7 +54,7 @@ class SharedMemoryTransport:
         return replace(drafted, buckets=tuple(placed_buckets.get(bucket.key, bucket) for bucket in drafted.buckets))
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
-        return await asyncio.to_thread(self._write, drafted, to_write(drafted, shards))
+        return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
 
     async def prefetch(self, manifest: Manifest) -> None:
         if remote_keys := [bucket.key for bucket in manifest.buckets if bucket.host != self._host]:
@@ -89,50 +86,34 @@ class SharedMemoryTransport:
             if host == self._host:  # copies on another host have ended with its process
                 raise
 
-    def _write(self, drafted: Manifest, writes: Iterable[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
-        buckets = {bucket.key: bucket for bucket in drafted.written}
-        refs, memory, reports, folders = dict[str, SegmentRef](), dict[str, Any](), list[ShardReport](), set[Path]()
+    def _write(self, drafted: Manifest, writes: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
+        bucket_keys = {entry.bucket for entry, _ in writes}
+        buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written if bucket.key in bucket_keys}
         with contextlib.ExitStack() as stack:
-            for batch in _batches(writes):
-                for key in {entry.bucket for entry, _ in batch} - refs.keys():
-                    ref = refs[key] = _place(buckets[key], self._host)
-                    if (folder := Path(ref.path).parent) not in folders:
-                        stack.enter_context(writing(folder))
-                        folders.add(folder)
-                    memory[key] = writable(ref)
-                moves = [
+            for folder in {Path(ref.path).parent for ref in buckets.values()}:
+                stack.enter_context(writing(folder))
+            memory = {key: writable(ref) for key, ref in buckets.items()}
+            fingerprints = move(
+                [
                     Move(
                         shard.tensor_slice.of(entry.of(memory[entry.bucket])),
                         shard.values.detach(),
                         entry.shape,
                         shard.tensor_slice,
                     )
-                    for entry, shard in batch
+                    for entry, shard in writes
                 ]
-                reports += [
-                    ShardReport(name=shard.name, tensor_slice=shard.tensor_slice, fingerprint=value)
-                    for (_, shard), value in zip(batch, move(moves), strict=True)
-                ]
-            for ref in refs.values():  # the publish may have been given up meanwhile
+            )
+            for ref in buckets.values():  # the publish may have been given up meanwhile
                 check(ref)
-        return reports
+        return [
+            ShardReport(name=shard.name, tensor_slice=shard.tensor_slice, fingerprint=value)
+            for (_, shard), value in zip(writes, fingerprints, strict=True)
+        ]
 
     async def _ask(self, host: str, method: str, *args: object, moves: int = 0) -> Any:
         actor_name = f"the weight store on host {host!r}"
         return await ask(self._volumes[host], method, *args, actor_name=actor_name, moves=moves)
-
-
-def _batches(writes: Iterable[tuple[TensorEntry, LocalShard]]) -> Iterator[list[tuple[TensorEntry, LocalShard]]]:
-    """Split shards into runs that `_BATCH_BYTES` end."""
-    batch, size = list[tuple[TensorEntry, LocalShard]](), 0
-    for entry, shard in writes:
-        batch.append((entry, shard))
-        size += shard.values.nbytes
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _place(bucket: Bucket, host: str) -> SegmentRef:
