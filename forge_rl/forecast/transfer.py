@@ -15,6 +15,7 @@ from pathlib import Path
 
 from forge_rl.engines.device_types import DEVICE_TYPES, DeviceType
 from forge_rl.forecast.roofline import GPU_EFFICIENCY, Efficiency, Times
+from forge_rl.system.folders import write_whole
 
 PUBLISH = ("reserve", "calls", "gather", "write", "merge", "commit", "probe")
 """Parts of a publish, as `Trainer.publish_s` has them."""
@@ -55,7 +56,7 @@ class VersionCosts:
 
     def write(self, path: Path) -> None:
         """Write a file for `read`."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> VersionCosts:
