@@ -74,10 +74,10 @@ def check_context(
 def _check_shown(
     passages: Iterable[tuple[int, GivenText]], token_ids: TokenIds, tokenizer: Tokenizer, use: str
 ) -> None:
-    """Raise TaskError for the first passage, paired with its message's number, that the rendered text lacks."""
+    """Raise TaskError for a passage, given with the number of its message, that is not in the rendered text."""
     rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
     # The longest first, each at a place of its own: a thought "5" is not the 5 of "15".
-    for number, passage in sorted(passages, key=lambda entry: -len(entry[1].text)):
+    for number, passage in sorted(passages, key=lambda numbered: -len(numbered[1].text)):
         form = _form_in(rendered, passage.text, tokenizer)
         if form is None:
             raise _left_out(number, passage, use)
