@@ -309,20 +309,20 @@ def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardRep
     return reports
 
 
-def _added(products: Mapping[str, _Product], part: Part, values: torch.Tensor) -> torch.Tensor:
+def _added(products: Mapping[str, _GatheredFactors], part: Part, values: torch.Tensor) -> torch.Tensor:
     """Return a slice of a published tensor with its adapter's product added, if it has one."""
     product = products.get(part.name)
     return values if product is None else product.sum.added_to(values, *part.tensor_slice.start)
 
 
 @dataclass(frozen=True)
-class _Product:
+class _GatheredFactors:
     factors: tuple[torch.Tensor, torch.Tensor]
     """A and B, whole."""
     sum: AdapterProduct
 
 
-def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.float32) -> dict[str, _Product]:
+def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.float32) -> dict[str, _GatheredFactors]:
     """Gather the adapters of all ranks, by the published name of the weight. Every rank calls this.
 
     Args:
@@ -346,7 +346,7 @@ def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.flo
     if model.adapters.travel:  # as they are published
         whole_factors = [factor.to(published_dtype).float() for factor in whole_factors]
     return {
-        name: _Product((a, b), AdapterProduct(a, b, pair.scale))
+        name: _GatheredFactors((a, b), AdapterProduct(a, b, pair.scale))
         for pair, *factors in zip(pairs, whole_factors[::2], whole_factors[1::2], strict=True)
         for name, a, b in pair.published(model, (factors[0], factors[1]))
     }
