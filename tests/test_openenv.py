@@ -171,6 +171,20 @@ async def test_a_server_that_goes_away_in_an_episode_is_infrastructure(late: boo
         await session.close()
 
 
+@pytest.mark.parametrize("text", ["no JSON", "[" * 100_000, "[]", '{"type": "observation"}', '{"data": 1}'])
+async def test_an_answer_that_is_no_object_is_told(text: str):
+    async def answer() -> str:
+        return text
+
+    async with running(Peer(TEXT, [seen(text="Begin.")])) as peer:
+        session = OpenEnvFactory(peer.url)(TASK)
+        await session.reset()
+        session._socket.recv = answer
+        with pytest.raises(ForgeError, match="answered `step` with no JSON object that has an object `data`"):
+            await session.step("x", truncated=False, calls=())
+        await session.close()
+
+
 async def test_a_server_that_is_full_not_there_or_no_such_server_is_told():
     async with running(Peer(TEXT, [], full=99)) as peer:
         with pytest.raises(ForgeError, match="full"):

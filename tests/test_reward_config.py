@@ -68,6 +68,7 @@ def mine(users_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (users_folder / "broken.py").write_text("def score(task, text)\n    return 1\n")
     (users_folder / "imports.py").write_text("import not_there_at_all\n")
     (users_folder / "schema.json").write_text('{"type": "nonsense"}')
+    (users_folder / "deep.json").write_text("[" * 100_000)
     (users_folder / "causal").mkdir()
     (users_folder / "causal" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     return users_folder
@@ -178,6 +179,7 @@ def test_options_are_read_as_their_types_say():
         ("adaptive_length:of=math", "adaptive_length needs tokens", "tokens=..."),
         ("json_schema:schema=gone.json", "gone.json has no valid JSON schema: No such file", "schema=FILE.json"),
         ("json_schema:schema=schema.json", "'nonsense' is not valid", "schema=FILE.json"),
+        ("json_schema:schema=deep.json", "deep.json has no valid JSON schema: maximum recursion", "schema=FILE.json"),
         ("judge:rubric=x", "judge needs model", "model=..."),
         ("judge:model=m", "the environment variable OPENAI_API_KEY is not set", "api_key_env="),
         (

@@ -131,7 +131,7 @@ class JSONSchema(TextReward):
             object.__setattr__(self, "source", self.schema.read_text())
             schema = json.loads(self.source)
             jsonschema.validators.validator_for(schema).check_schema(schema)
-        except (OSError, ValueError, jsonschema.SchemaError) as error:
+        except (OSError, ValueError, RecursionError, jsonschema.SchemaError) as error:
             reason = getattr(error, "strerror", None) or getattr(error, "message", None) or error
             raise ConfigError(
                 f"--reward json_schema: {self.schema} has no valid JSON schema: {reason}", hint="set schema=FILE.json"

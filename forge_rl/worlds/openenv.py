@@ -253,7 +253,7 @@ class OpenEnvSession:
         try:
             schemas = await self._again(ask, (httpx.TransportError,))
             return dict(schemas["action"])
-        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+        except (httpx.HTTPError, KeyError, TypeError, ValueError, RecursionError) as error:
             message = without_credentials(str(error))
             raise ForgeError(
                 f"{self._factory.shown_url} returned no action schema: {type(error).__name__}: {message}",
@@ -315,7 +315,15 @@ class OpenEnvSession:
         except (OSError, websockets.WebSocketException) as error:
             await self.close()
             raise self._gone(f"the connection was lost in `{kind}`: {error}") from error
-        if answer.get("type") == "error":
+        except (ValueError, RecursionError):
+            answer = None
+        is_error = isinstance(answer, dict) and answer.get("type") == "error"
+        if not isinstance(answer, dict) or not isinstance(answer.get("data", {} if is_error else None), dict):
+            raise ForgeError(
+                f"{self._factory.shown_url} answered `{kind}` with no JSON object that has an object `data`",
+                hint="fix the environment behind the server",
+            )
+        if is_error:
             error_data = answer.get("data", {})
             if error_data.get("code") == "CAPACITY_REACHED":
                 raise _FullError(error_data.get("message", ""))
