@@ -35,7 +35,7 @@ class PartCost:
     call_s: float = 0.0
     """Seconds of a version without a tensor."""
     tensor_s: float = 0.0
-    """Seconds of each tensor beyond those of its bytes."""
+    """Seconds of each tensor, independent of its size."""
     memory: float = 0.0
     """Number of times that each byte passes through the device's memory."""
     host_link: float = 0.0
