@@ -58,6 +58,10 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "containers": (*_SESSIONS, "forge_rl/sandbox/images"),
     "data": ("forge_rl/data/sources", *_files("data", "mixture", "task_stream")),
     "demo": ("recipes/grpo.py", *_files("algorithms", "advantages", "aggregation", "losses"), *_SCHEDULE),
+    "demo_adapters": (
+        *("recipes/grpo.py", "forge_rl/models/adapter_products.py", "forge_rl/engines/vllm/adapters.py"),
+        *_files("engines/titan", "adapter_switch", "factor_pairs", "lora"),
+    ),
     "evaluation": (*_SCHEDULE, "forge_rl/rollout/evaluation.py", "forge_rl/run/evaluation/evaluator.py"),
     "expert_parallel": ("forge_rl/engines/titan/least_loaded.py", "forge_rl/engines/titan/moe.py"),
     "forecast": ("forge_rl/engines/costs.py", "forge_rl/forecast/roofline.py", "forge_rl/forecast/search.py"),
