@@ -37,6 +37,7 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.play import Answer, play, typed
 from forge_rl.envs.protocol import Observation, Parsed, Step
 from forge_rl.errors import ConfigError, ForgeError, check_flags, check_installed
+from forge_rl.flags.fields import changed_flags
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.evaluation import EvalTasks
@@ -50,6 +51,7 @@ from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Task, ToolCall
 
 _BAR = 40
+_OF_DATA = ("eval_tasks", "trainer", "rows", "groups_per_batch", "evaluation", "sample", "json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,22 @@ class Config:
                 hint="set it above --generator.max-tokens",
             )
 
+    def check_effects(self) -> None:
+        """Refuse flags that other flags rule out.
+
+        Raises:
+            ConfigError: names the first of them.
+        """
+        idle_flags = {
+            "--play no plays nothing": ("turns",) if self.play == "no" else (),
+            "only --play model asks a model": () if self.play == "model" else ("url",),
+            "no --url is set": () if self.url else ("url_model", "url_key_env"),
+            "--env shows an environment, not the data": _OF_DATA if self.env else (),
+        }
+        for reason, groups in idle_flags.items():
+            if idle := changed_flags(self, groups):
+                raise ConfigError(f"{idle[0]} has no effect: {reason}", hint=f"leave out {idle[0]}")
+
 
 async def main(config: Config) -> None:
     """Show the tasks, or an environment."""
@@ -195,7 +213,13 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
         limits = Generator.Config(**vars(config.generator))
         with tempfile.TemporaryDirectory(prefix="play-") as out, responsive_loop():
             gateway_config = gateway.Config(
-                model=str(folder), port=0, generator=limits, cache=config.cache, out=Path(out)
+                model=str(folder),
+                port=0,
+                generator=limits,
+                template_args=config.template_args,
+                parse_control_tokens=config.parse_control_tokens,
+                cache=config.cache,
+                out=Path(out),
             )
             async with gateway.serving(gateway_config, key) as (server, _, faults):
                 with interrupted_by(faults.raise_fatal):

@@ -29,7 +29,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 from rich.console import Console
@@ -45,6 +45,7 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
+from forge_rl.flags.fields import changed_flags
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.agent_command import AgentCommand
 from forge_rl.gateway.agents import Agent, serving_agents
@@ -102,6 +103,15 @@ _ALL_PAIRS = 3
 _PROMPT_TOKENS = 2048
 """Room for a benchmark's prompt."""
 _COMMAND = "command:"
+_CONCURRENCY = "--generator.max-num-seqs"
+"""Flag of the engines that also limits lm-eval's requests to a live run."""
+_OF_EPISODES = (
+    *("tasks", "benchmark", "env", "agent", "template_args", "tool_parser", "data", "rewards", "evaluation"),
+    *("episodes", "temperature", "success", "reward", "environment"),
+)
+_OF_LM_EVAL = tuple(
+    f"lm_eval.{name}" for name in ("lm_eval_python", "include_path", "limit", "num_fewshot", "chat_template")
+)
 _OFTEN_CUT = 0.1
 """Warn above this share of cut answers."""
 
@@ -110,6 +120,7 @@ _OFTEN_CUT = 0.1
 class Config:
     """Evaluate models on the same tasks, and compare them."""
 
+    UNUSED: ClassVar[tuple[str, ...]] = ("data.overlap",)
     models: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of bundled models, hub ids, or folders of models, checkpoints, or runs, for their newest checkpoints."""
     tasks: tuple[str, ...] = ()
@@ -175,6 +186,31 @@ class Config:
         if self.json is not None and not self.json.parent.is_dir():
             raise ConfigError(f"--json: the folder {self.json.parent} does not exist", hint="create it, or set another")
 
+    def check_effects(self) -> None:
+        """Refuse flags that other flags rule out.
+
+        Raises:
+            ConfigError: names the first of them.
+        """
+        if self.lists_benchmarks:
+            return
+        has_lm_eval, live = bool(self.lm_eval.lm_eval), self.lm_eval.live
+        in_processes = bool(self.env) and not has_lm_eval
+        idle_flags = {
+            "this command does not train": self.UNUSED,
+            "lm-eval's tasks have prompts, sampling and scores of their own": _OF_EPISODES if has_lm_eval else (),
+            "it is of lm-eval's tasks, and --lm-eval names none": () if has_lm_eval else _OF_LM_EVAL,
+            "the engines are the live run's": ("generator",) if live else (),
+            "pass@k takes several episodes of a task": ("success",) if self.episodes == 1 else (),
+            "no --env has processes that play episodes": () if in_processes else ("environment",),
+            "--benchmark and --env have tasks of their own": () if self.sets else ("data",),
+            "benchmarks have rewards of their own": ("rewards",) if self.benchmark and not self.sets else (),
+        }
+        for reason, groups in idle_flags.items():
+            idle = [name for name in changed_flags(self, groups) if not (live and name == _CONCURRENCY)]
+            if idle:
+                raise ConfigError(f"{idle[0]} has no effect: {reason}", hint=f"leave out {idle[0]}")
+
     @property
     def lists_benchmarks(self) -> bool:
         """Whether to only describe the benchmarks."""
@@ -189,6 +225,8 @@ class Config:
     def digest(self) -> str:
         """Short digest of everything that results depend on, except the model."""
         engines = {name: getattr(self.generator, name) for name in ("dtype", "max_tokens", "max_model_len")}
+        if self.generator.quantization != "none":
+            engines["quantization"] = self.generator.quantization
         code = code_digests(*parts_of(build_reward(self.rewards)).values())
         names = ("env", "agent", "tool_parser", "template_args")
         worlds = {name: getattr(self, name) for name in names if getattr(self, name)}
@@ -499,7 +537,7 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
             if config.env:
                 await parser.load()
             runner = EpisodeRunner(tokenizer, starting_worlds.result(), reward, parser.parse)
-        tasks = ResumableTaskStream(config.data.build((ONE_DIGIT_ADDITION,), seed=config.seed))  # nothing is drawn
+        tasks = ResumableTaskStream(DataConfig().build((ONE_DIGIT_ADDITION,), seed=config.seed))  # nothing is drawn
         scheduler = Scheduler(ScheduleConfig(), groups=1, episodes=1, tasks=tasks)
         rollouts = RolloutExecutor(
             Dispatcher(scheduler, generator, tokenizer),

@@ -296,7 +296,13 @@ def adapter_folder(place: Path, model: Path) -> Path:
             hint="name a folder with adapter_config.json, or a run with --lora.rank",
         )
     check_files(folder)
-    Adapter.read(folder).check_base(model)
+    adapter = Adapter.read(folder)
+    adapter.check_base(model)
+    if adapter.quantization is not None:
+        raise ModelError(
+            f"{place} was trained on a base in {adapter.quantization.base_format}, and engines hold other values of it",
+            hint="serve the merged model: --model names the run, or what forge-rl merge writes",
+        )
     return folder
 
 

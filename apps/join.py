@@ -3,7 +3,7 @@
 forge-rl join /shared/runs/grpo-1a2b3c4d
 sbatch --gpus=8 --wrap "forge-rl join /shared/runs/grpo-1a2b3c4d --name spot1"
 
-The run gives it engines, up to --generator.most-replicas, or environments. SIGTERM or Ctrl-C lets it leave: its work
+The run gives it engines, up to --generator.max-replicas, or environments. SIGTERM or Ctrl-C lets it leave: its work
 finishes or continues on other hosts, and nothing is lost. A second signal ends it at once.
 """
 

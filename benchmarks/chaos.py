@@ -93,28 +93,19 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
     ) as pool:
         sessions, numbers = DurableSessions(pool), iter(range(config.episodes))
         cells = kills = 0
-        kills_of_cells: dict[int, int] = {}  # by episode, the kills since its latest cell ended
-
-        def is_due() -> bool:
-            """Return whether to kill again: not if that could be the death at which a cell counts as its own killer."""
-            progress = cells / (config.episodes * config.cells * 0.98)
-            has_room = max(kills_of_cells.values(), default=0) < MAX_DEATHS - 1
-            return has_room and kills + 1 <= config.kills * min(progress, 1)
+        session_kills: dict[int, int] = {}  # by episode, since its latest cell ended
 
         def after_a_cell(number: int) -> None:
             nonlocal cells, kills
             cells += 1
-            kills_of_cells[number] = 0
-            if cells == config.episodes * config.cells:
-                kills_of_cells.clear()  # the kills that had to wait
-            while is_due():
+            session_kills[number] = 0
+            while kills < config.kills and cells * config.kills >= (kills + 1) * config.episodes * config.cells * 0.98:
                 trees.update(host.tree for host in pool.hosts)
                 pids.update(pid for host in pool.hosts for pid in processes(host))
                 if images is not None and kills % 2:
                     images.cut_a_pull(rng)
-                else:
-                    kill(pool, rng)
-                    kills_of_cells.update({number: deaths + 1 for number, deaths in kills_of_cells.items()})
+                elif kill(pool, rng, with_sessions=max(session_kills.values()) < MAX_DEATHS - 1):
+                    session_kills.update({episode: deaths + 1 for episode, deaths in session_kills.items()})
                 kills += 1
 
         async def play() -> None:
@@ -122,7 +113,7 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
                 async with contextlib.AsyncExitStack() as stack:
                     image = None if images is None else await stack.enter_async_context(images.use(number))
                     session = await stack.enter_async_context(sessions.open(image=image))
-                    expected, is_right, kills_of_cells[number] = number, True, 0
+                    expected, is_right, session_kills[number] = number, True, 0
                     await session.run(first_command.format(number))
                     for _ in range(config.cells - 1):
                         expected = 3 * expected + 1
@@ -130,7 +121,7 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
                         after_a_cell(number)
                     is_right &= _shown(await session.run(last_command)) == str(config.cells)
                     after_a_cell(number)
-                kills_of_cells.pop(number, None)
+                del session_kills[number]
                 ended[number] += 1
                 if is_right:
                     right.add(number)
@@ -162,17 +153,22 @@ def _shown(result: Result) -> str:
     return result.value or result.stdout.strip()
 
 
-def kill(pool: Pool, rng: random.Random) -> None:
-    """Kill a server, its keeper, a session, or half of the sessions.
+def kill(pool: Pool, rng: random.Random, *, with_sessions: bool) -> bool:
+    """Kill a server, its keeper, a session, or half of the sessions; return whether it was sessions.
 
     Processes that a command itself has started are spared: their deaths are a part of its result.
+
+    Args:
+        with_sessions: False if a cell might lose its session once too often: it would count as its own killer.
     """
     host = rng.choice(pool.hosts)
     depths = {pid: _namespaces(pid) for pid in session_processes(host)}
     keeper, sessions = host.process.pid, [pid for pid, depth in depths.items() if depth == min(depths.values())]
+    servers = [[keeper], children(keeper)]
     half = rng.sample(sessions, len(sessions) // 2)
-    victims = rng.choice([[keeper], children(keeper), sessions[:1], half])
+    victims = rng.choice([*servers, sessions[:1], half] if with_sessions else servers)
     kill_each(victims)
+    return victims not in servers
 
 
 def kill_each(pids: Iterable[int]) -> None:

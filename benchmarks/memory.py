@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+_NOTABLE = 1.005
+
 
 @contextmanager
 def sampled_peak(read: Callable[[], int], every_s: float) -> Iterator[list[int]]:
@@ -35,17 +37,47 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants: the private memory of each, and the largest shared memory
-    that any one of them has mapped, as they share it. Mapped files, such as libraries, do not count; 0 if it exited."""
+    """Return the memory of a process and its descendants, counting each page once: also one that forked processes have
+    in common, that several have mapped, or one process twice. Mapped files, such as libraries, do not count; 0 if it
+    exited."""
+    return sum(_of_tree(pid, _proportional_bytes))
+
+
+def highs_of_tree(pid: int) -> Callable[[], int]:
+    """Return a function to sample `tree_bytes` with, which takes a tenth of a second of CPU for 10 GiB.
+
+    It returns 0 unless a bound that takes a few milliseconds, in which some pages count several times, is 0.5% higher
+    than ever.
+    """
+    highest = 0
+
+    def read() -> int:
+        nonlocal highest
+        shared = _of_tree(pid, lambda process: _resident(process, "Shmem"))
+        bound = sum(_of_tree(pid, private_bytes)) + max(shared, default=0)
+        if bound <= highest * _NOTABLE:
+            return 0
+        highest = bound
+        return tree_bytes(pid)
+
+    return read
+
+
+def _of_tree(pid: int, read: Callable[[int], int]) -> list[int]:
+    """Return what a function reads of a process and of each of its descendants that has not exited."""
+    values = []
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        private, shared = [0], [0]
         for process in [root, *root.children(recursive=True)]:
             with suppress(FileNotFoundError, ProcessLookupError):
-                private.append(private_bytes(process.pid))
-                shared.append(_resident(process.pid, "Shmem"))
-        return sum(private) + max(shared)
-    return 0
+                values.append(read(process.pid))
+    return values
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return a process's share of its anonymous and shared memory: of a page with n mappings, an nth for each."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(size) << 10 for size in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", rollup, re.MULTILINE))
 
 
 def _resident(pid: int | str, kind: str) -> int:

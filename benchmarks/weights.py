@@ -1,11 +1,10 @@
 """Time to move a weights version from trainer to engines, compared with memcpy and torchstore.
 
 python -m benchmarks.weights --json out.json
-python -m benchmarks.weights --model smollm2-135m
 
-The first command moves 1 GiB of bfloat16 in Qwen3-0.6B's shapes from one writer process to 1, 2 and 4 readers, each
+Moves 1 GiB of bfloat16 in Qwen3-0.6B's shapes from one writer process to 1, 2 and 4 readers, each
 with its own parameters, through the store as in a run; then to a reader on another host (a separate Monarch host on
-this machine). The second uses the real trainer and vLLM engine, from the end of the optimizer step to serving.
+this machine).
 """
 
 from __future__ import annotations
@@ -17,21 +16,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
-from forge_rl.algorithms.advantages import group_advantages
-from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.jobs.process import local_hosts
-from forge_rl.packing.pack import pack
-from forge_rl.rewards.verifiers import ReasoningGymReward
-from forge_rl.rollout.evaluation import EvalConfig
-from forge_rl.run.run_config import RunConfig
-from forge_rl.run.start.starting import start
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service
@@ -52,10 +43,6 @@ class Config(BenchmarkConfig):
     """Repeats of each measurement."""
     warm_up: int = 3
     """Warm-up versions, not counted: fresh shared memory is slow to touch."""
-    model: str = ""
-    """Measure the real trainer and engine with this model instead."""
-    transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
-    """Transport of the weights, with --model."""
     smoke: bool = False
     """A few MiB, one repeat: checks that everything runs; measures nothing."""
 
@@ -74,7 +61,7 @@ def measure(config: Config, report: Report) -> None:
     """Run the selected measurement."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
-    asyncio.run(_measure_model(config, report) if config.model else _measure_store(config, report))
+    asyncio.run(_measure_store(config, report))
 
 
 def qwen3_shapes(gib: float) -> Shapes:
@@ -277,51 +264,6 @@ async def _two_hosts(config: Config, report: Report) -> dict[str, list[float]]:
             await service.stop()
         await store.stop()
     return times
-
-
-async def _measure_model(config: Config, report: Report) -> None:
-    """Run the recipe's services and steps, and measure each step's publish and load."""
-    repeats = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
-    times: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="weights-") as scratch:
-        settings = RunConfig(
-            model=config.model,
-            steps=len(repeats),
-            groups_per_batch=2,
-            evaluation=EvalConfig(every=0),
-            checkpoint_every=0,
-            out=Path(scratch) / "run",
-            display="none",
-            weights=WeightStore.Config(transport=config.transport),
-        )
-        loss = ClippedSurrogate()
-        sources = DataConfig().build([ONE_DIGIT_ADDITION], seed=settings.seed)
-        async with start(settings, loss=loss, sources=sources, reward=ReasoningGymReward()) as run:
-            print(run.weights.choice, flush=True)
-            for counts in repeats:
-                batch = await run.rollouts.next_batch()
-                packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
-                await run.trainer.step(packed, loss, temperature=run.generator.sampling.temperature)
-                run.trainer.busy_s = 0.0
-                began = time.perf_counter()
-                version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
-                published = time.perf_counter()
-                await run.generator.load(run.weights, version)
-                ended = time.perf_counter()
-                write = run.trainer.busy_s
-                stages = {"publish": published - began, "publish_write": write}
-                stages["publish_commit"] = published - began - write
-                loads = max(
-                    (report.seconds for report in run.generator.last_load),
-                    key=lambda stage_seconds: sum(stage_seconds.values()),
-                )
-                stages |= {f"load_{name}": value for name, value in loads.items()}
-                stages["load_calls"] = ended - published - sum(loads.values())
-                _keep(report, run.weights.choice, counts, {"end_to_end": ended - began, **stages}, times)
-                run.log({}, batch, packed)
-    total = report.measure("seconds_end_to_end", times.pop("end_to_end"))
-    for name, values in times.items():
-        report.results[f"share_{name}"] = report.measure(f"seconds_{name}", values) / total
 
 
 @asynccontextmanager

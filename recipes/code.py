@@ -38,7 +38,7 @@ class Config(rl.RunConfig):
     """Train a policy that writes Python, sees its output and answers, with group-relative advantages."""
 
     tasks: tuple[str, ...] = (SUMS, BITS)
-    """The mixture: reasoning-gym data sets or files, as NAME[:KEY=VALUE,...][*WEIGHT]."""
+    """The mixture: reasoning-gym data sets, whose verifiers score, as NAME[:KEY=VALUE,...][*WEIGHT]."""
     data: rl.DataConfig = field(default_factory=lambda: rl.DataConfig(instruction=""))
     env: str = ""
     """Environment as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default Python with one example."""

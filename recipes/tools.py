@@ -50,7 +50,7 @@ class Config(rl.RunConfig):
     """Train a policy that calls tools with group-relative advantages."""
 
     tasks: tuple[str, ...] = (PRODUCTS,)
-    """The mixture: reasoning-gym data sets or files, as NAME[:KEY=VALUE,...][*WEIGHT]."""
+    """The mixture: reasoning-gym data sets, whose verifiers score, as NAME[:KEY=VALUE,...][*WEIGHT]."""
     data: rl.DataConfig = field(default_factory=lambda: rl.DataConfig(instruction=""))
     env: str = ""
     """Environment as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default this recipe's calculator."""

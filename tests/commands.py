@@ -137,13 +137,18 @@ def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str, r
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in whole_lines(out / "metrics.jsonl")]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file to which a run may be writing the next one."""
+    return path.read_text().rpartition("\n")[0].splitlines()
 
 
 def tasks_by_step(out: Path) -> dict[int, set[tuple[str, str]]]:
     """Source and task of the episodes that each step trained on, all of which are sampled."""
     tasks: dict[int, set[tuple[str, str]]] = {}
-    for line in (out / "episodes.jsonl").read_text().splitlines():
+    for line in whole_lines(out / "episodes.jsonl"):
         episode = json.loads(line)
         if episode["outcome"] in ("completed", "truncated"):  # else it failed, and is only kept to be looked at
             tasks.setdefault(episode["step"], set()).add((episode["source"], episode["task"]))

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ import psutil
 from monarch.actor import concurrent_endpoint, current_rank
 
 from forge_rl.jobs.process import local_hosts
-from forge_rl.runtime.cluster import Cluster, _scratch
+from forge_rl.runtime.cluster import Cluster, SpawnedMesh, _scratch
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.fork_client import FORK_MODULES
 from forge_rl.runtime.service import Service, ServiceActor
 
 if TYPE_CHECKING:
@@ -169,12 +170,33 @@ def new_service_name() -> str:
     return f"fake{next(_NUMBERS)}"
 
 
+TRAINER_MODULES = {FORK_MODULES: "forge_rl.engines.titan.train"}
+
+
+class WarmCluster(Cluster):
+    """A cluster whose trainers are forked by a process that has imported what they need, as a run's engines are."""
+
+    def spawn(self, name: str, *, env: Mapping[str, str] | None = None, **settings: Any) -> SpawnedMesh:
+        modules = TRAINER_MODULES if name.startswith("trainer") else {}
+        return super().spawn(name, env=modules | dict(env or {}), **settings)
+
+    async def import_for_trainer(self, ranks: int) -> None:
+        """Wait until a trainer of some ranks can be forked."""
+        from forge_rl.engines.factory import train_environment
+
+        await self.import_first(TRAINER_MODULES | train_environment(ranks), deadline_s=300)
+
+
 @contextlib.asynccontextmanager
-async def cluster(logs: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[Cluster, Faults]]:
-    """A cluster and its faults, as a controller has them."""
-    made, faults = Cluster(logs), Faults(clock)
+async def cluster(
+    logs: Path, clock: Callable[[], float] = time.monotonic, *, trainer_ranks: int = 0
+) -> AsyncIterator[tuple[Cluster, Faults]]:
+    """A cluster and its faults, as a controller has them; a trainer of `trainer_ranks` is forked, not executed."""
+    made, faults = WarmCluster(logs) if trainer_ranks else Cluster(logs), Faults(clock)
     faults.install()  # stays: Monarch's own hook would interrupt the tests that follow
     try:
+        if isinstance(made, WarmCluster):
+            await made.import_for_trainer(trainer_ranks)
         yield made, faults
     finally:
         faults.closing = True

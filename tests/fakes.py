@@ -233,11 +233,11 @@ def hf_weights(model: Any) -> dict[str, torch.Tensor]:
     """Whole weights of a titan model by Hugging Face's names."""
     from torch.distributed.tensor import DTensor
 
-    from forge_rl.engines.titan.shards import named_weights
+    from forge_rl.engines.titan.shards import named_weights, values_of
 
     return {
         part.name: part.of(whole.detach()).clone()
         for name, p in named_weights(model)
-        for whole in [p.full_tensor() if isinstance(p, DTensor) else p]
+        for whole in [p.full_tensor() if isinstance(p, DTensor) else values_of(p)]
         for part in model.names.parts(name, whole.shape)
     }

@@ -198,6 +198,11 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"outcomes/completed": 8.0},
         {"outcomes/completed": 8.0, "groups/replaced_uniform": 1.0},
     ),
+    "curriculum": (
+        {"curriculum.pools": "solve_rate"},
+        {"curriculum/new": 8.0, "curriculum/passed_over": 0.0},
+        {"curriculum/new": 2.0, "curriculum/passed_over": 5.0},
+    ),
     "over_sampling": (
         {"schedule.over_sampling": 1.5},
         {"outcomes/completed": 8.0, "groups/overtaken": 0.0},
@@ -230,6 +235,7 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"generator/served_versions": 0.0},
         {"generator/served_versions": 2.0},
     ),
+    "quantized_base": ({"lora.base_format": "nf4"}, {"lora/base_share": 1.1}, {"lora/base_share": 0.4}),
     "published_adapters": ({"lora.rank": 8}, {"weights/written_share": 1.0}, {"weights/written_share": 0.02}),
     "mirrored_changes": (
         {"weights.mirror": "s3://a/b"},

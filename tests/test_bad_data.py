@@ -272,6 +272,10 @@ FLAGS: dict[str, tuple[dict[str, object], str]] = {
         {"template": "{% block messages %}{{ question }}{% endblock %}"},
         "line 1: the row is not rendered to JSON by the template's block messages.*: '2.3[?]'",
     ),
+    "a template of JSON that is too deep": (
+        {"template": "{% block messages %}{{ '[' * 100000 }}{% endblock %}"},
+        "line 1: the row is not rendered to JSON by the template's block messages",
+    ),
     "a template that breaks out": (
         {"template": "{{ ''.__class__.__mro__ }}"},
         "line 1: the row fails in .*unsafe",

@@ -53,10 +53,10 @@ FORMS = {
     "trees": "--turns 4 --prompt 20 --layers 1",
     "update_cost": "--tokens 512 --layers 2",
     "weights": "--smoke",
-    "weights_model": "--model smollm2-135m --smoke",
+    "weights_model": "--smoke",
 }
 """Flags of a run of seconds, by figures: most benchmarks have one page, some a second with other flags."""
-MODULES = {"demo_adapters": "demo", "weights_model": "weights", "schedules_real": "schedules"}
+MODULES = {"demo_adapters": "demo", "schedules_real": "schedules"}
 """Benchmarks of figures with another name."""
 PACKAGES = {"conformance", "methods"}
 """Benchmarks of several files."""
@@ -66,17 +66,12 @@ SAME = {"chaos_process", "chaos_strict"}
 """Figures of a benchmark with another value of one flag, and the same results."""
 OTHER_RESULTS = {"chaos_images", "models_native"}
 """Figures of a benchmark with a flag by which it measures something else."""
-COPIED = {"evaluation", "weights_model"}
+COPIED = {"evaluation"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
     "adapters": {
         *("lora_memory_over_full", "publish_bytes_share", "update_s", "peft_update_s", "update_over_peft"),
         *("memory_N_over_N", "tokens_N_over_N", "worst_deviation"),
-    },
-    "engine_start": {"import_s", "cold_s", "warm_s", "respawn_s", "warm_over_imports"},
-    "front_end": {
-        "us_a_token",
-        *(f"{prefix}us_a_token_N" for prefix in ("", "core_", "vllm_", "vllm_core_")),
     },
     "intervals": {"lowest_coverage_score", "lowest_coverage_difference"},
 }

@@ -133,6 +133,14 @@ def test_retired_flags_are_accepted_only_at_their_defaults(file: Path) -> None:
         parse(RunConfig, "grpo", ["--generator.restart.pause-s", "9"])
 
 
+def test_renamed_flags_are_read_by_their_old_names(file: Path) -> None:
+    file.write_text("[generator]\nreplicas = 2\nleast_replicas = 1\n")
+    flags = ["--environment.most-replicas=3", "--generator.most-replicas", "4"]
+    config = parse(RunConfig, "grpo", ["--config", str(file), *flags])
+    assert (config.generator.min_replicas, config.generator.max_replicas) == (1, 4)
+    assert config.environment.max_replicas == 3
+
+
 def test_a_file_that_is_not_there_is_one_clear_message() -> None:
     with pytest.raises(ConfigError, match=r"--config gone\.toml: No such file"):
         parsed("--config", "gone.toml")

@@ -1,23 +1,28 @@
 """apps.data: what a person sees of tasks before a run."""
 
 import asyncio
+import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from apps import gateway
 from apps.data import Config, Limits, RowLimits, show, show_environment
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.preview import histogram, rendered
 from forge_rl.envs.play import typed
 from forge_rl.errors import ForgeError
+from forge_rl.flags.command_line import parse
 from forge_rl.services.generator import Generator
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
@@ -193,11 +198,39 @@ def test_a_model_at_an_endpoint_plays_and_its_errors_are_one_message() -> None:
             played(Config(**flags))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--env game --turns 3", "--turns has no effect: --play no plays nothing"),
+        ("--env game --play hand --url http://x/v1", "--url has no effect: only --play model"),
+        ("--env game --play model --url-model m", "--url-model has no effect: no --url"),
+        ("--env game --sample 9", "--sample has no effect: --env shows an environment"),
+        ("--env game --play model --url http://x/v1 --url-model m --turns 3 --generator.max-tokens 8", ""),
+        ("chain_sum --eval-tasks leg_counting --sample 9", ""),
+    ],
+)
+def test_flags_without_an_effect_are_refused_by_name(flags: str, said: str) -> None:
+    config = parse(Config, "data", flags.split())
+    with pytest.raises(ForgeError, match=said) if said else contextlib.nullcontext():
+        config.check_effects()
+
+
 def test_a_model_without_an_endpoint_plays_in_an_engine(
     tiny_model: Path, tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(Generator, "start", partial(Generator.start, actor=FakeEngine))
-    text = played(Config(env="game", play="model", model=str(tiny_model), turns=1))
+    served, serving = list[gateway.Config](), gateway.serving
+
+    def noting(config: gateway.Config, key: str) -> Any:
+        served.append(config)
+        return serving(config, key)
+
+    monkeypatch.setattr(gateway, "serving", noting)
+    model, args = shutil.copytree(tiny_model, tmp_path / "model"), ("enable_thinking=false",)
+    with (model / "chat_template.jinja").open("a") as template:
+        template.write("{% if enable_thinking %}<think>{% endif %}")
+    text = played(Config(env="game", play="model", model=str(model), turns=1, template_args=args))
+    assert served[0].template_args == args
     assert "model: " in text
     assert "user: " in text, "the game's reply"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ async def half_of_the_tasks_teach(task, text):
     if digest % 3 == 0:
         await asyncio.sleep(2)  # a straggler
     if digest % 2:
-        return 0.5
+        return 1.0
     return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 """
 
@@ -98,15 +99,18 @@ def test_effects_of_tools_code_rewards_and_drafts_are_above_zero_in_a_run(
 @pytest.mark.timeout(600)
 def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
+    rows = [{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(16)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "run"
-    flags = ("--reward", f"{tmp_path}/mine.py:half_of_the_tasks_teach", "--steps", "100000", "--evaluation.every", "0")
+    flags = ("--tasks", f"{tmp_path}/sums.jsonl", "--curriculum.pools", "solve_rate", "--data.held-out-share", "0.1")
+    flags += ("--reward", f"{tmp_path}/mine.py:half_of_the_tasks_teach", "--steps", "100000", "--evaluation.every", "0")
     flags += ("--schedule.dynamic-sampling", "--schedule.over-sampling", "2", "--schedule.max-lag", "2")
     flags += ("--generator.spares", "1", "--generator.max-num-seqs", "6", "--generator.max-tokens", "32")
     flags += ("--generator.dtype", "bfloat16", "--weights.mirror", f"file://{tmp_path}/versions")
     flags += ("--data.system", "Answer with letters, please. " * 20, "--checkpoint-every", "0")
     command = tiny_run(commands, tiny_model, out, *flags)
     command.wait_for("step +2/")
-    missing = {"groups/replaced_uniform", "groups/overtaken", "generator/spares"}
+    missing = {"groups/replaced_uniform", "groups/overtaken", "generator/spares", "curriculum/passed_over"}
     missing |= {"generator/prefix_hits", "generator/prefilled_again", "weights/mirrored_share"}
 
     until = time.monotonic() + 300

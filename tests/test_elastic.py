@@ -96,8 +96,8 @@ def test_a_user_scales_within_reason_and_beyond_the_bounds():
 
 
 def test_bounds_that_exclude_the_start_are_refused():
-    assert GeneratorConfig(replicas=2, least_replicas=1, most_replicas=4).most_replicas == 4
-    for settings in ({"least_replicas": 3}, {"most_replicas": 1}):
+    assert GeneratorConfig(replicas=2, min_replicas=1, max_replicas=4).max_replicas == 4
+    for settings in ({"min_replicas": 3}, {"max_replicas": 1}):
         with pytest.raises(ConfigError, match=r"--generator\.replicas is 2, and not from"):
             GeneratorConfig(replicas=2, **settings)
 

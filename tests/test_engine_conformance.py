@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 import uvicorn
@@ -24,13 +25,39 @@ from forge_rl.engines.remote.server import EngineServer
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.system.variables import set_here
 from forge_rl.tokens.tokenizer import Tokenizer
-from tests.engine_conformance import DECODE, Decoder, changed, of_few_words
+from tests.engine_conformance import DECODE, LONG_PROMPT, Decoder, changed, completion, of_few_words
 from tests.fake_actors import cluster
 from tests.fakes import make_model
 from tests.tiny import bundled_folder, make_tiny_model
 from tests.trainer_conformance import TRAIN, Trainers
 
 RunCheck = Callable[[str], str]
+KV_CACHE_BYTES = 1 << 28
+
+
+async def pages_of_the_kv_cache_are_allocated_when_they_are_written(decoder: Decoder) -> None:
+    """Check the engine's process, of which the cache is the only large mapping without a file."""
+    from forge_rl.engines.vllm.internals import engine_pids
+
+    (pid,) = engine_pids(decoder.engine._llm)  # type: ignore[attr-defined]
+
+    def resident_bytes() -> int:
+        maps = psutil.Process(pid).memory_maps(grouped=False)
+        large_maps = [mapping for mapping in maps if mapping.path == "[anon]" and mapping.size >= KV_CACHE_BYTES]
+        assert large_maps
+        return sum(int(mapping.rss) for mapping in large_maps)
+
+    await decoder.complete(completion(1, max_tokens=24))
+    before = resident_bytes()
+    assert before < KV_CACHE_BYTES // 4
+    for seed in range(8):
+        await decoder.load_next()
+        await decoder.complete(completion(seed, max_tokens=24), LONG_PROMPT)
+    assert resident_bytes() < before + KV_CACHE_BYTES // 64
+
+
+VLLM = {check.__name__: check for check in (pages_of_the_kv_cache_are_allocated_when_they_are_written,)}
+"""Checks of a vLLM engine on one CPU."""
 
 
 class VLLMHost(ServiceActor):
@@ -67,7 +94,7 @@ class VLLMHost(ServiceActor):
         assert self._decoder is not None
         torch.manual_seed(1)
         try:
-            await asyncio.wait_for(DECODE[check](self._decoder), 300)
+            await asyncio.wait_for((DECODE | VLLM)[check](self._decoder), 300)
         except Exception:
             await self._decoder.engine.hold(paused=False, asleep=False)  # the next check finds it as this one did
             return traceback.format_exc()
@@ -111,7 +138,7 @@ async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any
     model = make_tiny_model(folder / "model", bundled_folder(), tied=False)
     if "{}" in (text := given.get("speculation", "")):
         given = {"speculation": text.format(draft_model(folder))}
-    settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=0.25, **given)
+    settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=KV_CACHE_BYTES / 2**30, **given)
     loop = asyncio.get_running_loop()
     async with cluster(folder) as (made, faults):
         service = Service("engines", made, faults)
@@ -157,6 +184,14 @@ def run_on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 def test_a_decode_engine(check: str, run_on_engine: RunCheck, request: pytest.FixtureRequest) -> None:
     if check == "closing_a_stream_ends_its_request" and "remote-" in request.node.name:
         pytest.skip("a server notices a moment later; see test_remote_engine")
+    failure = run_on_engine(check)
+    assert not failure, failure
+
+
+@pytest.mark.parametrize("check", VLLM)
+def test_a_vllm_engine(check: str, run_on_engine: RunCheck, request: pytest.FixtureRequest) -> None:
+    if "one-device" not in request.node.name:
+        pytest.skip("one engine shows it")
     failure = run_on_engine(check)
     assert not failure, failure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 import io
 import json
@@ -27,8 +28,10 @@ from apps.evaluate import (
     with_room,
 )
 from forge_rl.algorithms.evaluation import compare_paired
+from forge_rl.data.data_config import DataConfig
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.command_line import parse
 from forge_rl.harness.results_file import Results, _key
 from forge_rl.harness.score_tables import short_names
 from forge_rl.look.past_runs import read_run
@@ -134,6 +137,44 @@ def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> 
     assert "hint" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--lm-eval arc_easy --temperature 1", "--temperature has no effect: lm-eval's tasks have"),
+        ("--lm-eval arc_easy --template-args enable_thinking=false", "--template-args has no effect: lm-eval's tasks"),
+        ("--lm-eval arc_easy --live --generator.dtype bfloat16", "--generator.dtype has no effect: the engines are"),
+        ("--num-fewshot 3", "--num-fewshot has no effect: it is of lm-eval's tasks"),
+        ("--data.overlap leave-out", "--data.overlap has no effect: this command does not train"),
+        ("--success 0.5", "--success has no effect: pass@k takes several episodes"),
+        ("--environment.replicas 2", "--environment.replicas has no effect: no --env has processes"),
+        ("--benchmark gsm8k --data.system x", "--data.system has no effect: --benchmark and --env have tasks"),
+        ("--benchmark gsm8k --reward math", "--reward has no effect: benchmarks have rewards"),
+        ("--lm-eval arc_easy --num-fewshot 3 --chat-template --limit 9", ""),
+        ("--lm-eval arc_easy --live --generator.max-num-seqs 8", ""),
+        ("--episodes 4 --temperature 1 --success 0.5 --tasks chain_sum --data.system x --reward math", ""),
+        ("--env game --environment.replicas 2 --template-args enable_thinking=false", ""),
+        ("--benchmark list --success 0.5", ""),
+    ],
+)
+def test_flags_without_an_effect_are_refused_by_name(flags: str, said: str) -> None:
+    config = parse(Config, "evaluate", ["x", *flags.split()])
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        config.check_effects()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"generator": Generator.Config(quantization="fp8")},
+        {"generator": Generator.Config(dtype="bfloat16")},
+        {"template_args": ("enable_thinking=false",)},
+        {"temperature": 0.5},
+    ],
+)
+def test_results_of_other_settings_are_kept_apart(settings: dict[str, Any]) -> None:
+    assert Config(models=("x",), **settings).digest != Config(models=("x",)).digest
+
+
 class Twice:
     """A world of two turns, which gives 0.25 for the second."""
 
@@ -158,16 +199,24 @@ async def test_episodes_of_a_world_and_of_a_benchmark_are_scored_and_kept_whole(
     rows = tmp_path / "gsm8k.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(2)))
     config = Config(
-        models=(str(tiny_model),), benchmark=(f"gsm8k={rows}",), env="tests.test_evaluate:Twice", out=tmp_path / "out"
+        models=(str(tiny_model),),
+        tasks=(f"own={rows}",),
+        data=DataConfig(template="Q: {{ question }}"),
+        benchmark=(f"gsm8k={rows}",),
+        env="tests.test_evaluate:Twice",
+        out=tmp_path / "out",
     )
+    config.check_effects()
     await main(config)
     [folder] = [path.with_suffix("") for path in (tmp_path / "out").glob("*.jsonl")]
     [(_, _, whole)] = recorded_files(folder)
-    episodes = [EpisodeFile(whole)[place].episode for place in range(2)]
-    assert [episode.reward for episode in episodes] == [0.25, 0.25], "the world's own reward"
+    episodes = [EpisodeFile(whole)[place].episode for place in range(4)]
+    assert [episode.reward for episode in episodes] == [0.25] * 4, "the world's own reward"
     for episode in episodes:
         assert episode.turns[1].messages[-1]["content"] == "Again!"
-        assert episode.task.source == "gsm8k"
+    tasks = [episode.task for episode in episodes]
+    assert [task.source for task in tasks].count("gsm8k") == 2
+    assert sorted(task.prompt for task in tasks if task.source == "own") == ["Q: 0 + 1?", "Q: 1 + 1?"]
 
 
 def test_benchmarks_get_room_for_their_answers_unless_flags_set_it(tiny_model: Path) -> None:

@@ -207,6 +207,18 @@ def test_the_prompt_of_two_conversations_is_all_that_they_have_in_common() -> No
     assert (task.truth["chosen"], task.truth["rejected"]) == ([MORE[1]], [OTHER])
 
 
+@pytest.mark.parametrize(
+    ("columns", "flag"),
+    [({"question": "q"}, "q"), ({"messages": "m"}, "m"), ({"template": "{{ q }}"}, "--data.template")],
+)
+def test_a_prompt_that_whole_conversations_replace_is_refused_where_it_is_named(
+    columns: dict[str, str], flag: str
+) -> None:
+    row = {"q": "3+3?", "m": [{"role": "user", "content": "3+3?"}], "chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]}
+    with pytest.raises(RowError, match=f"'chosen' is a whole conversation, so that the prompt of {flag} would not"):
+        Columns(kind="pair", **columns).read(row, "t")
+
+
 BAD: list[tuple[Kind, dict[str, object], str]] = [
     ("conversation", {"question": "2+3?"}, "column 'question' has no answer: it ends with .* 'user'.*:answer=COLUMN"),
     ("conversation", {"messages": [ASKED, SAID, ASKED]}, "column 'messages' has no answer: it ends with .* 'user'"),

@@ -246,6 +246,13 @@ def test_text_that_is_given_is_trained_or_the_row_is_refused(
     assert said == expected
 
 
+def test_a_left_out_message_that_another_repeats_is_refused(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(folder, tmp_path, HABITS["no system"])
+    task = task_of({"role": "system", "content": "Add."}, user("Add. 2+3?"), completion=[assistant("5")])
+    with pytest.raises(TaskError, match="message 1's text would not be shown: the chat template leaves out 'Add\\.'"):
+        conversation_episodes(task, tokenizer)
+
+
 def test_an_answer_of_weight_0_is_shown_to_later_ones_and_not_trained(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     wrong = {**assistant("WRONG"), "weight": 0}

@@ -227,7 +227,14 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
         assert set(flags(small)) - set(flags(found)) == {"--trainer.optimizer-state int8"}
     show_forecast(config)
     shown = capsys.readouterr().out
-    for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.34", "data sheet"):
+    for text in (
+        "16 hosts of 8xH100-80G",
+        "keys and values",
+        "limited by",
+        "assumed: training 0.34",
+        "data sheet",
+        "and load",
+    ):
         assert text in shown
 
 

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 
 from apps.gateway import Config, serving
 from forge_rl.errors import AttestationError, ConfigError, ReplicaError, WeightsError
+from forge_rl.forecast.transfer import LOAD
 from forge_rl.gateway import Gateway
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
@@ -280,6 +281,8 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
             # Two workers share all but norms and the only key head.
             share = {1: 1, 2: 0.51}[generator.config.devices]
             (load,) = generator.last_load
+            assert generator.load_s.keys() == set(LOAD)
+            assert 0 < generator.load_s["load"] < sum(generator.load_s.values())
             assert len(load.bytes_read) == generator.config.devices
             assert max(load.bytes_read) <= share * manifest.bytes
             turns = await asyncio.gather(

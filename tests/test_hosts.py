@@ -193,7 +193,7 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
         tiny_model,
         out,
         *("--job", "process:2", "--placement", "trainer=host0;generator=host1;environment=host0", *TASKS),
-        *("--generator.most-replicas", "2", "--environment.most-replicas", "2", "--env", "tests.fake_envs:Elsewhere"),
+        *("--generator.max-replicas", "2", "--environment.max-replicas", "2", "--env", "tests.fake_envs:Elsewhere"),
         *("--steps", "400", "--checkpoint-every", "50", "--groups-per-batch", "4", "--evaluation.every", "0"),
     )
     command.wait_for(r"step +3/400")
@@ -249,7 +249,7 @@ def test_a_dead_host_is_replaced_by_one_that_ends_with_a_killed_run(
         tiny_model,
         out,
         *("--job", "process:2,most_replaced=3", "--placement", "trainer=host0;generator=host0+host1;environment=host0"),
-        *("--generator.replicas", "2", "--generator.least-replicas", "1", *TASKS),
+        *("--generator.replicas", "2", "--generator.min-replicas", "1", *TASKS),
         *("--steps", "1000", "--checkpoint-every", "50", "--groups-per-batch", "4", "--evaluation.every", "0"),
         *("--weights.shm", str(shm)),
     )

@@ -304,7 +304,7 @@ def test_a_run_trains_and_decodes_on_pods_and_replaces_a_dead_one(
         out,
         *("--job", f"kubernetes:{job},kubeconfig={kubeconfig}"),
         *("--placement", "trainer=host0;generator=host0+host1;environment=local;reward=local"),
-        *("--generator.replicas", "2", "--generator.least-replicas", "1"),
+        *("--generator.replicas", "2", "--generator.min-replicas", "1"),
         *("--steps", "1000", "--evaluation.every", "0"),
     )
     command.wait_for(r"step +2/1000")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,16 @@ def test_gradients_are_those_of_peft(family: str, lora: LoRAConfig, tmp_path: Pa
     assert deviation < 1e-9
 
 
-def gradient_deviation(folder: Path, family: str, lora: LoRAConfig) -> tuple[float, float]:
-    """The largest difference of an adapter's gradient from peft's in float64, and peft's largest gradient."""
+def gradient_deviation(
+    folder: Path, family: str, lora: LoRAConfig, change: Callable[[torch.nn.Module], None] = lambda _: None
+) -> tuple[float, float]:
+    """The largest difference of an adapter's gradient from peft's in float64, and peft's largest gradient.
+
+    Args:
+        change: changes the weights that peft's base has.
+    """
     model = make_model(folder, family, **FAMILIES[family])
+    change(model)
     engine = engine_of(folder, lora)
     with torch.no_grad():
         for parameter in named_factors(engine).values():

@@ -61,6 +61,36 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
+def test_a_run_trains_over_a_quantized_base_that_engines_sample_from_and_goes_on(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    out, flags = tmp_path / "run", (*LORA, "--lora.base-format", "nf4", "--weights.probes", "2")
+    command = tiny_run(commands, tiny_model, out, *flags, "--steps", "2")
+    assert command.end(800) == 0, command.output
+    assert "the model's own weights are frozen, linear layers held in nf4" in command.output
+    resumed_run = tiny_run(commands, tiny_model, out, *flags, "--steps", "3")
+    assert resumed_run.end(800) == 0, resumed_run.output
+    assert "continued from" in resumed_run.output
+    rows = metrics(out)
+    assert max(row["logprob_gap"] for row in rows if "logprob_gap" in row) < 1e-3
+    assert max(row["weights/probe_gap"] for row in rows if "weights/probe_gap" in row) < 1e-3
+    assert max(row["lora/base_share"] for row in rows if "lora/base_share" in row) < 0.9
+    weights_bytes = sum(values.nbytes for values in load_file(tiny_model / "model.safetensors").values())
+    assert all(0 < row["lora/base_bytes"] < weights_bytes for row in rows if "lora/base_bytes" in row)
+    base, merged = (
+        load_file(folder / "model.safetensors")
+        for folder in (tiny_model, resolve_model(str(out / "checkpoints" / "step-000002"), tmp_path / "cache"))
+    )
+    assert {name for name, values in merged.items() if not values.equal(base[name])} == {
+        name for name in base if name.endswith("_proj.weight")
+    }
+    other = tiny_run(commands, tiny_model, out, *LORA, "--lora.base-format", "fp8", "--steps", "4")
+    assert other.end(120) != 0
+    assert "--lora.base-format was nf4, is fp8" in other.output
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_a_run_trains_experts_and_the_head_and_goes_on(commands: list[Command], tmp_path: Path):
     """Every version is attested by the engines, which the gap to the trainer shows too."""
     sizes = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -54,6 +54,7 @@ def test_a_wheel_holds_forge_rl_alone_with_recipes_and_apps(wheel: Path):
         assert "forge-rl = forge_rl.cli:main" in archive.read(entries).decode()
     sources = [path for suffix in ("py", "pyi") for path in (ROOT / "forge_rl").rglob(f"*.{suffix}")]
     expected = {str(path.relative_to(ROOT)) for path in sources} | {"forge_rl/py.typed"}
+    expected.add("forge_rl/forecast/version_costs.json")
     assets = ROOT / "forge_rl" / "look" / "page" / "assets"
     expected |= {str(path.relative_to(ROOT)) for path in assets.rglob("*") if path.is_file()}
     for place in ("recipes", "recipes/agents", "apps"):

@@ -249,6 +249,10 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
     apart = replace(config, checkpoint_every=0, placement="separate")
     monkeypatch.setattr(placement, "gpus", lambda: 2)
     assert host(apart) == {"store of weights: versions": 2 * weights}
+    one_version = replace(apart, weights=replace(apart.weights, keep_versions=1))
+    assert host(one_version) == {"store of weights: versions": 2 * weights}, "one is held while the next is written"
+    monkeypatch.setattr("forge_rl.services.weight_store_config.KEEP_BYTES", weights)
+    assert host(replace(apart, weights=replace(apart.weights, keep_versions=9))) == host(apart)
     monkeypatch.setattr(plan, "host_bytes", lambda: rank.state)
     with pytest.raises(ConfigError, match=r"the run needs .* but this machine has"):
         check_state_fits(config, RunModels(policy=tmp_path, reference=True))

@@ -71,6 +71,25 @@ def test_a_feed_forward_network_and_its_gradients_are_torchtitans(dtype, monkeyp
     torch.testing.assert_close(found, expected)
 
 
+def test_a_feed_forward_network_keeps_its_input_and_two_hidden_activations():
+    from torchtitan.models.common.config_utils import make_ffn_config
+
+    config = make_ffn_config(dim=8, hidden_dim=12, w1_param_init=None, w2w3_param_init=None)
+    network = LeanFeedForward(LeanFeedForward.Config(w1=config.w1, w2=config.w2, w3=config.w3))
+    weights = {weight.data_ptr() for weight in network.parameters()}
+    sizes = dict[int, int]()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            sizes[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = network(torch.randn(1, 5, 8, requires_grad=True))
+    assert sorted(sizes.values()) == [5 * 8, 5 * 12, 5 * 12]
+    out.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rotation_and_its_gradient_are_torchtitans(dtype):
     from torchtitan.models.common import CosSinRoPE

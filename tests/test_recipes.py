@@ -99,6 +99,9 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
     assert list(given.sources(rl.SingleTurn).sources) == ["sums"]  # type: ignore[union-attr]
     game = rl.TaskConfig(env="game:highest=20")
     assert list(game.sources(rl.build_environment(game.env))) == ["game"]
+    leaving_out = rl.DataConfig(overlap="leave-out")
+    evaluated = rl.TaskConfig(env="game", eval_tasks=("t=chain_sum",), data=leaving_out)
+    assert evaluated.sources(rl.build_environment("game")).overlap == "leave-out"  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="none of its own"):
         rl.TaskConfig(env="tools").sources(rl.SingleTurn)
 
@@ -144,12 +147,24 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
             "--weights.shm has no effect, as --weights.transport",
         ),
         ("grpo", "--recording.share 0 --recording.gib 2", "--recording.gib has no effect, as --recording.share 0"),
-        ("grpo", "--generator.most-replicas 4", "--generator.most-replicas has no effect, as --job local"),
+        ("grpo", "--generator.max-replicas 4", "--generator.max-replicas has no effect, as --job local"),
         ("grpo", "--job process:2 --trainer.wait-for-host-s 5", "wait-for-host-s has no effect, as no host comes"),
         ("grpo", "--generator.spares 1 --generator.restart.max-restarts 0", "--generator.spares replace engines"),
         ("grpo", "--trainer.stays-on-device", "on a CPU, so their state is moved nowhere"),
         ("grpo", "--curriculum.pools solve_rate", "'basic_arithmetic' generates new ones"),
         ("grpo", "--data.template {{question}}", "--data.template renders rows, and tasks are generated"),
+        (
+            "grpo",
+            "--tasks ROWS:question=prompt --data.template {{prompt}}",
+            "template has no effect, as all --tasks name",
+        ),
+        ("grpo", "--tasks ROWS:question=prompt ROWS --data.template {{prompt}}", ""),
+        ("grpo", "--env game --eval-tasks t=ROWS --data.held-out-share 0.1", "held-out-share has no effect on the env"),
+        ("grpo", "--env game --eval-tasks t=ROWS --data.overlap leave-out", ""),
+        ("grpo", "--env game --reward.deadline-s 5", "--reward.deadline-s has no effect, as the environment scores"),
+        ("ppo", "--gae.length-adaptive-alpha 0.05 --gae.lambda-policy 0.9", "--gae.lambda-policy 0.9 has no effect"),
+        ("ppo", "--gae.length-adaptive-alpha 0.05", ""),
+        ("ppo", "--critic.router-replay", "--critic.router-replay repeats the experts that engines chose"),
         ("grpo", "--data.max-bad-rows 0.1", "--data.max-bad-rows is of files"),
         ("grpo", "--data.overlap leave-out", "--data.overlap is of --eval-tasks, and there are none"),
         ("grpo", "--env game --reward math", "--reward has no effect, as the environment scores its episodes itself"),
@@ -180,7 +195,7 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("mixture", "--mixture.adapt off", ""),
         ("sft", "--reward auto --generator.max-tokens 32 --schedule.retries 1", ""),
         ("grpo", "--evaluation.every 0 --evaluation.tasks 0", ""),
-        ("grpo", "--job process:2 --generator.most-replicas 4", ""),
+        ("grpo", "--job process:2 --generator.max-replicas 4", ""),
         ("grpo", "--job process:2,most_replaced=1 --trainer.wait-for-host-s 5", ""),
         ("grpo", "--lora.rank 4 --lora.alpha 64", ""),
         ("grpo", "--generator.max-loras 2 --generator.max-lora-rank 32", ""),
@@ -196,7 +211,8 @@ def test_flags_without_an_effect_are_refused_by_name(recipe: str, flags: str, me
     examples = ["--tasks", str(tmp_path / "rows.jsonl")] if recipe in ("sft", "dpo") else []
     expected = pytest.raises(rl.ForgeError, match=message) if message else contextlib.nullcontext()
     with expected:
-        config = parse(module.Config, recipe, [*flags.split(), *examples])
+        texts = flags.replace("ROWS", str(tmp_path / "rows.jsonl")).split()
+        config = parse(module.Config, recipe, [*texts, *examples])
         config.check_effects()
         if hasattr(module, "start"):
             module.start(config)

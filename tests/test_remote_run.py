@@ -8,12 +8,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.ports import unused_port
 from forge_rl.engines.remote import KEY_VARIABLE
-from tests.commands import TASKS, Command, metrics, tasks_by_step, tiny_run
+from tests.commands import TASKS, Command, metrics, signal_all, tasks_by_step, tiny_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
 
@@ -53,8 +52,7 @@ def test_a_server_that_is_killed_costs_nothing_and_joins_again(
     )
     command.wait_for("vLLM, 1 replica and 1 elsewhere")
     command.wait_for("step +3/")
-    for process in [*psutil.Process(server.process.pid).children(recursive=True), psutil.Process(server.process.pid)]:
-        process.kill()
+    signal_all(server, signal.SIGKILL)
     command.wait_for("generator/0 failed")
     step = metrics(out)[-1]["step"]
     command.wait_for(f"step +{step + 2}/")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import grpo_step
-from benchmarks.memory import tree_bytes
+from benchmarks.memory import highs_of_tree, tree_bytes
 from benchmarks.report import (
     BenchmarkConfig,
     BenchmarkError,
@@ -215,11 +215,15 @@ def test_a_side_takes_a_step_for_each_turn_and_then_ends(tmp_path: Path) -> None
     assert child.returncode == 0
 
 
-def test_memory_of_a_side_counts_shared_memory_once() -> None:
+def test_memory_of_a_side_counts_each_page_once() -> None:
     code = (
         "import mmap, os\n"
-        "shared = mmap.mmap(-1, 32 << 20)\n"
+        "shared, copied = mmap.mmap(-1, 32 << 20), b'1' * (32 << 20)\n"
         "shared.write(bytes(32 << 20))\n"
+        "file = os.memfd_create('twice')\n"
+        "os.truncate(file, 32 << 20)\n"
+        "twice = [mmap.mmap(file, 32 << 20) for _ in range(2)]\n"
+        "[mapping.write(bytes(32 << 20)) for mapping in twice]\n"
         "os.fork()\n"
         "private = b'1' * (64 << 20)\n"
         "shared[: 32 << 20 : 4096]\n"
@@ -228,9 +232,11 @@ def test_memory_of_a_side_counts_shared_memory_once() -> None:
     )
     with grpo_step._process([sys.executable, "-c", code], "a side", 60) as child:
         assert grpo_step._next_row(child) == grpo_step._next_row(child) == {}
-        assert 160 << 20 <= tree_bytes(child.pid) < 190 << 20
+        highs = highs_of_tree(child.pid)
+        assert all(224 << 20 <= read() < 254 << 20 for read in (highs, lambda: tree_bytes(child.pid)))
+        assert highs() == 0  # it is no higher
         child.communicate("..")
-    assert tree_bytes(child.pid) == 0
+    assert tree_bytes(child.pid) == highs() == 0
 
 
 def void(_: object) -> None:

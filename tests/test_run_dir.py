@@ -19,6 +19,7 @@ from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category, OfCommand, Operational, Tunable
 from forge_rl.flags.fields import flags_of
 from forge_rl.run.records.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
+from forge_rl.services.generator_config import GeneratorConfig
 from recipes import grpo
 
 
@@ -204,6 +205,27 @@ def test_a_flag_that_became_a_constant_is_told_only_if_the_run_had_set_it(
     folder, notes = choose_folder(Config(), "grpo", tmp_path / "run")
     change = f"the run is continued with changes: --generator.restart.backoff-s {expected}"
     assert (folder, notes) == (tmp_path / "run", [change] if expected else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic(Config):
+    generator: GeneratorConfig = field(default_factory=lambda: GeneratorConfig(replicas=2, min_replicas=1))
+
+
+@pytest.mark.parametrize("saved_replicas", [1, 0])
+def test_a_flag_under_its_earlier_name_is_compared_with_the_current_one(saved_replicas: int, tmp_path: Path) -> None:
+    config = Elastic()
+    prepare_folder(tmp_path / "run", config)
+    begin(tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    del saved["generator"]["min_replicas"]
+    saved["generator"]["least_replicas"] = saved_replicas
+    (tmp_path / "run" / "config.json").write_text(json.dumps(saved))
+    if saved_replicas:
+        assert choose_folder(config, "grpo", tmp_path / "run") == (tmp_path / "run", [])
+    else:
+        with pytest.raises(ConfigError, match=r"--generator\.min-replicas was 0, is 1"):
+            choose_folder(config, "grpo", tmp_path / "run")
 
 
 def test_a_run_with_a_retired_flag_in_a_group_that_is_left_is_continued(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 
 def play(
-    loop: asyncio.Runner, *answers: str | ToolCall, flag: str = "shell:timeout_s=2,max_output_chars=400"
+    loop: asyncio.Runner, *answers: str | ToolCall, flag: str = "shell:timeout_s=60,max_output_chars=400"
 ) -> list[Step]:
     """Steps of an episode whose model writes these commands in a block, or makes these calls, or answers."""
 
@@ -69,7 +69,8 @@ def test_blocks_and_calls_share_files_until_the_answer(loop: asyncio.Runner):
     ],
 )
 def test_the_model_is_shown_what_its_commands_did(loop: asyncio.Runner, commands: str, shown: str):
-    first, second = play(loop, fenced(commands), fenced("echo still here"))
+    flag = f"shell:timeout_s={2 if commands == 'sleep 9' else 60},max_output_chars=400"
+    first, second = play(loop, fenced(commands), fenced("echo still here"), flag=flag)
     assert shown in str(first.messages[0]["content"])
     assert len(str(first.messages[0]["content"])) < 600
     assert second.messages[0]["content"] == "Output:\nstill here"

@@ -160,7 +160,7 @@ def test_a_whole_run_on_two_nodes_gets_another_node_when_one_dies(
     slurm: SlurmCluster, commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
     out = tmp_path / "run"
-    flags = ("--steps", "1000", "--trainer.ranks", "2", "--generator.replicas", "2", "--generator.least-replicas", "1")
+    flags = ("--steps", "1000", "--trainer.ranks", "2", "--generator.replicas", "2", "--generator.min-replicas", "1")
     job = "slurm:nodes=2,partition=batch,time=20,most_replaced=1"
     flags += ("--evaluation.every", "0", "--checkpoint-every", "2", "--job", job)
     run = tiny_run(commands, tiny_model, out, *flags)

@@ -20,6 +20,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
+from forge_rl.forecast.transfer import PUBLISH
 from forge_rl.packing.rows import PackedBatch
 from forge_rl.packing.unpacking import read_scores, unpack
 from forge_rl.run.run_config import RunConfig
@@ -53,7 +54,7 @@ async def open_trainer(
     (folder / "shm").mkdir()
     optimizer = OptimizerConfig(lr=1e-2, decay="linear")
     config = Trainer.Config(ranks=ranks, seq_len=256, frozen=frozen, optimizer=optimizer, **settings)
-    async with cluster(folder) as (made, faults), contextlib.AsyncExitStack() as stack:
+    async with cluster(folder, trainer_ranks=ranks) as (made, faults), contextlib.AsyncExitStack() as stack:
         kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
         store = await WeightStore.start(kept, made, faults, deadline_s=START_S)
         stack.push_async_callback(store.stop)
@@ -112,6 +113,8 @@ async def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Pa
         assert {entry.name for entry in second.tensors if entry.bucket in own} == start.keys() - frozen
         assert {entry.name for entry in second.tensors if entry in first.tensors} == frozen
         assert trainer.busy_s > 0
+        assert trainer.publish_s.keys() == set(PUBLISH)
+        assert 0 < trainer.publish_s["write"] < sum(trainer.publish_s.values())
 
 
 @pytest.mark.parametrize(

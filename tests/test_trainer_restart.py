@@ -93,7 +93,7 @@ class DeadlyTransport(SharedMemoryTransport):
 async def open_trainer(folder: Path, *, ranks: int = 2, **config: int) -> AsyncIterator[tuple[Trainer, Faults]]:
     """A trainer on a random model."""
     make_model(folder / "hf")
-    async with cluster(folder) as (made, faults):
+    async with cluster(folder, trainer_ranks=ranks) as (made, faults):
         trainer = await Trainer.start(
             Trainer.Config(ranks=ranks, seq_len=64, optimizer=OptimizerConfig(lr=1e-2), **config),
             ServiceStart(cluster=made, faults=faults, deadline_s=WAIT_S),

@@ -108,11 +108,12 @@ def test_a_folder_of_texts_is_a_corpus_and_other_files_in_it_are_not(tmp_path: P
 
 
 def test_an_open_cache_is_refused_and_a_broken_row_leaves_no_index(notes: Path):
-    notes.write_text('{"text": "a"}\n[1]\n')
     cache = notes.parent / "cache"
-    with pytest.raises(ConfigError, match=r"notes.jsonl:2 has no text"):
-        Corpus.open(notes, cache)
-    assert list(cache.iterdir()) == []
+    for broken_row in ("[1]", "[" * 100_000):
+        notes.write_text(f'{{"text": "a"}}\n{broken_row}\n')
+        with pytest.raises(ConfigError, match=r"notes.jsonl:2 has no text"):
+            Corpus.open(notes, cache)
+        assert list(cache.iterdir()) == []
     (cache / "planted").write_text("")
     (cache / "planted").chmod(0o666)
     cache.chmod(0o777)

@@ -62,9 +62,15 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         *("recipes/grpo.py", "forge_rl/models/adapter_products.py", "forge_rl/engines/vllm/adapters.py"),
         *_files("engines/titan", "adapter_switch", "factor_pairs", "lora"),
     ),
+    "engine_start": (
+        *_files("runtime", "fork_client", "fork_server", "replica", "replica_processes", "service"),
+        *_files("engines/vllm", "engine", "preloaded", "transfer"),
+        "forge_rl/services/generator.py",
+    ),
     "evaluation": (*_SCHEDULE, "forge_rl/rollout/evaluation.py", "forge_rl/run/evaluation/evaluator.py"),
     "expert_parallel": ("forge_rl/engines/titan/least_loaded.py", "forge_rl/engines/titan/moe.py"),
-    "forecast": ("forge_rl/engines/costs.py", "forge_rl/forecast/roofline.py", "forge_rl/forecast/search.py"),
+    "forecast": ("forge_rl/engines/costs.py", *_files("forecast", "roofline", "search", "transfer")),
+    "front_end": _files("engines/vllm", "internals", "pieces", "requests"),
     "gateway": (
         *_files("gateway", "chat", "connections", "constraints", "engine_client", "guard", "http", "prompt_renderer"),
         *_files("gateway", "reading", "request_state", "requests", "server", "sessions", "vllm_handlers"),
@@ -120,7 +126,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         "forge_rl/engines/families",
     ),
     "weights": _VERSIONS,
-    "weights_model": (*_VERSIONS, "forge_rl/engines/vllm/transfer.py"),
+    "weights_model": (*_VERSIONS, *_files("engines/vllm", "slicing", "transfer")),
 }
 """Paths, besides the benchmark itself, whose changes may move a figure; by the name of the figure's file."""
 

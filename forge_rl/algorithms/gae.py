@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.algorithms.returns import TokenValues, discounted, flat, split, whitened
-from forge_rl.errors import check_flags
+from forge_rl.errors import ConfigError, check_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,12 @@ class GaeConfig:
         shares = ("gamma", "lambda_policy", "lambda_critic")
         check_flags(self, "--gae.", minimum=dict.fromkeys((*shares, "length_adaptive_alpha"), 0))
         check_flags(self, "--gae.", maximum=dict.fromkeys(shares, 1))
+        if self.length_adaptive_alpha and self.lambda_policy != type(self).lambda_policy:
+            raise ConfigError(
+                f"--gae.lambda-policy {self.lambda_policy:g} has no effect, as --gae.length-adaptive-alpha "
+                f"{self.length_adaptive_alpha:g} replaces it",
+                hint="leave out one of them",
+            )
 
 
 def gae(

@@ -118,9 +118,12 @@ class DataConfig:
     def _check_effects(self, specs: Sequence[FlagText], *, has_eval_tasks: bool) -> None:
         """Refuse settings that act on none of the tasks."""
         has_rows = any(not _is_generated(spec) for spec in specs)
+        has_rendered_rows = any(not _is_generated(spec) and not _names_prompt(spec) for spec in specs)
         has_files = any(not _is_generated(spec) and not spec.is_code for spec in specs)
         idle = {
             "--data.template renders rows, and tasks are generated": bool(self.template) and not has_rows,
+            "--data.template has no effect, as all --tasks name the column of the prompt": bool(self.template)
+            and not has_rendered_rows,
             "--data.max-bad-rows is of files, and no tasks come from one": self.max_bad_rows > 0 and not has_files,
             "--data.overlap is of --eval-tasks, and there are none": self.overlap != "refuse" and not has_eval_tasks,
         }
@@ -181,7 +184,7 @@ class DataConfig:
         named_columns = {key: spec.raw_params[key] for key in columns if key in spec.raw_params}
         if "question" in named_columns and "messages" in named_columns:
             raise spec.wrong("set both question and messages", "set one: either is the whole prompt", key="messages")
-        template = "" if "question" in named_columns or "messages" in named_columns else self.template
+        template = "" if _names_prompt(spec) else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
         return Columns(**{**common, **named_columns}, kind=kind)
 
@@ -208,6 +211,10 @@ def _is_generated(spec: FlagText) -> bool:
         return False
     # A data set takes precedence over a folder of the same name, which can be written ./name.
     return not is_hub_id(spec.name) and (not Path(spec.name).exists() or has_dataset(spec.name))
+
+
+def _names_prompt(spec: FlagText) -> bool:
+    return "question" in spec.raw_params or "messages" in spec.raw_params
 
 
 def _tables(spec: FlagText) -> list[Table]:

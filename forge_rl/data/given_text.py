@@ -47,13 +47,7 @@ def check_answer(message: Message, number: int, token_ids: TokenIds, tokenizer: 
     Raises:
         TaskError: names the message, the part and the text.
     """
-    rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
-    # The longest first, each at a place of its own: a thought "5" is not the 5 of "15".
-    for passage in sorted(_of_answer(message, tokenizer), key=lambda passage: -len(passage.text)):
-        form = _form_in(rendered, passage.text, tokenizer)
-        if form is None:
-            raise _left_out(number, passage, "trained")
-        rendered = rendered.replace(form, "\0", 1)
+    _check_shown([(number, passage) for passage in _of_answer(message, tokenizer)], token_ids, tokenizer, "trained")
 
 
 def check_context(
@@ -68,11 +62,26 @@ def check_context(
     Raises:
         TaskError: names the message and the text.
     """
+    passages = [
+        (number, passage)
+        for number, message in enumerate(messages, first)
+        for passage in _of_content(message, tokenizer)
+        if passage.part != "thoughts"
+    ]
+    _check_shown(passages, token_ids, tokenizer, use)
+
+
+def _check_shown(
+    passages: Iterable[tuple[int, GivenText]], token_ids: TokenIds, tokenizer: Tokenizer, use: str
+) -> None:
+    """Raise TaskError for a passage, given with the number of its message, that is not in the rendered text."""
     rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
-    for number, message in enumerate(messages, first):
-        for passage in _of_content(message, tokenizer):
-            if passage.part != "thoughts" and _form_in(rendered, passage.text, tokenizer) is None:
-                raise _left_out(number, passage, use)
+    # The longest first, each at a place of its own: a thought "5" is not the 5 of "15".
+    for number, passage in sorted(passages, key=lambda numbered: -len(numbered[1].text)):
+        form = _form_in(rendered, passage.text, tokenizer)
+        if form is None:
+            raise _left_out(number, passage, use)
+        rendered = rendered.replace(form, "\0", 1)
 
 
 def unread_names(task: Task, token_ids: Iterable[TokenIds], tokenizer: Tokenizer) -> set[str]:

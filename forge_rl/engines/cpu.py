@@ -39,8 +39,13 @@ def release_heap(available: float) -> None:
         available: share of memory that is available.
     """
     if available < _SHORT:
-        with contextlib.suppress(AttributeError):  # a C library without it
-            ctypes.CDLL(None).malloc_trim(0)
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Return freed blocks of the heap to the system, also those below others that are in use."""
+    with contextlib.suppress(AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def meet_over(interface: str, *, nccl: bool) -> None:

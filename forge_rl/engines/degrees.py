@@ -195,6 +195,17 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
             hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
         )
     is_split = settings.tensor_parallel_degree > 1
+    if lora.base_format != "full" and architecture.experts is not None:
+        raise ConfigError(
+            f"--lora.base-format {lora.base_format}: a {architecture.family.model_type!r} has experts, whose stacked "
+            "matrices are held in the dtype of the passes alone",
+            hint="leave it out: the base is then in --trainer.dtype",
+        )
+    if lora.base_format != "full" and is_split:
+        raise ConfigError(
+            f"--lora.base-format {lora.base_format}: tensor-parallel ranks would split the rows that share a scale",
+            hint="leave out --trainer.tensor-parallel-degree: FSDP, HSDP and CP work",
+        )
     if (
         EXPERTS in lora.targets
         and is_split

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.flags.categories import Operational
+from forge_rl.models.base_formats import stored_bytes
 
 if TYPE_CHECKING:
     from forge_rl.engines.families.family import Architecture
@@ -48,6 +49,10 @@ class LoRAConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What A and B are rounded to, from the optimizer's float32 values, in the trainer's passes, versions and exports.
     Adapters by name are float32, as are versions and exports of a trainer that computes in float64."""
+    base_format: Literal["full", "fp8", "nf4"] = "full"
+    """How the trainer holds the frozen matrices of all linear layers except the head (QLoRA). full: in the dtype of its
+    passes. fp8: float8_e4m3, with a scale for each output. nf4: 4-bit NormalFloat, with a scale for 64 inputs. Passes,
+    versions, engines and merged folders have the values that these stand for."""
     publish: Operational[Literal["adapters", "merged"]] = "adapters"
     """What each version writes. adapters: A and B alone, which engines add to the base weights, written once. merged:
     the adapted weights, whole; always with --weights.mirror, whose readers know no adapters."""
@@ -84,9 +89,10 @@ class LoRAConfig:
         root = "sqrt(rank)" if self.rslora else "rank"
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
         experts = "; experts at the rank over the number a token uses" if EXPERTS in self.targets else ""
+        base = "" if self.base_format == "full" else f", linear layers held in {self.base_format}"
         return (
             f"LoRA of rank {self.rank} on {' '.join(self.targets)}, scale alpha/{root} = {self.scale:g}"
-            f"{dropout}{experts}: the model's own weights are frozen"
+            f"{dropout}{experts}: the model's own weights are frozen{base}"
         )
 
 
@@ -143,7 +149,13 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
 
 
 def check_shared_base(lora: LoRAConfig) -> None:
-    """Raise ConfigError for targets that several adapters over one base cannot have."""
+    """Raise ConfigError for targets, or a quantised base, that several adapters over one base cannot have."""
+    if lora.base_format != "full":
+        raise ConfigError(
+            f"--lora.base-format {lora.base_format}: several adapters by name act on the model's own weights, which "
+            "engines read from its folder",
+            hint=f"leave it out, or train one adapter with recipes.grpo --lora.rank {lora.rank}",
+        )
     if targets := [target for target in (EXPERTS, HEAD) if target in lora.targets]:
         raise ConfigError(
             f"--lora.targets {targets[0]}: several adapters over one base adapt linear layers only",
@@ -182,13 +194,33 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     """Count the parameters of a model's adapters; 0 without adapters."""
     if not lora.rank:
         return 0
-    a, latent = architecture, architecture.latent
+    a, names = architecture, adapted_modules(architecture, lora)
     extra = lora.rank * (a.dim + a.vocab) if HEAD in lora.targets else 0
     if EXPERTS in lora.targets and a.experts is not None:
         extra += lora.expert_rank(a.experts.top_k) * _expert_features(a)
+    return extra + lora.rank * sum(inputs + outputs for name, inputs, outputs in _linear_sizes(a) if name in names)
+
+
+def base_bytes(architecture: Architecture, lora: LoRAConfig, itemsize: int) -> int:
+    """Return the bytes of the frozen weights.
+
+    Args:
+        itemsize: bytes of an element in the dtype of the passes.
+    """
+    a = architecture
+    if lora.base_format == "full":
+        return itemsize * a.weights
+    sizes = [(inputs, outputs) for _, inputs, outputs in _linear_sizes(a)]
+    stored = sum(stored_bytes(lora.base_format, outputs, inputs) for inputs, outputs in sizes)
+    return itemsize * (a.weights - sum(inputs * outputs for inputs, outputs in sizes)) + stored
+
+
+def _linear_sizes(architecture: Architecture) -> Iterator[tuple[str, int, int]]:
+    """Yield name, inputs and outputs of the `linear_modules` of all layers."""
+    a, latent = architecture, architecture.latent
     if a.family.general:
-        names = adapted_modules(a, lora)
-        return extra + lora.rank * sum(module.features for module in _general_modules(a) if module.name in names)
+        yield from ((module.name, module.inputs, module.outputs) for module in _general_modules(a))
+        return
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     sizes = {"attention.wo": (a.heads * latent.value_dim if latent else q, a.dim)}
     if latent is not None:
@@ -199,7 +231,8 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     sizes |= {f"attention.qkv_linear.{name}": (a.dim, width) for name, width in (("wq", q), ("wk", kv), ("wv", kv))}
     sizes |= {"feed_forward.w1": (a.dim, a.hidden_dim), "feed_forward.w3": (a.dim, a.hidden_dim)}
     sizes |= {"feed_forward.w2": (a.hidden_dim, a.dim)}
-    return extra + a.layers * lora.rank * sum(sum(sizes[name]) for name in adapted_modules(architecture, lora))
+    for _ in range(a.layers):
+        yield from ((name, *sizes[name]) for name in linear_modules(a))
 
 
 def _general_modules(architecture: Architecture) -> Iterable[LinearModule]:

@@ -117,7 +117,7 @@ def _rows(file: Path) -> Iterator[tuple[str, str]]:
             try:
                 row = json.loads(line)
                 text = row["text"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ConfigError(
                     f"{file}:{number} has no text: {type(error).__name__}: {error}",
                     hint='write each line as {"title": ..., "text": ...}',

@@ -20,7 +20,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.flags.config_file import dump, read
 from forge_rl.flags.fields import Flag, usable_flags
 from forge_rl.flags.given import flags_in, giving
-from forge_rl.flags.retired import retired_default
+from forge_rl.flags.retired import current_path, retired_default
 from forge_rl.flags.texts import suggest
 
 C = TypeVar("C")
@@ -62,10 +62,12 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         elif name.startswith("--") and (constant := retired_default(name[2:].replace("-", "_"))) is not None:
             raise ConfigError(f"{name} is no longer a flag", hint=f"leave it out: it is always {constant}")
         else:
-            rest.append(word)
             if name.startswith("--"):
                 flag = name.removeprefix("--").replace("-", "_")
+                if (new_flag := current_path(flag)) != flag:
+                    flag, word = new_flag, f"--{new_flag.replace('_', '-')}{equals}{value}"
                 given_flags |= {flag, _NEGATION.sub("", flag)}
+            rest.append(word)
     with giving(given_flags):
         config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
     assert config is not None

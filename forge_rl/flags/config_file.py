@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import Flag, default_of, flags_of, usable_flags
-from forge_rl.flags.retired import retired_default
+from forge_rl.flags.retired import current_path, retired_default
 from forge_rl.flags.texts import suggest, written
 
 C = TypeVar("C")
@@ -60,6 +60,7 @@ class _FlagFile:
 
     def filled(self, kind: type[C], default: object, table: Mapping[str, Any], place: tuple[str, ...]) -> C:
         fields = {field.name: field for field in dataclasses.fields(cast(Any, kind)) if field.init}
+        table = {key if key in fields else current_path(key): value for key, value in table.items()}
         for key in table:
             if key not in fields and (constant := retired_default(".".join((*place, key)))) is not None:
                 if table[key] != constant:

@@ -1,4 +1,4 @@
-"""Flags of earlier versions whose values are now constants; run folders and config files may still hold them."""
+"""Flags of earlier versions that are constants now, or have other names; run folders and files may still hold them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ RETIRED = {
     "alerts.most_per_hour": 60,
     "alerts.deadline_s": 10.0,
     "curriculum.momentum": 0.5,
+    "weights.keep_gib": 64.0,
     "curriculum.most_tasks": 1_000_000,
     "recording.episodes": 4096,
     "agent_limits.open_files": 1024,
 }
 """Default of each retired flag, by the end of its path."""
+RENAMED = {"least_replicas": "min_replicas", "most_replicas": "max_replicas"}
+"""New name of each renamed flag, by the last part of its path."""
+
+
+def current_path(path: str) -> str:
+    """Return the path by which a flag is known now, such as "generator.min_replicas" for its "least_replicas"."""
+    group, dot, name = path.rpartition(".")
+    return group + dot + RENAMED.get(name, name)
 
 
 def retired_default(path: str) -> float | None:

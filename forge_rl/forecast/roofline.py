@@ -46,8 +46,6 @@ class Efficiency:
     """Seconds that each sequence adds to an engine's step: sampling and bookkeeping."""
     collective_s: float
     """Seconds until a collective of the smallest size ends."""
-    passes: float
-    """Number of times that publishing and loading weights touch each of their bytes in memory."""
 
 
 GPU_EFFICIENCY = Efficiency(
@@ -60,7 +58,6 @@ GPU_EFFICIENCY = Efficiency(
     step_s=3e-3,
     sequence_s=1e-5,
     collective_s=2e-5,
-    passes=4.0,
 )
 """Assumptions, except `training` and `attention`, which are of one measured update: 16,384 tokens of Qwen3-1.7B's
 shapes in 0.8617 s on one H100, see docs/figures/gpu.md, of which FlexAttention took 0.36 s for 46 TFLOP, and 169 TFLOP
@@ -75,7 +72,6 @@ CPU_EFFICIENCY = Efficiency(
     step_s=10e-3,
     sequence_s=1.2e-3,
     collective_s=1e-4,
-    passes=25.0,
 )
 """Shares of the rates that `probe.this_device` measures; fitted to steps of SmolLM2-135M on an idle 2-core EPYC."""
 
@@ -321,24 +317,3 @@ def _gather_bytes(a: Architecture, s: TrainSettings, ranks: int, rows: float, it
     local_weights /= s.tensor_parallel_degree
     reductions = 1.0 if adds_up_once(a.weights, s, ranks=ranks * s.pipeline_parallel_degree) else rows
     return (2 * rows * itemsize * local_weights + reductions * 4 * local_weights) * (num_shards - 1) / num_shards
-
-
-def publish_times(
-    architecture: Architecture,
-    settings: DecodeSettings,
-    device: DeviceType,
-    *,
-    hosts: int,
-    per_host: int,
-    ranks: int,
-    use: Efficiency,
-) -> Times:
-    """Predict the seconds in which a version of the weights gets from the trainer's ranks into all engines."""
-    size = architecture.weights * resolve_dtype(settings.dtype).itemsize
-    parts = {
-        "links to host memory": (size / ranks + size / settings.tensor_parallel_size) / (device.host_link * use.links),
-        "host memory": use.passes * size / (device.host_link * use.links * per_host),
-    }
-    if hosts > 1:
-        parts["network between hosts"] = size / (device.network * use.links * per_host)
-    return Times(parts=parts)

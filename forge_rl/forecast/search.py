@@ -18,6 +18,7 @@ from forge_rl.engines.device_types import DEVICE_TYPES, DeviceType
 from forge_rl.engines.devices import assumed_gpus
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.forecast.roofline import (
@@ -26,10 +27,10 @@ from forge_rl.forecast.roofline import (
     Spread,
     Times,
     Workload,
-    publish_times,
     rollout_times,
     train_times,
 )
+from forge_rl.forecast.transfer import GPU_COSTS, Version, VersionCosts, VersionTimes, version_times
 from forge_rl.packing.trees import round_up
 from forge_rl.run.plan.defaults import choose, colocated
 from forge_rl.run.plan.memory import Need, plan_run
@@ -63,6 +64,8 @@ class Machines:
     per_host: int
     hosts: int = 1
     use: Efficiency = GPU_EFFICIENCY
+    costs: VersionCosts = GPU_COSTS
+    """Costs of publishing and loading a version."""
 
     @property
     def count(self) -> int:
@@ -100,7 +103,8 @@ class Forecast:
     """Whether trainer and engines take turns on the same devices."""
     rollout: Times
     train: Times
-    publish: Times
+    publish: VersionTimes
+    """A publish, and the load into all engines."""
     handover_s: float
     """Seconds in which shared devices change hands, twice in a step."""
     cache_bytes: int
@@ -286,7 +290,7 @@ def measured_forecast(config: RunConfig, policy: PlannedPolicy, machines: Machin
             spread=Spread(ranks=trainer.ranks, per_host=trainer.ranks, sharers=trainer.ranks),
             **common,  # type: ignore[arg-type]
         ),
-        publish=publish_times(a, generator, hosts=1, per_host=1, ranks=trainer.ranks, **common),  # type: ignore[arg-type]
+        publish=_publish(config, policy, machines),
         handover_s=0.0,
         cache_bytes=cache,
     )
@@ -405,18 +409,31 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
         train=train_times(
             a, trainer, work, device, spread=Spread(ranks=trainer.ranks, per_host=machines.per_host), use=use
         ),
-        publish=publish_times(
-            a,
-            generator,
-            device,
-            hosts=machines.hosts,
-            per_host=machines.per_host,
-            ranks=trainer.ranks,
-            use=use,
-        ),
+        publish=_publish(config, policy, machines),
         handover_s=moved / (device.host_link * use.links),
         cache_bytes=cache,
     )
+
+
+def _publish(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> VersionTimes:
+    """Predict the seconds of publishing and loading a version of which all weights are trained.
+
+    A GPU's ranks and engines have links of their own; those of a CPU share its memory.
+    """
+    trainer, generator, trace = config.trainer, config.generator, next(iter(policy.traces.values()))
+    shards = trainer.ranks // trainer.data_parallel_replicate_degree
+    shared, dtypes = machines.costs.shared, [resolve_dtype(trainer.dtype), resolve_dtype(generator.dtype)]
+    version = Version(
+        size=float(policy.architecture.weights * min(dtype.itemsize for dtype in dtypes)),
+        tensors=trace.tensors,
+        stacked=trace.stacked,
+        shards=shards,
+        rank_share=1.0 if shared else 1 / shards,
+        engine_share=float(generator.replicas) if shared else 1 / generator.tensor_parallel_size,
+        hosts=machines.hosts,
+        per_host=machines.per_host,
+    )
+    return version_times(machines.costs, version, machines.device, machines.use)
 
 
 def check_fits(needs: Sequence[Need], machines: Machines) -> None:

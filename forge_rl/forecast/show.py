@@ -24,6 +24,7 @@ from forge_rl.forecast.search import (
     search,
     workload,
 )
+from forge_rl.forecast.transfer import CPU_COSTS, VersionTimes
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.plan.memory import tried_loss
 from forge_rl.run.run_config import RunConfig
@@ -78,7 +79,7 @@ def _this_machine(config: RunConfig, policy: PlannedPolicy) -> Machines:
     """Measure this machine."""
     a = policy.architecture
     device = this_device(a.dim, a.hidden_dim, resolve_dtype(config.trainer.dtype))
-    return Machines(device=device, per_host=1, use=CPU_EFFICIENCY)
+    return Machines(device=device, per_host=1, use=CPU_EFFICIENCY, costs=CPU_COSTS)
 
 
 def _show_nearest(
@@ -208,6 +209,18 @@ def _show_times(console: Console, forecast: Forecast, policy: PlannedPolicy, mac
         "step", f"{forecast.step_s:,.2f}", f"{work.answers / forecast.step_s:,.0f}", _limit(forecast), style="bold"
     )
     console.print(table)
+    for line in version_lines(forecast.publish):
+        console.print(line, soft_wrap=True)
+
+
+def version_lines(times: VersionTimes) -> Iterator[str]:
+    """Yield the parts of a publish and of a load, and how much of both are calls, tensors and bytes."""
+    for phase in ("publish", "load"):
+        parts = times.of(phase)
+        named = ", ".join(f"{name} {seconds:,.3f}" for name, seconds in parts.items() if seconds >= 0.0005)
+        yield f"{phase} {sum(parts.values()):,.3f} s: {named}"
+    named = ", ".join(f"{cause} {seconds:,.3f}" for cause, seconds in times.causes.items())
+    yield f"publish and load {times.seconds:,.3f} s by cause: {named}"
 
 
 def _limit(forecast: Forecast) -> str:
@@ -227,6 +240,7 @@ def _show_assumptions(console: Console, machines: Machines) -> None:
     )
     named = ", ".join(f"{name} {value:g}" for name, value in vars(use).items())
     console.print(f"assumed: {named}", soft_wrap=True)
+    console.print(f"publish and load: {machines.costs.source}", soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:

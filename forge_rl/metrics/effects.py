@@ -122,6 +122,15 @@ EFFECTS: dict[str, Effect] = {
         cause="no group had equal rewards, so none was replaced; without --schedule.dynamic-sampling the run is the "
         "same",
     ),
+    "curriculum": Effect(
+        flag="--curriculum.pools",
+        is_asked_for=_differs("curriculum.pools", "off"),
+        counted_with="curriculum/",
+        amount=_of("curriculum/passed_over"),
+        steps=20,
+        cause="no task was passed over for one of another pool: tasks have pools once they come again, in a file's "
+        "second epoch, and all may be of one pool; see data/SOURCE/epoch and curriculum/ in the metrics",
+    ),
     "over_sampling": Effect(
         flag="--schedule.over-sampling",
         is_asked_for=_above("schedule.over_sampling", 1),
@@ -187,6 +196,13 @@ EFFECTS: dict[str, Effect] = {
         amount=lambda values, settings: 1 - values.get("weights/written_share", 1.0),
         cause="every version was written whole, as a host of the weight store is lost again and again, or few weights "
         "are not adapted; see the run's events",
+    ),
+    "quantized_base": Effect(
+        flag="--lora.base-format",
+        is_asked_for=_differs("lora.base_format", "full"),
+        counted_with="lora/base_share",
+        amount=lambda values, settings: 1 - values.get("lora/base_share", 1.0),
+        cause="the model's matrices are so narrow that scales take what codes save; leave it out",
     ),
     "served_adapters": Effect(
         flag="--generator.adapters served",

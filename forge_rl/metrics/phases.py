@@ -58,6 +58,11 @@ class PhaseClock:
         (name, since), moment = self._current, self._clock()
         return name, moment - since, moment - self._begun
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase of this step that has ended."""
+        return dict(self._seconds)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as a phase; several blocks of one name in a step add up.

@@ -7,13 +7,14 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
 from forge_rl.models import expert_stacks
 from forge_rl.models.adapter_products import fits, merged_weights
+from forge_rl.models.base_formats import BaseQuantization
 from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, read_object, tensor_files
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 """Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
+_QUANTIZED = "quantization"
+"""Key of the last that says what training held quantised of the base model."""
 _PREFIX = "base_model.model."
 _HEAD_COPY = f"{_PREFIX}lm_head.base_layer.weight"
 """Copy of the base's head, which PEFT writes with an adapter of it."""
@@ -64,6 +67,7 @@ def write_adapter(
     alpha: float,
     rslora: bool,
     dropout: float,
+    quantization: BaseQuantization | None = None,
 ) -> None:
     """Write an adapter into an existing folder, with the tokenizer of its base model.
 
@@ -71,11 +75,15 @@ def write_adapter(
         factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of
             both by transformers' name of the stack of weights.
         base: Hugging Face folder of the model that was adapted.
+        quantization: what training held quantised of that model.
     """
     from forge_rl.models.digests import model_digests
 
     write_factors(folder, factors, base=base, alpha=alpha, rslora=rslora, dropout=dropout)
-    (folder / BASE).write_text(json.dumps({"folder": str(base), "files": model_digests(base)}, indent=2) + "\n")
+    record = {"folder": str(base), "files": model_digests(base)}
+    if quantization is not None:
+        record[_QUANTIZED] = asdict(quantization)
+    (folder / BASE).write_text(json.dumps(record, indent=2) + "\n")
     for path in base.iterdir():
         is_config = path.name in ("config.json", CONFIG, BASE) or path.name.endswith(".index.json")
         if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
@@ -157,6 +165,8 @@ class Adapter:
     """Rank of each expert's adapter; 0 if experts have none."""
     expert_targets: tuple[str, ...] = ()
     """Adapted stacks of experts, as PEFT names them in target_parameters."""
+    quantization: BaseQuantization | None = None
+    """What training held quantised of that model, so that the adapter belongs to those values."""
     revision: str = ""
     """Revision of that model on the hub; empty for the newest."""
 
@@ -211,9 +221,12 @@ class Adapter:
             return float(alpha) / (math.sqrt(adapter_rank) if config.get("use_rslora") else adapter_rank)
 
         digests: dict[str, str] = {}
+        quantization = None
         if (folder / BASE).is_file():
-            files = read_object(folder / BASE, hint=_AGAIN).get("files")
+            record = read_object(folder / BASE, hint=_AGAIN)
+            files = record.get("files")
             digests = {str(name): str(digest) for name, digest in files.items()} if isinstance(files, dict) else {}
+            quantization = BaseQuantization.read(record.get(_QUANTIZED), folder / BASE)
         return Adapter(
             folder=folder,
             base=str(config.get("base_model_name_or_path") or ""),
@@ -223,6 +236,7 @@ class Adapter:
             expert_scale=scale(expert_rank) if targets else 0.0,
             expert_rank=expert_rank,
             expert_targets=tuple(targets),
+            quantization=quantization,
             revision=str(config.get("revision") or ""),
         )
 
@@ -244,7 +258,8 @@ class Adapter:
 
     def merge(self, base: Path, target: Path) -> None:
         """Write the base model with W + scale B A in place of each adapted weight W, in W's dtype; see
-        `AdapterProduct`.
+        `AdapterProduct`. Weights that training held quantised have the values that it computed with, rounded once more
+        to W's dtype.
 
         Args:
             base: Hugging Face folder of the model that was adapted.
@@ -261,9 +276,10 @@ class Adapter:
             )
         files = tensor_files(base)
         factors = self._by_file_name(base, files)
-        if unknown := sorted(factors.keys() - files.keys()):
+        quantized = frozenset(self.quantization.weights if self.quantization is not None else ())
+        if unknown := sorted((factors.keys() | quantized) - files.keys()):
             raise ModelError(
-                f"{self.folder} adapts {len(unknown)} weights that {base} lacks, such as {unknown[0]!r}",
+                f"{self.folder} adapts {len(unknown)} weights that {base} lacks, such as {unknown[0]!r:.120}",
                 hint="name the model that it was trained on with --base",
             )
         self._check_head(files)
@@ -274,6 +290,9 @@ class Adapter:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
             total_bytes += sum(tensor.nbytes for tensor in tensors.values())
             dtype = dtype or next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()), "")
+            if self.quantization is not None:
+                for name in quantized & tensors.keys():
+                    tensors[name] = self.quantization.rounded(name, tensors[name])
             tensors |= self._merged(tensors, factors)
             _save(tensors, target / path.name)
         weight_map = {name: path.name for name, path in files.items()}
@@ -376,7 +395,9 @@ def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
 
     adapter = Adapter.read(folder)
     adapter.check_base(base)
-    parts = [model_digests(base), *(file_digest(folder / name) for name in (CONFIG, WEIGHTS))]
+    parts: list[object] = [model_digests(base), *(file_digest(folder / name) for name in (CONFIG, WEIGHTS))]
+    if adapter.quantization is not None:
+        parts.append(asdict(adapter.quantization))
     target = cache / f"merged-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]}"
 
     def write(work: Path) -> None:

@@ -39,7 +39,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if index.exists():
         try:
             return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):

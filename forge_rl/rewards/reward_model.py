@@ -59,7 +59,7 @@ class RewardModel:
         try:
             config = json.loads((self.path / "config.json").read_text())
             kinds = config.get("architectures") or []
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ModelError(
                 f"--reward model: {self.path} has no model: {getattr(error, 'strerror', None) or error}: config.json",
                 hint="set path=FOLDER to a Hugging Face folder with config.json, safetensors and a tokenizer",

@@ -146,7 +146,7 @@ SWITCHES: Mapping[str, Switch] = {
         flags=tuple(
             f"{service}.{bound}"
             for service in ("generator", "environment")
-            for bound in ("least_replicas", "most_replicas")
+            for bound in ("min_replicas", "max_replicas")
         ),
         is_on=lambda config: config.job != "local",
         why="--job local is one host, and none joins or leaves",

@@ -51,7 +51,8 @@ class TaskConfig(RunConfig):
             unused = [
                 f"--data.{field.name.replace('_', '-')}"
                 for field in fields(self.data)
-                if getattr(self.data, field.name) != field.default and not self.eval_tasks
+                if getattr(self.data, field.name) != field.default
+                and (not self.eval_tasks or field.name == "held_out_share")
             ]
             if unused:
                 raise ConfigError(
@@ -60,5 +61,7 @@ class TaskConfig(RunConfig):
                 )
             mixture = as_mixture(sources_of(environment, self.seed), seed=self.seed)
             evaluation = self.data.eval_sources(self.eval_tasks, seed=self.seed)
-            return Mixture(mixture.sources, evaluation=evaluation, holds_out=not evaluation) if evaluation else mixture
+            if not evaluation:
+                return mixture
+            return Mixture(mixture.sources, evaluation=evaluation, holds_out=False, overlap=self.data.overlap)
         return self.data.build(tasks, seed=self.seed, eval_tasks=self.eval_tasks)

@@ -201,9 +201,9 @@ class ReplicaBounds(Protocol):
     @property
     def replicas(self) -> int: ...
     @property
-    def least_replicas(self) -> int: ...
+    def min_replicas(self) -> int: ...
     @property
-    def most_replicas(self) -> int: ...
+    def max_replicas(self) -> int: ...
 
 
 def check_bounds(config: ReplicaBounds, prefix: str) -> None:
@@ -212,11 +212,11 @@ def check_bounds(config: ReplicaBounds, prefix: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    min_replicas, max_replicas = config.least_replicas or config.replicas, config.most_replicas or config.replicas
+    min_replicas, max_replicas = config.min_replicas or config.replicas, config.max_replicas or config.replicas
     if not min_replicas <= config.replicas <= max_replicas:
         raise ConfigError(
             f"{prefix}replicas is {config.replicas}, and not from {min_replicas} to {max_replicas}",
-            hint=f"change {prefix}least-replicas or {prefix}most-replicas",
+            hint=f"change {prefix}min-replicas or {prefix}max-replicas",
         )
 
 

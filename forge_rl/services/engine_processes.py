@@ -30,8 +30,8 @@ def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> 
         hosts,
         ReplicaSize(hosts=config.hosts_per_replica, gpus=config.devices // config.hosts_per_replica),
         replicas=config.replicas,
-        min_replicas=config.least_replicas,
-        max_replicas=config.most_replicas,
+        min_replicas=config.min_replicas,
+        max_replicas=config.max_replicas,
         first=len(config.urls) + config.guests,
     )
 
@@ -97,7 +97,7 @@ class EngineProcesses:
 
     def spares(self, start_deadline_s: float) -> EngineSpares:
         """Return the keeper of the spares, numbered from the first number that no engine can have."""
-        first_number = max(self.config.engines, self.seats.first + self.config.most_replicas)
+        first_number = max(self.config.engines, self.seats.first + self.config.max_replicas)
         return EngineSpares(
             self.service,
             self.spawn_spare,

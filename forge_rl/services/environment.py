@@ -60,9 +60,9 @@ class Environment:
 
         replicas: Operational[int] = 1
         """Number of processes that run environments."""
-        least_replicas: int = 0
+        min_replicas: int = 0
         """Least number of them, to which hosts that leave may reduce it; by default as many as replicas."""
-        most_replicas: int = 0
+        max_replicas: int = 0
         """Most of them, to which hosts that join a live run may raise it; by default as many as replicas."""
         deadline_s: Operational[float] = 600.0
         """Timeout of one environment step; a process that an environment blocks for longer is killed, with all its
@@ -71,7 +71,7 @@ class Environment:
         """Policy for processes that die."""
 
         def __post_init__(self) -> None:
-            minimums = {"replicas": 1, "least_replicas": 0, "most_replicas": 0}
+            minimums = {"replicas": 1, "min_replicas": 0, "max_replicas": 0}
             check_flags(self, "--environment.", minimum=minimums, above={"deadline_s": 0})
             check_bounds(self, "--environment.")
 
@@ -122,8 +122,8 @@ class Environment:
             cluster,
             hosts or ServiceHosts(),
             replicas=config.replicas,
-            min_replicas=config.least_replicas,
-            max_replicas=config.most_replicas,
+            min_replicas=config.min_replicas,
+            max_replicas=config.max_replicas,
         )
 
         async def start_one(index: int) -> None:

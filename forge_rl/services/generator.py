@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -86,6 +87,9 @@ class Generator:
         self._requests = EngineRequests(config, service, pool, tokenizer, lend)
         self.last_load: Sequence[LoadReport] = ()
         """Each engine's report of the last load."""
+        self.load_s: dict[str, float] = {}
+        """Seconds of each stage of the last load, of the slowest engine, see `LoadReport.seconds`, and of the calls
+        around them, with the lease; empty once `pop_metrics` has returned them."""
 
     @classmethod
     async def start(
@@ -306,6 +310,7 @@ class Generator:
             WeightsError: the version cannot be read, or the engines read different ones.
             ServiceError: no engine is left.
         """
+        began = time.monotonic()
         async with self._loading, store.lease(version) as manifest:
             if not self._pool.held:  # else nothing is decoded meanwhile, and loading overlaps with fetching
                 serving = [replica for replica in self._service.replicas if replica.serving]
@@ -316,6 +321,8 @@ class Generator:
                     versions = [report.version for report in reports]
                     raise WeightsError(f"the engines read versions {versions} instead of {manifest.version}")
         self.last_load = reports
+        stages = max((report.seconds for report in reports), key=lambda seconds: sum(seconds.values()), default={})
+        self.load_s = {**stages, "calls": time.monotonic() - began - sum(stages.values())}
         return manifest.version
 
     async def serve_model(self) -> None:
@@ -390,9 +397,10 @@ class Generator:
 
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, the number of
-        spares that stand by, of versions that each engine serves as adapters, and the bytes of weights that the engines
-        hold in 8 bits."""
-        metrics = self._requests.limits.pop_metrics()
+        spares that stand by, of versions that each engine serves as adapters, the bytes of weights that the engines
+        hold in 8 bits, and the seconds of each stage of the last load."""
+        metrics = self._requests.limits.pop_metrics() | {f"load/{part}_s": value for part, value in self.load_s.items()}
+        self.load_s = {}
         if self.config.spares:
             metrics["generator/spares"] = float(self.spares)
         if self.config.adapters == "served" and self.last_load:

@@ -31,10 +31,10 @@ class GeneratorConfig(DecodeSettings):
     """Addresses of vLLM servers that others started by forge-rl serve-engine, such as http://10.0.0.7:8000, whose
     engines join the run in addition to its replicas. The environment variable VLLM_API_KEY must hold their key. Only
     https:// may lead to a public address."""
-    least_replicas: int = 0
+    min_replicas: int = 0
     """Least number of engines: a host that leaves takes its engines along, down to this many. By default as many as
     replicas, so that they move to other hosts."""
-    most_replicas: int = 0
+    max_replicas: int = 0
     """Most engines: a host that joins a live run adds as many as the other hosts have each, up to this many. By default
     as many as replicas."""
     guests: Operational[int] = 0
@@ -72,7 +72,7 @@ class GeneratorConfig(DecodeSettings):
             self,
             "--generator.",
             minimum=dict.fromkeys(
-                ("gpu_memory_utilization", "guests", "spares", "least_replicas", "most_replicas", "max_loras"), 0
+                ("gpu_memory_utilization", "guests", "spares", "min_replicas", "max_replicas", "max_loras"), 0
             )
             | dict.fromkeys(
                 (

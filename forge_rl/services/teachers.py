@@ -290,7 +290,7 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
         field.name: getattr(config, field.name) for field in fields(TeachersConfig) if field.name != "models"
     }
     overrides: dict[str, object] = {"max_model_len": longest, "max_tokens": 1}
-    overrides |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
+    overrides |= dict.fromkeys(("spares", "min_replicas", "max_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
     return replace(policy, **teacher_settings | overrides)
 
 

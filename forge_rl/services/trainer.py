@@ -100,6 +100,10 @@ class Trainer:
         """The same of each adapter by name that was published; its versions are its numbers of updates."""
         self.probe_s = 0.0
         """Seconds of scoring them since the controller last reset this to 0."""
+        self.publish_s: dict[str, float] = {}
+        """Seconds of each part of the last publish since the controller last emptied this, of the slowest rank:
+        reserving memory, the calls of the ranks, in them gathering shards, writing them with their fingerprints, and
+        fingerprints of weights with adapters (merge), the commit, and the probe."""
         self.loads = 0
         """Number of times that the ranks have loaded a policy: once, and at each restart."""
         self.scored: tuple[PackedBatch, list[npt.NDArray[np.uint16]]] | None = None
@@ -406,13 +410,15 @@ class Trainer:
         while True:
             deaths = store.deaths
             try:
-                version = await self._publish(store, dtype)
+                version, parts = await self._publish(store, dtype)
                 break
             except ForgeError:
                 if not self.alive or store.deaths == deaths:
                     raise
             await store.returned()
+        began = time.monotonic()
         self.probed = await self._probe(version, self.logprobs) or self.probed
+        self.publish_s = parts | {"probe": time.monotonic() - began}
         return version
 
     async def probe_adapter(self, name: str, version: int) -> None:
@@ -442,7 +448,8 @@ class Trainer:
         self.probe_s += time.monotonic() - began
         return ProbedVersion(version=version, logprobs=logprobs)
 
-    async def _publish(self, store: WeightStore, dtype: str) -> int:
+    async def _publish(self, store: WeightStore, dtype: str) -> tuple[int, dict[str, float]]:
+        """Publish once; return the version, and the seconds of each part."""
         import torch
 
         from forge_rl.engines.platform import resolve_dtype
@@ -456,17 +463,23 @@ class Trainer:
         # The passes round an adapter and not the sum, which engines compute in their dtype.
         if trained_dtype.itemsize < published_dtype.itemsize and not self.config.lora.rank:
             published_dtype = trained_dtype
+        began = time.monotonic()
         async with store.publishing(version, self._specs, published_dtype, hosts=hosts) as publication:
+            reserved = time.monotonic()
             transports = {host: store.transport(host) for host in hosts}
             replies = await self._all(PUBLISH, transports, rank_hosts, publication.draft)
-            self.busy_s += max(reply.seconds for reply in replies)
+            write_end = time.monotonic()
+            parts = max((reply.seconds for reply in replies), key=lambda seconds: sum(seconds.values()))
+            busy_s = sum(parts.values())
+            self.busy_s += busy_s
             try:
                 merged = [report for reply in replies for report in reply.merged]
                 await publication.commit([reply.reports for reply in replies], merged)
             finally:  # it may have been committed before a cancellation
                 if publication.committed:
                     self.version, self._published = version, self.updates
-        return version
+        seconds = {"reserve": reserved - began, "calls": write_end - reserved - busy_s}
+        return version, seconds | dict(parts) | {"commit": time.monotonic() - write_end}
 
     async def offload(self) -> int:
         """Move the state of all ranks from their GPUs to host memory; see `TrainEngine.offload`.

@@ -26,6 +26,7 @@ from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import StepRequest, TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
+from forge_rl.metrics.phases import PhaseClock
 from forge_rl.packing.unpacking import rounded_scores
 from forge_rl.runtime.addresses import HostNetwork, interface_towards
 from forge_rl.runtime.far_files import process_desk
@@ -173,12 +174,14 @@ class TrainerActor(ServiceActor):
             hosts: host of each rank.
         """
         async with self._lock:
-            start_time, rank = time.monotonic(), self.engine.rank
-            has_several_hosts = len(transports) > 1
-            shards = self.engine.shards_of_host(drafted, hosts) if has_several_hosts else self.engine.local_shards()
-            reports = await transports[hosts[rank]].write(drafted, shards, rank=rank)
-            merged = self.engine.merged_reports(drafted)
-            return PublishReply(reports=reports, merged=merged, seconds=time.monotonic() - start_time)
+            clock, rank, has_several_hosts = PhaseClock(), self.engine.rank, len(transports) > 1
+            with clock.phase("gather"):
+                shards = self.engine.shards_of_host(drafted, hosts) if has_several_hosts else self.engine.local_shards()
+            with clock.phase("write"):
+                reports = await transports[hosts[rank]].write(drafted, shards, rank=rank)
+            with clock.phase("merge"):
+                merged = self.engine.merged_reports(drafted)
+            return PublishReply(reports=reports, merged=merged, seconds=clock.seconds)
 
     @concurrent_endpoint
     async def offload(self) -> int:

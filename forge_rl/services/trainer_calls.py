@@ -52,8 +52,9 @@ class PublishReply:
     """The shards that it wrote."""
     merged: list[ShardReport]
     """Its slices of weights with adapters, these added, as engines have to hold them."""
-    seconds: float
-    """Duration of the writes."""
+    seconds: Mapping[str, float]
+    """Duration of each part: gathering shards from other memory or hosts, writing, and fingerprints of weights with
+    adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,12 @@ class CriticConfig(TrainerConfig):
     def __post_init__(self) -> None:
         with as_critic():
             super().__post_init__()
+        if self.router_replay:
+            raise ConfigError(
+                "--critic.router-replay repeats the experts that engines chose with the policy, and a critic has its "
+                "own router",
+                hint="leave it out; --trainer.router-replay is of the policy",
+            )
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class WeightStore:
         Raises:
             WeightsError: the requested transport cannot be used, or, with `auto`, none can.
         """
-        name, choice = _choose(config, expected_bytes * config.keep_versions)
+        name, choice = _choose(config, config.held_bytes(expected_bytes))
         bucket_bytes = config.bucket_mib << 20
         if config.mirror:
             await asyncio.to_thread(

@@ -10,6 +10,10 @@ from forge_rl.errors import check_flags
 from forge_rl.flags.categories import Category
 from forge_rl.runtime.supervision import Restart
 
+KEEP_BYTES = 64 << 30
+"""Memory of kept versions beyond which only the newest is kept. That one and the one being written are held in any
+case, so that the number of versions is what bounds the memory of a large model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStoreConfig:
@@ -25,8 +29,6 @@ class WeightStoreConfig:
     """Size of a bucket, which is written and loaded as a unit; a larger tensor gets its own bucket."""
     keep_versions: int = 2
     """Number of newest versions to keep, including the one being written; versions being read are kept as well."""
-    keep_gib: float = 64.0
-    """Maximum memory of kept versions; the newest is always kept."""
     probes: int | None = None
     """Number of short texts, at most 8, by which each version is attested: trainer and engines score them, and an
     engine whose logprobs do not follow the trainer's from version to version ends the run. By default 1 in float32, 3
@@ -42,6 +44,10 @@ class WeightStoreConfig:
 
     def __post_init__(self) -> None:
         minimums = {"keep_versions": 1, "bucket_mib": 1, "mirror_full_every": 1}
-        check_flags(self, "--weights.", minimum=minimums, above={"keep_gib": 0})
+        check_flags(self, "--weights.", minimum=minimums)
         if self.probes is not None:
             check_flags(self, "--weights.", minimum={"probes": 0}, maximum={"probes": 8})
+
+    def held_bytes(self, version_bytes: int) -> int:
+        """Return the most memory that versions of this size take; one is held while the next is written."""
+        return max(2 * version_bytes, min(self.keep_versions * version_bytes, KEEP_BYTES))

@@ -11,7 +11,7 @@ from forge_rl.errors import ServiceError
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
-from forge_rl.services.weight_store_config import WeightStoreConfig
+from forge_rl.services.weight_store_config import KEEP_BYTES, WeightStoreConfig
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.transports.protocol import Transport
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -57,7 +57,7 @@ class StoreRecovery:
     async def spawn(self, index: int, imports: Sequence[str] = ()) -> Replica:
         """Spawn the process of a host, by its place in `hosts`."""
         config, host = self._config, self._hosts[index]
-        limits = config.keep_versions, int(config.keep_gib * (1 << 30))
+        limits = config.keep_versions, KEEP_BYTES
         replica = self._service.spawn(
             WeightStoreActor, host, config.shm, *limits, host=host, imports=imports, index=index
         )

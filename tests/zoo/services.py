@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import importlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,14 +20,12 @@ import torch
 
 from benchmarks.report import without_nan
 from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.engines.factory import train_environment
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import Dtype
 from forge_rl.errors import ModelError
-from forge_rl.runtime.cluster import Cluster, SpawnedMesh
+from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.fork_client import FORK_MODULES
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services.generator import Generator
 from forge_rl.services.service_start import ServiceStart
@@ -35,7 +33,7 @@ from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainedModel, TrainingRun
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Sampling
-from tests.fake_actors import new_service_name
+from tests.fake_actors import WarmCluster, new_service_name
 from tests.fakes import packed, random_batch
 from tests.zoo.folders import transformers_config
 from tests.zoo.trained import check_files, dtype_of, modelling_of, write_model
@@ -45,16 +43,6 @@ IDS = tuple((number * 37 + 11) % 250 for number in range(48))
 """Tokens that each version scores."""
 PROMPTS = tuple(tuple((number * 37 + 11 * index + 5) % 250 for number in range(8 + index % 3)) for index in range(64))
 """Prompts of greedy and of sampled completions."""
-
-TRAINER_MODULES = {FORK_MODULES: "forge_rl.engines.titan.train"}
-
-
-class WarmCluster(Cluster):
-    """A cluster whose trainers are forked by a process that has imported what they need, as a run's engines are."""
-
-    def spawn(self, name: str, *, env: Mapping[str, str] | None = None, **settings: Any) -> SpawnedMesh:
-        modules = TRAINER_MODULES if name.startswith("trainer") else {}
-        return super().spawn(name, env=modules | dict(env or {}), **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +120,7 @@ async def open_zoo(folder: Path) -> AsyncIterator[Zoo]:
     cluster, faults = WarmCluster(folder / "logs"), Faults()
     faults.install()
     try:
-        await cluster.import_first(TRAINER_MODULES | train_environment(1), deadline_s=START_S)
+        await cluster.import_for_trainer(ranks=1)
         config = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
         store = await WeightStore.start(config, cluster, faults, deadline_s=START_S)
         yield Zoo(cluster=cluster, faults=faults, store=store)

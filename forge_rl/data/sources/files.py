@@ -168,7 +168,7 @@ def _read_names(path: Path, key: str) -> list[str]:
     try:
         entries = json.loads(path.read_bytes())[key]
         return [str(entry["filename"] if isinstance(entry, dict) else entry) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TaskError(f"{path} cannot be read: {error}", hint="rewrite the folder with save_to_disk") from error
 
 

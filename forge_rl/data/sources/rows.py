@@ -179,6 +179,12 @@ class Columns:
             prompt_column, prompt = self._messages(row)
             _check_prompt(prompt_column, prompt)
         else:
+            if named := self.messages or self.question or (_TEMPLATE if self.template else ""):
+                raise RowError(
+                    f"is a whole conversation, so that the prompt of {named} would not be used",
+                    column=names[0],
+                    hint=f"leave out {named}, or give answers alone",
+                )
             prompt_column, prompt = "", [message for message, _ in takewhile(_are_equal, zip(*sides, strict=False))]
             if not prompt:
                 raise RowError(f"has no message in common with {names[1]!r}", column=names[0], value=sides[0][0])
@@ -228,7 +234,7 @@ class Columns:
             return [{"role": "user", "content": text.strip()}]
         try:
             return read_messages(name, json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(
                 f"is not rendered to JSON by the template's block messages: {error}",
                 value=text,

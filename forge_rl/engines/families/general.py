@@ -185,8 +185,8 @@ class LinearModule(NamedTuple):
     """Its name in the layer."""
     file_name: str
     """The same, in the folder's files."""
-    features: int
-    """Sum of its inputs and outputs."""
+    inputs: int
+    outputs: int
 
 
 def linear_modules(folder: Path) -> Iterator[LinearModule]:
@@ -217,7 +217,7 @@ def linear_modules(folder: Path) -> Iterator[LinearModule]:
                 if type(module) is nn.Linear and leaf not in sparse_leaves and not is_bypassed:
                     file_name = names.to_hf(f"model.layers.{index}.{name}.weight").removesuffix(".weight")
                     in_layer = file_name.partition("layers.")[2].partition(".")[2]
-                    yield LinearModule(name, in_layer, module.in_features + module.out_features)
+                    yield LinearModule(name, in_layer, module.in_features, module.out_features)
 
 
 def expert_features(folder: Path) -> int:

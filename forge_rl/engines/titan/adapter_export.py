@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.lora_config import LoRAConfig
@@ -15,8 +16,10 @@ from forge_rl.engines.titan.adapter_switch import rounded_factor
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.factor_pairs import factor_pairs
 from forge_rl.engines.titan.index import TensorReader
-from forge_rl.engines.titan.shards import ADAPTERS
+from forge_rl.engines.titan.quantized_base import QuantizedWeight
+from forge_rl.engines.titan.shards import ADAPTERS, named_weights, names_of
 from forge_rl.models.adapters import write_adapter
+from forge_rl.models.base_formats import BaseQuantization
 from forge_rl.runtime.far_files import Folder, filled
 
 
@@ -30,6 +33,8 @@ class AdapterExport:
     lora: LoRAConfig
     names: Mapping[str, tuple[str, str]]
     """For each key of a factor in the training state, the name of its adapter, see `FactorPair`, and the factor's."""
+    quantization: BaseQuantization | None
+    """What of the base the model holds quantised."""
 
     @staticmethod
     def of(model: Any) -> AdapterExport:
@@ -39,7 +44,7 @@ class AdapterExport:
             for pair in factor_pairs(model)
             for parameter, kind in zip(pair.parameter_names, ADAPTERS, strict=True)
         }
-        return AdapterExport(lora=model.adapters.lora, names=names)
+        return AdapterExport(lora=model.adapters.lora, names=names, quantization=quantization_of(model))
 
     def write(self, training: Folder, source: Path, folder: Folder) -> None:
         """Write the adapters of a training state into an existing folder, in float32, rounded as in passes.
@@ -74,4 +79,14 @@ class AdapterExport:
                 alpha=self.lora.alpha,
                 rslora=self.lora.rslora,
                 dropout=self.lora.dropout,
+                quantization=self.quantization,
             )
+
+
+def quantization_of(model: nn.Module) -> BaseQuantization | None:
+    """Return what a model holds quantised, by the names of its files."""
+    weights = {name: weight for name, weight in named_weights(model) if isinstance(weight, QuantizedWeight)}
+    if not weights:
+        return None
+    names = (part.name for name, weight in weights.items() for part in names_of(model).parts(name, weight.shape))
+    return BaseQuantization(base_format=next(iter(weights.values())).base_format, weights=tuple(names))

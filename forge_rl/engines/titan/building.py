@@ -20,6 +20,7 @@ from forge_rl.engines.titan.lora import init_adapters, published_specs
 from forge_rl.engines.titan.master_weights import MasterWeights
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism
+from forge_rl.engines.titan.quantized_base import parameter_count
 from forge_rl.engines.titan.shards import freeze
 from forge_rl.engines.titan.small_adamw import SmallAdamW
 from forge_rl.weights.manifest import TensorSpec
@@ -60,13 +61,13 @@ def load_model(
             model = build_model(architecture, settings, values=values)
     if frozen or model.adapters is not None:
         for parameter in model.parameters():
-            if frozen or not parameter.requires_grad:
+            if (frozen or not parameter.requires_grad) and parameter.is_floating_point():
                 parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
     if not frozen:
         model.steers = settings.expert_balance == "bias"
         if model.adapters is None:
             freeze(model, settings.frozen)
-    published, parameters = published_specs(model), sum(parameter.numel() for parameter in model.parameters())
+    published, parameters = published_specs(model), parameter_count(model)
     if is_sharded:
         parallelism.apply(model, dtype=dtype)
     else:

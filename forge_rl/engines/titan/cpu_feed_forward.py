@@ -22,7 +22,7 @@ _TRACED = 64
 
 
 class LeanFeedForward(FeedForward):
-    """torchtitan's feed-forward network, which on CPU holds three hidden activations in its backward pass, not six."""
+    """torchtitan's feed-forward network, which on CPU keeps two hidden activations for its backward pass, not four."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
@@ -49,8 +49,31 @@ class LeanFeedForward(FeedForward):
         if x.is_cuda or x.dtype.itemsize < 4 or isinstance(x, DTensor):
             plain: torch.Tensor = super().forward(x)
             return plain
-        out: torch.Tensor = self.w2(_SwiGLU.apply(self.w1(x), self.w3(x)))
+        gates = self.w1(x), self.w3(x)
+        out: torch.Tensor = (
+            _DownProduct.apply(*gates, self.w2.weight) if is_bare(self.w2) else self.w2(_SwiGLU.apply(*gates))
+        )
         return out
+
+
+class _DownProduct(torch.autograd.Function):
+    """(silu(a) b) W^T, [..., dim], for whose backward pass silu(a) b is computed again, as it takes half of the memory
+    of a and b, which are overwritten as by `_SwiGLU`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b, weight)
+        return nn.functional.linear(nn.functional.silu(a).mul_(b), weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b, weight = (tensor.detach() for tensor in ctx.saved_tensors)
+        rows = grad.flatten(0, -2)
+        grad_weight: torch.Tensor | None = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = rows.t() @ nn.functional.silu(a).mul_(b).flatten(0, -2)
+        return *_gate_gradients(a, b, (rows @ weight).view_as(a)), grad_weight
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -66,11 +89,16 @@ class _SwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = (tensor.detach() for tensor in ctx.saved_tensors)
-        rows = max(1, _CHUNK // a.shape[-1])
-        if a.is_meta:  # a plan traces every chunk; that of long rows would take minutes
-            rows = max(rows, a.numel() // a.shape[-1] // _TRACED)
-        for a_rows, b_rows, grad_rows in zip(*(x.flatten(0, -2).split(rows) for x in (a, b, grad)), strict=True):
-            slope = grad_rows * b_rows
-            torch.mul(grad_rows, nn.functional.silu(a_rows), out=b_rows)
-            torch.ops.aten.silu_backward.grad_input(slope, a_rows, grad_input=a_rows)
-        return a, b
+        return _gate_gradients(a, b, grad)
+
+
+def _gate_gradients(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Overwrite a and b with their gradients, from that of silu(a) b."""
+    rows = max(1, _CHUNK // a.shape[-1])
+    if a.is_meta:  # a plan traces every chunk; that of long rows would take minutes
+        rows = max(rows, a.numel() // a.shape[-1] // _TRACED)
+    for a_rows, b_rows, grad_rows in zip(*(x.flatten(0, -2).split(rows) for x in (a, b, grad)), strict=True):
+        slope = grad_rows * b_rows
+        torch.mul(grad_rows, nn.functional.silu(a_rows), out=b_rows)
+        torch.ops.aten.silu_backward.grad_input(slope, a_rows, grad_input=a_rows)
+    return a, b

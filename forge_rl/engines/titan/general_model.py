@@ -202,7 +202,7 @@ def build_general(architecture: Architecture, settings: TrainSettings, *, values
     causal = causal_model(architecture.folder, tied=architecture.tied, implementation=IMPLEMENTATION)
     model = GeneralModel(causal, architecture, values=values, shares_states=settings.prefix_states == "shared")
     if settings.lora.rank:
-        add_adapters(model, architecture, settings.lora, settings.lora_seed)
+        add_adapters(model, architecture, settings)
     return model
 
 

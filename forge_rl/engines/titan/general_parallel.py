@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_rl.engines.families.tensor_plan import COLUMNS, EXPERTS, ROWS, SUMMED
 from forge_rl.engines.titan.shards import local
+
+Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +115,12 @@ def split_vocabulary(embedding: nn.Embedding, head: nn.Module, peers: TensorPeer
 
 def sum_gradients(values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
     """Return values that all ranks hold, for computations that differ by rank: their gradient is the sum of all."""
-    copied: torch.Tensor = _SumGradients.apply(values, peers)
-    return copied
+    return _exchange(values, _same, peers.sum)
 
 
 def sum_outputs(values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
     """Return the sum of all ranks' values, for computations that all ranks repeat."""
-    total: torch.Tensor = _SumOutputs.apply(values, peers)
-    return total
+    return _exchange(values, peers.sum, _same)
 
 
 def _columns(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, gathers: bool) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def _columns(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, ga
     def forward(values: torch.Tensor) -> torch.Tensor:
         with _local_weights(module, **_summed_factor(module, "lora_A", peers)):
             outputs: torch.Tensor = compute(sum_gradients(values, peers))
-        return cast(torch.Tensor, _GatherOutputs.apply(outputs, peers)) if gathers else outputs
+        return _exchange(outputs, peers.gather, peers.part) if gathers else outputs
 
     return forward
 
@@ -137,7 +137,9 @@ def _rows(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, split
     @functools.wraps(compute)
     def forward(values: torch.Tensor) -> torch.Tensor:
         with _local_weights(module, bias=None, **_summed_factor(module, "lora_B", peers)):
-            outputs = sum_outputs(compute(_SplitInputs.apply(values, peers) if splits else values), peers)
+            if splits:
+                values = _exchange(values, lambda inputs: peers.part(inputs).clone(), peers.gather)
+            outputs = sum_outputs(compute(values), peers)
         bias = module._parameters.get("bias")
         return outputs if bias is None else outputs + bias
 
@@ -193,14 +195,16 @@ def _dispatching(module: Any, compute: Callable[..., Any], mesh: DeviceMesh) -> 
         receive_counts = torch.empty_like(send_counts)
         dist.all_to_all_single(receive_counts, send_counts, group=mesh.get_group())
         counts = send_counts.tolist(), receive_counts.tolist()
-        inputs = _Exchange.apply(hidden[tokens], *counts, mesh)
-        local_ids = _Exchange.apply((expert_ids.flatten() % count)[order], *counts, mesh)
+        send = functools.partial(_exchanged, counts=counts, mesh=mesh)
+        send_back = functools.partial(_exchanged, counts=counts[::-1], mesh=mesh)
+        inputs = _exchange(hidden[tokens], send, send_back)
+        local_ids = send((expert_ids.flatten() % count)[order])
         # A last row of zeros, so that a rank that no token came to takes part in the backward pass.
         inputs = torch.cat([inputs, inputs.new_zeros(1, inputs.shape[1])])
         local_ids = torch.cat([local_ids, local_ids.new_zeros(1)])
         with _local_weights(module):
             outputs = compute(inputs, local_ids[:, None], weights.new_ones(len(local_ids), 1), *args)[:-1]
-        outputs = _Exchange.apply(outputs, *counts[::-1], mesh)
+        outputs = _exchange(outputs, send_back, send)
         scaled = outputs * weights.flatten()[order, None]
         return torch.zeros_like(hidden).index_add(0, tokens, scaled.to(hidden.dtype))
 
@@ -232,72 +236,32 @@ def _local_weights(module: nn.Module, **weights: torch.Tensor | None) -> Iterato
         module._parameters.update(originals)
 
 
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
-        ctx.peers = peers
-        return values.view_as(values)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.peers.sum(grad), None
-
-
-class _SumOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
-        total = peers.sum(values)
-        return total if total is not values else values.view_as(values)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _GatherOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
-        ctx.peers = peers
-        return peers.gather(values)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.peers.part(grad), None
-
-
-class _SplitInputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
-        ctx.peers = peers
-        return peers.part(values).clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.peers.gather(grad), None
-
-
 class _Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a mesh, and receives theirs: numbers of rows to and from each rank."""
+    """What ranks exchange of values on the way forward, and of gradients on the way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int], mesh: DeviceMesh
-    ) -> torch.Tensor:
-        ctx.counts, ctx.mesh = (send_counts, receive_counts), mesh
-        return _exchanged(rows, send_counts, receive_counts, mesh)
+    def forward(ctx: Any, values: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+        ctx.change = backward
+        outputs = forward(values)
+        return values.view_as(values) if outputs is values else outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        send_counts, receive_counts = ctx.counts
-        return _exchanged(grad, receive_counts, send_counts, ctx.mesh), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.change(grad), None, None
 
 
-def _exchanged(rows: torch.Tensor, send_counts: list[int], receive_counts: list[int], mesh: DeviceMesh) -> torch.Tensor:
+def _exchange(values: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+    return cast(torch.Tensor, _Exchange.apply(values, forward, backward))
+
+
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def _exchanged(rows: torch.Tensor, counts: tuple[list[int], list[int]], mesh: DeviceMesh) -> torch.Tensor:
+    """Send rows to the ranks of a mesh, and return theirs: `counts` are of rows to and from each rank."""
+    send_counts, receive_counts = counts
     output = rows.new_empty(sum(receive_counts), *rows.shape[1:])
     dist.all_to_all_single(output, rows.contiguous(), receive_counts, send_counts, group=mesh.get_group())
     return output

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import THREADS, TensorReader
+from forge_rl.engines.titan.quantized_base import QuantizedWeight
 from forge_rl.engines.titan.shards import ADAPTERS, named_weights, names_of, slice_of, values_of
 from forge_rl.engines.titan.small_adamw import ROOT, Moment
 from forge_rl.errors import CheckpointError, ModelError
@@ -41,15 +43,15 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     index = tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
-        copies = list[tuple[torch.Tensor, Any, TensorSlice, str]]()
+        jobs = list[Callable[[], None]]()
         for titan_name, parameter in named_weights(model):
-            block = values_of(parameter)
+            block = parameter if isinstance(parameter, QuantizedWeight) else values_of(parameter)
             for part in names_of(model).parts(titan_name, parameter.shape, slice_of(parameter)):
                 name = part.name
                 if name == HEAD and tied and name not in index:
                     name = EMBEDDING
                 if name == VALUE_HEAD and name not in index:
-                    block.zero_()
+                    cast(torch.Tensor, block).zero_()
                     continue
                 if name not in index:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
@@ -65,10 +67,26 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                         f"{name!r} in {folder} has shape {shape}, config.json says {part.shape}", hint=_AGAIN
                     )
                 if part.tensor_slice.numel:
-                    copies.append((part.of(block), file_slice, part.tensor_slice, f"{name!r} in {index[name]}"))
+                    source = file_slice, part.tensor_slice, f"{name!r} in {index[name]}"
+                    if isinstance(block, QuantizedWeight):
+                        jobs.append(functools.partial(_quantize, block, *source))
+                    else:
+                        jobs.append(functools.partial(_copy, part.of(block), *source))
         with ThreadPoolExecutor(THREADS, "load") as threads:
-            for _ in threads.map(_copy, *zip(*copies, strict=True)):  # an error cancels the copies that wait
+            for _ in threads.map(operator.call, jobs):  # an error cancels the jobs that wait
                 pass
+
+
+@torch.no_grad()
+def _quantize(weight: QuantizedWeight, file_slice: Any, tensor_slice: TensorSlice, place: str) -> None:
+    """Read rows of a mapped file's tensor, and hold them quantised."""
+    values = torch.empty(tensor_slice.size, device=weight.device)
+    _copy(values, file_slice, tensor_slice, place)
+    if not weight.fill(values):
+        raise ModelError(
+            f"{place} has values that are not finite, and --lora.base-format {weight.base_format} needs finite ones",
+            hint=_AGAIN,
+        )
 
 
 @torch.no_grad()

@@ -29,11 +29,14 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.families.tensor_plan import stacked_projections
-from forge_rl.engines.lora_config import EXPERTS, HEAD, LoRAConfig, adapted_modules
+from forge_rl.engines.lora_config import EXPERTS, HEAD, adapted_modules, linear_modules
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.adapter_switch import AdapterSwitch, RowPart, rounded_factor
 from forge_rl.engines.titan.expert_adapters import adapt_experts
 from forge_rl.engines.titan.factor_pairs import FactorPair, factor_pairs
 from forge_rl.engines.titan.head import FloatHead
+from forge_rl.engines.titan.quantized_base import quantize_base
 from forge_rl.engines.titan.shards import (
     ADAPTERS,
     local_shards,
@@ -56,29 +59,35 @@ _WholeFactors = Sequence[tuple[FactorPair, tuple[torch.Tensor, torch.Tensor]]]
 """Adapters with A and B of all ranks."""
 
 
-def add_adapters(model: Any, architecture: Architecture, lora: LoRAConfig, seed: int) -> None:
-    """Freeze a built model, and add adapters to the modules that the settings name, before it is parallelised.
+def add_adapters(model: Any, architecture: Architecture, settings: TrainSettings) -> None:
+    """Freeze a built model, and add adapters to the modules that the settings name, before it is parallelised; hold
+    all linear layers of its layers as `LoRAConfig.base_format` says.
 
     Raises:
         ConfigError: a target names no module that can have an adapter.
     """
-    modules, experts = adapted_modules(architecture, lora), architecture.experts
+    lora, experts = settings.lora, architecture.experts
+    modules = adapted_modules(architecture, lora)
+    linear = linear_modules(architecture)
     model.requires_grad_(False)
-    model.adapters = AdapterSwitch(lora, seed, travel=lora.publish == "adapters")
+    model.adapters = AdapterSwitch(lora, settings.lora_seed, travel=lora.publish == "adapters")
     for layer in model.get_submodule("layers").children():
         for name, module in list(layer.named_modules()):
+            weight: Any = getattr(module, "weight", None)
+            if lora.base_format != "full" and name in linear:
+                quantize_base(module, lora.base_format, resolve_dtype(settings.dtype))
             if name in modules:
-                _adapt(module, model.adapters)
+                _adapt(module, weight, model.adapters)
             elif EXPERTS in lora.targets and (isinstance(module, GroupedExperts) or stacked_projections(module)):
                 assert experts is not None, "adapted_modules refuses the target"
                 adapt_experts(module, model.adapters, lora.expert_rank(experts.top_k))
     if HEAD in lora.targets:
-        _adapt(model.lm_head, model.adapters)
+        _adapt(model.lm_head, model.lm_head.weight, model.adapters)
 
 
-def _adapt(module: Any, switch: AdapterSwitch) -> None:
-    """Turn a linear layer into one with an adapter, in place."""
-    factory = {"device": module.weight.device, "dtype": module.weight.dtype}
+def _adapt(module: Any, weight: torch.Tensor, switch: AdapterSwitch) -> None:
+    """Turn a linear layer into one with an adapter, of the device and dtype of the weight that it was built with."""
+    factory: Any = {"device": weight.device, "dtype": weight.dtype}
     module.lora_A = nn.Parameter(torch.empty(switch.lora.rank, module.in_features, **factory))
     module.lora_B = nn.Parameter(torch.empty(module.out_features, switch.lora.rank, **factory))
     module.adapters, module.adapted_weights = switch, {"": {"weight": slice(None)}}

@@ -156,7 +156,7 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
         for router in routers(layer):
             router.layer = int(number)
     if settings.lora.rank:
-        add_adapters(model, architecture, settings.lora, settings.lora_seed)
+        add_adapters(model, architecture, settings)
     return model
 
 

@@ -26,7 +26,7 @@ from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, Tree
 from forge_rl.engines.titan.general_model import GeneralModel, build_general
 from forge_rl.engines.titan.general_parallel import TensorPeers
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
-from forge_rl.engines.titan.shards import freeze
+from forge_rl.engines.titan.shards import freeze, named_weights, names_of
 from forge_rl.errors import ForgeError, ModelError
 from forge_rl.packing.rows import Row
 
@@ -39,7 +39,7 @@ class MemoryTrace:
     """A model's parameters, and the bytes of one row on one device, before anything is split over ranks."""
 
     count: int
-    """Number of parameters."""
+    """Number of parameters, in which quantised matrices count by their bytes, see `_elements`."""
     trained: int
     """Number of parameters that are not frozen."""
     few: int
@@ -55,6 +55,10 @@ class MemoryTrace:
     """Peak bytes of the layers in both passes, without weights and their gradients."""
     head: int
     """Bytes that the output head adds."""
+    tensors: int
+    """Number of tensors that a version holds."""
+    stacked: int
+    """Number of those that the model keeps in stacks, such as experts', of which a rank has some."""
 
 
 Traces = MutableMapping[tuple[object, ...], MemoryTrace]
@@ -98,7 +102,7 @@ def plan_training(
         traces[key] = _trace(architecture, settings, values, tokens)
     trace = traces[key]
     num_shards = ranks // settings.data_parallel_replicate_degree // pp
-    whole_gradients = adds_up_once(trace.count, settings, ranks=ranks)
+    whole_gradients = adds_up_once(architecture.weights, settings, ranks=ranks)
     kept_layers = architecture.layers  # over all rows under way
     if pp > 1:
         kept_layers = _layers_under_way(architecture, pp)
@@ -202,17 +206,23 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
             model = build_model(architecture, settings, values=values)
     if model.adapters is None:
         freeze(model, settings.frozen)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    itemsize = resolve_dtype(settings.dtype).itemsize
+    sizes = [(_elements(parameter, itemsize), parameter.requires_grad) for parameter in model.parameters()]
     layers: list[Any] = list(model.get_submodule("layers").children())
     inside = {id(p) for layer in layers for p in layer.parameters()}
     units = [
         tuple(
-            sum(p.numel() for name, p in layer.named_parameters() if bool(_EXPERTS.search(name)) == of_experts)
+            sum(
+                _elements(p, itemsize)
+                for name, p in layer.named_parameters()
+                if bool(_EXPERTS.search(name)) == of_experts
+            )
             for of_experts in (True, False)
         )
         for layer in layers
     ]
-    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    outside = sum(_elements(p, itemsize) for p in model.parameters() if id(p) not in inside)
+    tensors = [len([*names_of(model).parts(name, weight.shape)]) for name, weight in named_weights(model)]
     if isinstance(model, GeneralModel) and settings.tensor_parallel_degree > 1:
         model.split(TensorPeers(size=settings.tensor_parallel_degree))
     try:
@@ -237,7 +247,15 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         units=tuple((experts, dense) for experts, dense in [*units, (0, outside)]),
         row=row,
         head=head,
+        tensors=sum(tensors),
+        stacked=sum(count for count in tensors if count > 1),
     )
+
+
+def _elements(parameter: torch.Tensor, itemsize: int) -> int:
+    """Return a parameter's elements; of a quantised matrix's parts, the elements of the passes' dtype that take as many
+    bytes."""
+    return parameter.numel() if parameter.is_floating_point() else parameter.nbytes // itemsize
 
 
 def _row(tokens: int) -> Row:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from forge_rl.engines.titan.quantized_base import CODES, SCALES, QuantizedWeight
 from forge_rl.errors import ConfigError
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.names import ROUTER_BIASES, Names, SameNames
@@ -23,19 +24,21 @@ _BIASES = (".expert_bias_E", *ROUTER_BIASES)
 """Ends of the names of biases that choose experts, torchtitan's and transformers'."""
 ADAPTERS = "lora_A", "lora_B"
 """Names of a linear layer's adapter, see `lora.py`: [rank, inputs] and [outputs, rank]; names of experts' end so."""
+Weight = torch.Tensor | QuantizedWeight
+"""A weight of a model; only frozen ones are quantised."""
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a checkpoint by name: all weights or, if the model has adapters, these alone."""
     if getattr(model, "adapters", None) is None:
-        yield from named_weights(model)
+        yield from cast("Iterator[tuple[str, torch.Tensor]]", named_weights(model))
         return
     for name, parameter in model.named_parameters():
         if name.endswith(ADAPTERS):
             yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
     """Yield every weight by name, the same with and without activation checkpointing; a tied weight once, as the input
     embedding, also on a pipeline stage that has only the head.
 
@@ -43,7 +46,11 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIASES))
     for name, weight in itertools.chain(model.named_parameters(), steering):
-        if name.endswith(ADAPTERS):
+        if name.endswith((*ADAPTERS, SCALES)):
+            continue
+        if name.endswith(CODES):
+            stem = name.rpartition(".")[0]
+            yield f"{stem.replace('_checkpoint_wrapped_module.', '')}.weight", model.get_submodule(stem).weight  # type: ignore[misc]
             continue
         copied = name == "lm_head.weight" and _copies_embedding(model)
         yield "tok_embeddings.weight" if copied else name.replace("_checkpoint_wrapped_module.", ""), weight
@@ -130,13 +137,18 @@ def local(values: torch.Tensor) -> torch.Tensor:
     return values.to_local() if isinstance(values, DTensor) else values
 
 
-def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of this rank's slice of a weight or of its optimizer state."""
+def values_of(parameter: Weight) -> torch.Tensor:
+    """Return a view of this rank's slice of a weight or of its optimizer state; of a quantised weight, a copy."""
+    if isinstance(parameter, QuantizedWeight):
+        return parameter.values()
     return local(parameter).detach()
 
 
-def slice_of(parameter: torch.Tensor) -> TensorSlice:
+def slice_of(parameter: Weight) -> TensorSlice:
     """Return the slice of a weight that this rank holds."""
+    if isinstance(parameter, QuantizedWeight):
+        rows = slice_of(parameter.codes)
+        return TensorSlice(start=(rows.start[0], 0), size=(rows.size[0], parameter.shape[1]))
     if not isinstance(parameter, DTensor):
         return TensorSlice.whole(parameter.shape)
     tensor_slice = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
@@ -179,12 +191,14 @@ def block(
     return TensorSlice(start=tuple(start), size=tuple(size))
 
 
-def publishes(parameter: torch.Tensor, ranks: range) -> bool:
+def publishes(parameter: Weight, ranks: range) -> bool:
     """Return True if this rank publishes its slice.
 
     If the weight's mesh is part of a larger one (FSDP's, for a weight that tensor parallelism does not split), the
     other parts hold the same shards; the part with the first rank publishes.
     """
+    if isinstance(parameter, QuantizedWeight):
+        parameter = parameter.codes
     if not isinstance(parameter, DTensor):
         return dist.get_rank() == ranks.start
     mesh = parameter.device_mesh

@@ -37,6 +37,7 @@ from forge_rl.engines.titan.lora import (
 from forge_rl.engines.titan.masks import compile_attention, compile_once
 from forge_rl.engines.titan.measures import Measures, joined_rows, measure_tokens, measured_loss
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
+from forge_rl.engines.titan.quantized_base import base_bytes
 from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing_metrics, steer
 from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.saving import CheckpointWriter
@@ -190,7 +191,14 @@ class TitanEngine:
         self.optimizer.zero_grad()
         self.updates += 1
         norms: dict[str, Value] = {"grad_norm": Mean(grad_norm, 1), "grad_norm/max": Max(grad_norm), "lr": Max(lr)}
-        return metrics | routing | norms
+        return metrics | routing | norms | self._base_metrics()
+
+    def _base_metrics(self) -> dict[str, Value]:
+        """Measure a quantised base; no metrics of another."""
+        if self._settings.lora.base_format == "full":
+            return {}
+        held_bytes, full_bytes = base_bytes(self.model)
+        return {"lora/base_bytes": Max(held_bytes), "lora/base_share": Mean(held_bytes, full_bytes)}
 
     @torch.no_grad()
     def evaluate(self, minibatches: Sequence[Minibatch], loss: Loss) -> dict[str, Value]:

@@ -144,6 +144,8 @@ class VLLMEngine:
         for pid in pids[: len(pids) // hosts]:
             unlink_shared_memory(pid)
             when_process_ends(pid, engine._on_engine_death)
+        if device_type() == "cpu":  # vLLM writes zeros to the whole cache
+            await engine._all_workers("release_kv_cache")
         # Full collections would scan all that was imported, again and again: twice the time of each token.
         gc.freeze()
         return engine

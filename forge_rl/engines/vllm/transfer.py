@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.request import LoRARequest
 
+from forge_rl.engines.cpu import trim_heap
 from forge_rl.engines.parts import BucketOnHosts
 from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import cpu, internals
@@ -101,8 +102,13 @@ class WorkerExtension:
 
     @_answered
     def forge_rl_start_load(self, adds_adapters: bool = True) -> None:
-        """Begin to load a version, possibly after a failed load: its weights with the adapters added, or alone."""
+        """Begin to load a version, possibly after a failed load: its weights with the adapters added, or alone.
+
+        The scheduler has forgotten all blocks of the KV cache.
+        """
         worker: Any = self
+        if worker.device.type == "cpu":  # free blocks are taken in turn: before long, all would have been written
+            cpu.release_kv_cache(worker)
         self.weight_transfer_engine.adds_adapters = adds_adapters
         internals.allow_another_update(worker)
         worker.start_weight_update()
@@ -117,7 +123,10 @@ class WorkerExtension:
     def forge_rl_finish_load(self) -> WorkerReport:
         worker: Any = self
         worker.finish_weight_update()
-        return self.weight_transfer_engine.report()
+        report = self.weight_transfer_engine.report()
+        if worker.device.type == "cpu":
+            trim_heap()  # the last version's weights and this one's before they were repacked: as much as the model
+        return report
 
     @_answered
     def forge_rl_give_up_load(self) -> None:
@@ -229,6 +238,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         warm_up()
+        if self.device.type == "cpu":
+            trim_heap()  # the weights of the model folder, before they were repacked
 
     def start_weight_update(self) -> None:
         self._version = -1

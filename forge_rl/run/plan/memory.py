@@ -17,7 +17,7 @@ from forge_rl.engines.architecture import Architecture, check_weights, read_arch
 from forge_rl.engines.context import check_context, sequence_bytes
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters
+from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters, base_bytes
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
@@ -241,7 +241,8 @@ def _weights_of(trainer: TrainerConfig) -> str:
     if not trainer.lora.rank:
         return "weights, float32"
     dtype = str(resolve_dtype(trainer.dtype)).removeprefix("torch.")
-    return f"weights, {dtype}, and LoRA adapters of rank {trainer.lora.rank}"
+    base = "" if trainer.lora.base_format == "full" else f", linear layers in {trainer.lora.base_format}"
+    return f"weights, {dtype}{base}, and LoRA adapters of rank {trainer.lora.rank}"
 
 
 def check_state_fits(config: RunConfig, models: RunModels) -> None:
@@ -257,7 +258,8 @@ def check_state_fits(config: RunConfig, models: RunModels) -> None:
     itemsize = resolve_dtype(config.trainer.dtype).itemsize
     state = int((8 + moments + models.reference * itemsize) * count) // split
     if config.lora.rank:
-        state = int(itemsize * count + (8 + moments) * adapter_parameters(architecture, config.lora)) // split
+        frozen = base_bytes(architecture, config.lora, itemsize)
+        state = int(frozen + (8 + moments) * adapter_parameters(architecture, config.lora)) // split
     is_offloaded = on_gpu and config.trainer.enable_cpu_offload
     critic_needs = []
     if critic is not None:
@@ -341,9 +343,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         return []
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
     weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel_size", 1))
-    versions = min(
-        config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
-    )
+    versions = config.weights.held_bytes(architecture.weights * itemsize)
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if not generator.replicas + generator.guests:  # all engines run in external servers
         return [store]

@@ -26,7 +26,7 @@ from pathlib import Path
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category
 from forge_rl.flags.fields import categories_of
-from forge_rl.flags.retired import retired_default
+from forge_rl.flags.retired import current_path, retired_default
 from forge_rl.models.digests import file_digest, model_digests
 from forge_rl.models.resolve import model_in
 from forge_rl.run.records.json_files import read_object as read_object
@@ -335,7 +335,8 @@ def _others(recipe: str, config: object) -> list[str]:
 def _changed(folder: Path, config: object) -> dict[str, str]:
     """Describe the settings that differ from a run folder's, by name; flags that only one has are left out, but for
     `_EARLIER_VALUES`."""
-    old, new = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
+    saved, new = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
+    old = {name if name in new else current_path(name): value for name, value in saved.items()}
     old = {flag: value for flag, (value, switch) in _EARLIER_VALUES.items() if old.get(switch)} | old
     retired = {name: value for name in old.keys() - new.keys() if (value := retired_default(name)) is not None}
     names = (old.keys() & new.keys()) - _settings_of(config, Category.OF_COMMAND).keys()

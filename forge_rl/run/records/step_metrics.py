@@ -81,6 +81,9 @@ class StepMetrics:
             self._clock.tokens("train", packed.sequence_tokens)
         if self._rollout is not None:
             values |= self._rollout.metrics()
+            trainer = self._trainers[0]
+            values |= {f"publish/{part}_s": seconds for part, seconds in trainer.publish_s.items()}
+            trainer.publish_s = {}
         values |= self._mixture.metrics()
         self._tell_epochs()
         values |= self._batches.metrics() | self._monitor.pop_depths() | self.end_times()

@@ -115,7 +115,7 @@ class Starting(Generic[C]):
         if rollouts is not None and isinstance(rollouts.player, AgentPlayer):
             # What an agent has done in a container is scored by the task's tests.
             scores_itself = scores_itself or getattr(rollouts.player.agent, "workplaces", None) is not None
-        if scores_itself and (changed := changed_flags(config, ("rewards",))):
+        if scores_itself and (changed := changed_flags(config, ("rewards", "reward"))):
             raise ConfigError(
                 f"{changed[0]} has no effect, as the environment scores its episodes itself",
                 hint=f"leave out {changed[0]}, or choose another --env",

@@ -68,8 +68,6 @@ class UnpackedLayer:
     """Digest of the uncompressed bytes."""
     disk_bytes: int
     """Space that the files and their records take."""
-    tar_bytes: int
-    """Of the uncompressed layer."""
     entries: int
     omitted: list[str]
     """Devices, which sessions could not open: "PATH: device MAJOR:MINOR", the first 100."""
@@ -289,11 +287,10 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
         TarError, CompressionError: it is damaged, or refused.
         OSError: it cannot be written.
     """
-    max_bytes = limits.max_bytes(size)
     digest = hashlib.sha256()
     with LayerHeaders(folder) as headers:
         chunks = _hashed(layer_chunks(fd, start, size), digest)
-        stream = ByteStream(chunks, headers.add, max_bytes=max_bytes)
+        stream = ByteStream(chunks, headers.add, max_bytes=limits.max_bytes(size))
         layer = LayerFolder(os.open(os.path.join(folder, FILES), _FOLDER), limits, headers)
         for entry in read_entries(stream):
             layer.add(entry, stream)
@@ -307,7 +304,6 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
     return UnpackedLayer(
         diff_id=f"sha256:{digest.hexdigest()}",
         disk_bytes=counts.disk_bytes + -(-beside_bytes // _PAGE) * _PAGE,
-        tar_bytes=max_bytes - stream.left_bytes,
         entries=counts.entries,
         omitted=counts.omitted,
     )
