@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from forge_rl.engines.adapter_settings import AdamStep
-from forge_rl.errors import ConfigError
+from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.tinker import futures, sessions, tenants, trainings, wire
 from forge_rl.tinker.checkpoints import CheckpointStore, SaveSettings
@@ -314,9 +315,12 @@ async def test_hostile_values_are_their_client_s_own_errors(tmp_path: Path):
         model_id, other = await ann.model(session_id), await bob.model(await bob.session())
         opened = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "base"}
         sampler_id = (await ann.post("create_sampling_session", **opened))["sampling_session_id"]
-        seq, accepted = 1, 0
+        seqs = dict.fromkeys((model_id, sampler_id), 1)  # of the next request of each
+        accepted = 0
         for route, form in PLACES:
+            owner = sampler_id if route == "asample" else model_id
             for value in HOSTILE.values():
+                seq = seqs[owner]
                 text = form.replace("X", value).replace("SEQ", str(seq)).replace("SESSION", session_id)
                 body = text.replace("MODEL", model_id).replace("SAMPLER", sampler_id)
                 answer = await ann.http.post(route, content=body, headers={"content-type": "application/json"})
@@ -325,7 +329,7 @@ async def test_hostile_values_are_their_client_s_own_errors(tmp_path: Path):
                 if answer.status_code == 200 and answer.json().get("request_id", "").endswith(f":{seq}"):
                     result = await ann.result(answer.json()["request_id"])
                     assert not isinstance(result, dict) or result.get("category") != "server", (route, body[:200])
-                    seq, accepted = seq + 1, accepted + 1
+                    seqs[owner], accepted = seq + 1, accepted + 1
         assert accepted > 10, "some values are harmless in their place"
         for path in (
             "training_runs/..",
@@ -335,6 +339,7 @@ async def test_hostile_values_are_their_client_s_own_errors(tmp_path: Path):
             "samplers/%2e%2e",
         ):
             assert 400 <= (await ann.http.get(path)).status_code < 500
+        seq = seqs[model_id]
         for name, values in (
             ("NaN", np.full(3, np.nan, np.float32)),
             ("infinity", np.full(3, np.inf, np.float32)),
@@ -430,18 +435,25 @@ async def test_waiting_requests_of_one_tenant_are_bounded_and_cost_the_next_no_m
     assert looks < 32 * 10_000
 
 
-async def test_slow_clients_are_let_go_and_hold_up_nobody(tmp_path: Path):
-    async with serving(tmp_path, client_deadline_s=0.5, max_concurrent=8) as server:
-        bob = Client(server.url, "bob")
-        other = await bob.model(await bob.session())
-        head = f"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEYS['ann']}\r\n"
-        body = f"{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        connections = [await asyncio.open_connection(host, int(port)) for _ in range(32)]
-        for number, (_, writer) in enumerate(connections):
-            writer.write((head[:40] if number % 2 else body).encode())
-        assert isinstance(await bob.result(await bob.run(other, 1)), bytes)
-        for reader, writer in connections:
-            await reader.read()  # to the end: the server closes it
-            writer.close()
-        assert isinstance(await Client(server.url, "ann").session(), str)
+def test_a_file_of_all_sessions_is_split_into_one_for_each(tmp_path: Path):
+    sampler = Sampler(sampler_id="b:sample:0", seq=0, model_path="tinker://x")
+    old = [
+        sessions.ClientSession(session_id="b", tenant="ann", samplers={sampler.sampler_id: sampler}),
+        sessions.ClientSession(session_id="c", tenant="bob", user_metadata={"x": "y"}),
+        sessions.ClientSession(session_id="a", tenant="ann", display_name="late"),
+    ]
+    file, folder = tmp_path / "sessions.json", tmp_path / "sessions"
+    file.write_text(json.dumps([asdict(session) for session in old]))
+    for _ in range(2):  # as it is split, and after
+        read = Sessions(folder, max_sessions=2, on_end=lambda _: None)
+        assert read.of("ann") == [old[0], old[2]]
+        assert read.of("bob") == [old[1]]
+        assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
+    ended: list[str] = []
+    later = Sessions(folder, max_sessions=2, on_end=ended.append)
+    later.create("ann")
+    assert ended == ["b"], "the one idle longest"
+    file.write_text('[{"session_id": "d"')
+    with pytest.raises(CheckpointError, match=r"sessions\.json cannot be read"):
+        Sessions(folder, max_sessions=2, on_end=lambda _: None)
+    assert file.exists()

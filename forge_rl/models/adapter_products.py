@@ -55,7 +55,7 @@ def merged_weights(
             if len(batch) == 1:
                 merged[batch[0]] = merged_weight(weights[batch[0]], *factors[batch[0]])
                 continue
-            a, b = (torch.stack([factors[name][number] for name in batch]) for number in range(2))
+            a, b = torch.stack([factors[name][0] for name in batch]), torch.stack([factors[name][1] for name in batch])
             sums = merged_weight(torch.stack([weights[name] for name in batch]), a, b, scale)
             merged |= zip(batch, sums, strict=True)
     return merged

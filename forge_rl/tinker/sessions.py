@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -44,13 +45,15 @@ class Sessions:
     slower.
 
     Args:
-        folder: where the files are; made if it is missing.
+        folder: where the files are; made if it is missing. A file of this name with the ending .json, which
+            earlier servers kept for all sessions, is split up.
         max_sessions: maximum sessions of a tenant; past it, the one idle longest ends.
         on_end: called with the id of a session that ends so.
     """
 
     def __init__(self, folder: Path, *, max_sessions: int, on_end: Callable[[str], None]) -> None:
         folder.mkdir(exist_ok=True)
+        _split(folder.with_suffix(".json"), folder)
         self._folder = folder
         self._max_sessions = max_sessions
         self._on_end = on_end
@@ -121,6 +124,21 @@ class Sessions:
 
     def _write(self, session: ClientSession) -> None:
         write_whole(self._file(session.session_id), json.dumps(asdict(session)))
+
+
+def _split(file: Path, folder: Path) -> None:
+    """Write each session of one file for all into its own, and remove that one."""
+    if not file.exists():
+        return
+    try:
+        time_ns = file.stat().st_mtime_ns
+        for index, fields in enumerate(json.loads(file.read_text())):
+            path = folder / f"{ClientSession(**fields).session_id}.json"
+            write_whole(path, json.dumps(fields))
+            os.utime(path, ns=(time_ns, time_ns + index))  # in this order they were used
+        file.unlink()
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", hint="move it away") from error
 
 
 def _read(folder: Path) -> dict[str, ClientSession]:
