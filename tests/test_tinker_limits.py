@@ -457,3 +457,22 @@ def test_a_file_of_all_sessions_is_split_into_one_for_each(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"sessions\.json cannot be read"):
         Sessions(folder, max_sessions=2, on_end=lambda _: None)
     assert file.exists()
+
+
+async def test_slow_clients_hold_up_nobody(tmp_path: Path):
+    async with serving(tmp_path, client_deadline_s=0.5, max_concurrent=8) as server:
+        bob = Client(server.url, "bob")
+        other = await bob.model(await bob.session())
+        head = f"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEYS['ann']}\r\n"
+        body = f"{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(32)]
+        for number, (_, writer) in enumerate(connections):
+            writer.write((head[:40] if number % 2 else body).encode())
+        async with asyncio.timeout(60):
+            assert isinstance(await bob.result(await bob.run(other, 1)), bytes)
+            statuses = [(await reader.readline()).split()[1] for reader, _ in connections[::2]]
+            assert set(statuses) == {b"408", b"429"}  # 8 may be in progress
+            assert isinstance(await Client(server.url, "ann").session(), str)
+        for _, writer in connections:
+            writer.close()
