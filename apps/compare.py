@@ -23,7 +23,7 @@ from forge_rl.algorithms.evaluation import Estimate, compare_paired, mean_over_t
 from forge_rl.errors import ConfigError
 from forge_rl.flags.categories import Category
 from forge_rl.flags.fields import flags_of
-from forge_rl.flags.retired import retired_default
+from forge_rl.flags.retired import current_path, retired_default
 from forge_rl.look.past_runs import as_float, flag_of, metrics_of, read_bounded, setting_text, settings_of
 from forge_rl.metrics.display.format import number, sparkline
 from forge_rl.metrics.episode_reader import EpisodeFile
@@ -116,6 +116,10 @@ def differences(first: Path, second: Path) -> list[Difference]:
     categories = _categories()
     for file, is_setting in (("config.json", True), ("versions.json", False)):
         first_values, second_values = (settings_of(read_bounded(folder / file)) for folder in (first, second))
+        if is_setting:
+            first_values, second_values = (
+                {current_path(name): value for name, value in side.items()} for side in (first_values, second_values)
+            )
         for name in sorted(first_values.keys() | second_values.keys()):
             values = [setting_text(side.get(name, "none")) for side in (first_values, second_values)]
             if values[0] != values[1]:

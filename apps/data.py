@@ -37,7 +37,7 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.play import Answer, play, typed
 from forge_rl.envs.protocol import Observation, Parsed, Step
 from forge_rl.errors import ConfigError, ForgeError, check_flags, check_installed
-from forge_rl.flags.fields import changed_flags
+from forge_rl.flags.fields import check_idle
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.evaluation import EvalTasks
@@ -141,15 +141,13 @@ class Config:
         Raises:
             ConfigError: names the first of them.
         """
-        idle_flags = {
+        idle_groups = {
             "--play no plays nothing": ("turns",) if self.play == "no" else (),
             "only --play model asks a model": () if self.play == "model" else ("url",),
             "no --url is set": () if self.url else ("url_model", "url_key_env"),
             "--env shows an environment, not the data": _OF_DATA if self.env else (),
         }
-        for reason, groups in idle_flags.items():
-            if idle := changed_flags(self, groups):
-                raise ConfigError(f"{idle[0]} has no effect: {reason}", hint=f"leave out {idle[0]}")
+        check_idle(self, idle_groups)
 
 
 async def main(config: Config) -> None:

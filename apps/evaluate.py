@@ -45,7 +45,7 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
-from forge_rl.flags.fields import changed_flags
+from forge_rl.flags.fields import check_idle
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.agent_command import AgentCommand
 from forge_rl.gateway.agents import Agent, serving_agents
@@ -196,20 +196,17 @@ class Config:
             return
         has_lm_eval, live = bool(self.lm_eval.lm_eval), self.lm_eval.live
         in_processes = bool(self.env) and not has_lm_eval
-        idle_flags = {
+        idle_groups = {
             "this command does not train": self.UNUSED,
             "lm-eval's tasks have prompts, sampling and scores of their own": _OF_EPISODES if has_lm_eval else (),
-            "it is of lm-eval's tasks, and --lm-eval names none": () if has_lm_eval else _OF_LM_EVAL,
+            "only lm-eval's tasks read it, and --lm-eval names none": () if has_lm_eval else _OF_LM_EVAL,
             "the engines are the live run's": ("generator",) if live else (),
             "pass@k takes several episodes of a task": ("success",) if self.episodes == 1 else (),
             "no --env has processes that play episodes": () if in_processes else ("environment",),
             "--benchmark and --env have tasks of their own": () if self.sets else ("data",),
             "benchmarks have rewards of their own": ("rewards",) if self.benchmark and not self.sets else (),
         }
-        for reason, groups in idle_flags.items():
-            idle = [name for name in changed_flags(self, groups) if not (live and name == _CONCURRENCY)]
-            if idle:
-                raise ConfigError(f"{idle[0]} has no effect: {reason}", hint=f"leave out {idle[0]}")
+        check_idle(self, idle_groups, exempt=(_CONCURRENCY,) if live else ())
 
     @property
     def lists_benchmarks(self) -> bool:

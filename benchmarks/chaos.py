@@ -154,12 +154,13 @@ def _shown(result: Result) -> str:
 
 
 def kill(pool: Pool, rng: random.Random, *, with_sessions: bool) -> bool:
-    """Kill a server, its keeper, a session, or half of the sessions; return whether it was sessions.
+    """Kill a server, its keeper, a session, or half of the sessions; return True if sessions were killed.
 
     Processes that a command itself has started are spared: their deaths are a part of its result.
 
     Args:
-        with_sessions: False if a cell might lose its session once too often: it would count as its own killer.
+        with_sessions: whether sessions may be killed; a cell that loses its session `MAX_DEATHS` times counts as the
+            cause.
     """
     host = rng.choice(pool.hosts)
     depths = {pid: _namespaces(pid) for pid in session_processes(host)}

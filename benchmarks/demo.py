@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.memory import highs_of_tree, sampled_peak
+from benchmarks.memory import sampled_peak, tree_sampler
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 
 DEMO = (
@@ -102,7 +102,7 @@ def _run(config: Config, name: str, words: Sequence[str]) -> tuple[dict[str, flo
         command += ["--out", str(folder), "--display", "plain"]
         began = time.monotonic()
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        with sampled_peak(highs_of_tree(child.pid), 0.5) as peak:
+        with sampled_peak(tree_sampler(child.pid), 0.5) as peak:
             output, _ = child.communicate()
         seconds = time.monotonic() - began
         if child.returncode:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from benchmarks.memory import highs_of_tree, sampled_peak
+from benchmarks.memory import sampled_peak, tree_sampler
 from benchmarks.peer_environments import ROOT, TRL, set_up
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.data.sources import ReasoningGymSource
@@ -145,8 +145,8 @@ def _take_turns(
     with (
         _process(peer, "TRL", _RUN_DEADLINE_S, quiet=folder / "trl.log") as peer_process,
         _process(recipe_command(size, folder / "run", dtype), "our side", _RUN_DEADLINE_S) as own_process,
-        sampled_peak(highs_of_tree(peer_process.pid), _MEMORY_EVERY_S) as their_peak,
-        sampled_peak(highs_of_tree(own_process.pid), _MEMORY_EVERY_S) as our_peak,
+        sampled_peak(tree_sampler(peer_process.pid), _MEMORY_EVERY_S) as their_peak,
+        sampled_peak(tree_sampler(own_process.pid), _MEMORY_EVERY_S) as our_peak,
     ):
         if _next_row(own_process) is not None and (started := _next_row(peer_process)) is not None:
             report.versions["trl_environment"] = started["versions"]

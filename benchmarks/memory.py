@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-_NOTABLE = 1.005
+_NEW_PEAK = 1.005
+"""Ratio to the highest bound so far above which a sample may be a new peak."""
 
 
 @contextmanager
@@ -37,25 +38,27 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants, counting each page once: also one that forked processes have
-    in common, that several have mapped, or one process twice. Mapped files, such as libraries, do not count; 0 if it
-    exited."""
-    return sum(_of_tree(pid, _proportional_bytes))
+    """Return the memory of a process and its descendants; 0 if it exited.
+
+    Each page counts once, even if forked processes share it, several processes map it, or one maps it twice. Mapped
+    files, such as libraries, do not count.
+    """
+    return sum(_read_tree(pid, _proportional_bytes))
 
 
-def highs_of_tree(pid: int) -> Callable[[], int]:
-    """Return a function to sample `tree_bytes` with, which takes a tenth of a second of CPU for 10 GiB.
+def tree_sampler(pid: int) -> Callable[[], int]:
+    """Return a function for `sampled_peak` that returns `tree_bytes` where these may be a new peak, and else 0.
 
-    It returns 0 unless a bound that takes a few milliseconds, in which some pages count several times, is 0.5% higher
-    than ever.
+    `tree_bytes` takes a tenth of a second of CPU for 10 GiB. So it is called only when an upper bound, which counts
+    some pages several times and takes a few milliseconds, exceeds its highest value so far by 0.5%.
     """
     highest = 0
 
     def read() -> int:
         nonlocal highest
-        shared = _of_tree(pid, lambda process: _resident(process, "Shmem"))
-        bound = sum(_of_tree(pid, private_bytes)) + max(shared, default=0)
-        if bound <= highest * _NOTABLE:
+        shared = _read_tree(pid, lambda process: _resident(process, "Shmem"))
+        bound = sum(_read_tree(pid, private_bytes)) + max(shared, default=0)
+        if bound <= highest * _NEW_PEAK:
             return 0
         highest = bound
         return tree_bytes(pid)
@@ -63,7 +66,7 @@ def highs_of_tree(pid: int) -> Callable[[], int]:
     return read
 
 
-def _of_tree(pid: int, read: Callable[[int], int]) -> list[int]:
+def _read_tree(pid: int, read: Callable[[int], int]) -> list[int]:
     """Return what a function reads of a process and of each of its descendants that has not exited."""
     values = []
     with suppress(psutil.NoSuchProcess):

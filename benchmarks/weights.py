@@ -2,9 +2,8 @@
 
 python -m benchmarks.weights --json out.json
 
-Moves 1 GiB of bfloat16 in Qwen3-0.6B's shapes from one writer process to 1, 2 and 4 readers, each
-with its own parameters, through the store as in a run; then to a reader on another host (a separate Monarch host on
-this machine).
+Moves 1 GiB of bfloat16 in Qwen3-0.6B's shapes from one writer process to 1, 2 and 4 readers, each with its own
+parameters, through the store as in a run; then to a reader on another host (a separate Monarch host on this machine).
 """
 
 from __future__ import annotations

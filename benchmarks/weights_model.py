@@ -1,4 +1,4 @@
-"""Seconds of a publish and a load by part, with the real trainer and engine, and a cost model fitted to them.
+"""Measure the seconds of a publish and a load by part, with a trainer and an engine, and fit a cost model to them.
 
 python -m benchmarks.weights_model --json out.json --costs forge_rl/forecast/version_costs.json
 
@@ -97,8 +97,8 @@ class Config(BenchmarkConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One size's version, and median seconds of each of `PARTS`."""
+class MeasuredVersion:
+    """A version of one size of model, and median seconds of each of `PARTS`."""
 
     size: float
     """Bytes."""
@@ -116,17 +116,17 @@ def measure(config: Config, report: Report) -> None:
         report.benchmark += " (smoke: no measurement)"
     names = _SMOKE if config.smoke else tuple(SHAPES)
     rates = [_copied_bytes_per_s()]
-    sizes: dict[str, Measured] = {}
+    sizes: dict[str, MeasuredVersion] = {}
     for name in names:
-        sizes[name] = asyncio.run(_measured(name, config, report))
+        sizes[name] = asyncio.run(_measure_size(name, config, report))
         rates.append(_copied_bytes_per_s())
     bandwidth = statistics.harmonic_mean(rates)
     report.results["copy_gb_s"] = bandwidth / 1e9
     for name, size in sizes.items():
         report.results |= {f"tensors_{name}": size.tensors, f"mb_{name}": size.size / 1e6}
         report.results |= {f"{part}_s_{name}": seconds for part, seconds in size.parts.items()}
-        rest = [sizes[key] for key in names if key != name]
-        predicted = predictions(rest, size, bandwidth)
+        other_sizes = [sizes[key] for key in names if key != name]
+        predicted = predictions(other_sizes, size, bandwidth)
         for phase, seconds in predicted.items():
             report.results[f"{phase}_s_{name}"] = size.seconds(phase)
             report.results[f"{phase}_predicted_s_{name}"] = seconds
@@ -143,32 +143,32 @@ def measure(config: Config, report: Report) -> None:
         }
 
 
-def predictions(rest: Sequence[Measured], size: Measured, bandwidth: float) -> dict[str, float]:
-    """Predict a size's seconds of a publish, of a load, and of both ("total"), from costs fitted to the rest."""
-    costs = costs_of(rest, bandwidth, "")
+def predictions(other_sizes: Sequence[MeasuredVersion], size: MeasuredVersion, bandwidth: float) -> dict[str, float]:
+    """Predict a size's seconds of a publish, of a load, and of both ("total"), from costs fitted to the other sizes."""
+    costs = costs_of(other_sizes, bandwidth, "")
     seconds = {
         part: cost.call_s + cost.tensor_s * size.tensors + cost.memory * size.size / bandwidth
         for part, cost in costs.parts.items()
     }
-    predicted = Measured(size=size.size, tensors=size.tensors, parts=seconds)
+    predicted = MeasuredVersion(size=size.size, tensors=size.tensors, parts=seconds)
     return {phase: predicted.seconds(phase) for phase in ("publish", "load", "total")}
 
 
-def costs_of(sizes: Sequence[Measured], bandwidth: float, source: str) -> VersionCosts:
+def costs_of(sizes: Sequence[MeasuredVersion], bandwidth: float, source: str) -> VersionCosts:
     """Fit the cost of each part to measured sizes; bytes count in passes through memory at `bandwidth`."""
     parts = {}
     for part in PARTS:
         seconds = [max(size.parts[part], 1e-9) for size in sizes]
-        call_s, tensor_s, byte_s = fitted([size.tensors for size in sizes], [size.size for size in sizes], seconds)
+        call_s, tensor_s, byte_s = fit_cost([size.tensors for size in sizes], [size.size for size in sizes], seconds)
         parts[part] = PartCost(call_s=call_s, tensor_s=tensor_s, memory=byte_s * bandwidth)
     return VersionCosts(parts=parts, source=source, shared=True)
 
 
-def fitted(tensors: Sequence[float], size: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+def fit_cost(tensors: Sequence[float], size: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Fit `call_s + tensors * tensor_s + size * byte_s` to measured seconds.
 
-    Minimises the squares of relative errors over coefficients that are not negative: the best least-squares solution
-    among those of all subsets of the three columns.
+    Minimises the sum of squared relative errors over coefficients that are not negative, by solving least squares for
+    every subset of the three columns and taking the best solution without a negative coefficient.
 
     Args:
         tensors, size: number and bytes of each measured version's tensors.
@@ -199,16 +199,16 @@ def vowels(task: Task, text: str) -> float:
     return sum(letter in "aeiou" for letter in text) / max(1, len(text)) + len(text) * 1e-6
 
 
-async def _measured(name: str, config: Config, report: Report) -> Measured:
+async def _measure_size(name: str, config: Config, report: Report) -> MeasuredVersion:
     """Run the recipe's services and steps with a model, and measure each step's publish and load."""
-    counting = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
+    counted_steps = [False, True] if config.smoke else [False] * config.warm_up + [True] * config.repeats
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="weights-") as scratch:
         folder = Path(scratch) / "model"
         _write_model(SHAPES[name], folder)
         settings = RunConfig(
             model=str(folder),
-            steps=len(counting),
+            steps=len(counted_steps),
             groups_per_batch=1,
             group_size=2,
             evaluation=EvalConfig(every=0),
@@ -222,25 +222,25 @@ async def _measured(name: str, config: Config, report: Report) -> Measured:
         loss = ClippedSurrogate()
         sources = DataConfig().build([ONE_DIGIT_ADDITION], seed=settings.seed)
         async with start(settings, loss=loss, sources=sources, reward=vowels) as run:
-            for counts in counting:
+            for counts in counted_steps:
                 batch = await run.rollouts.next_batch()
                 packed = pack(batch, group_advantages(batch.rewards), run.trainer.layout)
                 await run.trainer.step(packed, loss, temperature=run.generator.sampling.temperature)
-                began = time.perf_counter()
+                start_s = time.perf_counter()
                 version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
-                published = time.perf_counter()
+                publish_end_s = time.perf_counter()
                 await run.generator.load(run.weights, version)
-                ended = time.perf_counter()
+                load_end_s = time.perf_counter()
                 parts = {f"publish_{part}": run.trainer.publish_s[part] for part in PUBLISH}
                 parts |= {f"load_{part}": run.generator.load_s[part] for part in LOAD}
-                times = {"publish": published - began, "load": ended - published, **parts}
+                times = {"publish": publish_end_s - start_s, "load": load_end_s - publish_end_s, **parts}
                 report.rows.append({"size": name, "warm_up": not counts, **times})
                 print(f"{name}: " + "  ".join(f"{part} {value:.4f}" for part, value in times.items()), flush=True)
                 if counts:
                     rows.append(parts)
                 run.log({}, batch, packed)
             (load,) = run.generator.last_load
-            return Measured(
+            return MeasuredVersion(
                 size=sum(load.bytes_read),
                 tensors=len(load.fingerprints),
                 parts={part: statistics.median(row[part] for row in rows) for part in PARTS},

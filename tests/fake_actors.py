@@ -192,15 +192,15 @@ async def cluster(
     logs: Path, clock: Callable[[], float] = time.monotonic, *, trainer_ranks: int = 0
 ) -> AsyncIterator[tuple[Cluster, Faults]]:
     """A cluster and its faults, as a controller has them; a trainer of `trainer_ranks` is forked, not executed."""
-    made, faults = WarmCluster(logs) if trainer_ranks else Cluster(logs), Faults(clock)
+    run_cluster, faults = WarmCluster(logs) if trainer_ranks else Cluster(logs), Faults(clock)
     faults.install()  # stays: Monarch's own hook would interrupt the tests that follow
     try:
-        if isinstance(made, WarmCluster):
-            await made.import_for_trainer(trainer_ranks)
-        yield made, faults
+        if isinstance(run_cluster, WarmCluster):
+            await run_cluster.import_for_trainer(trainer_ranks)
+        yield run_cluster, faults
     finally:
         faults.closing = True
-        await made.close()
+        await run_cluster.close()
 
 
 @contextlib.asynccontextmanager
@@ -211,14 +211,14 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
     _scratch()  # what removes it ends with this process
     before = set(psutil.Process().children(recursive=True))
     async with local_hosts(names) as hosts:
-        made = Cluster(logs, hosts=hosts)
-        made.sharing.update(names)
+        run_cluster = Cluster(logs, hosts=hosts)
+        run_cluster.sharing.update(names)
         try:
-            yield made, faults
+            yield run_cluster, faults
         finally:
             processes = set(psutil.Process().children(recursive=True)) - before
             faults.closing = True
-            await made.close()
+            await run_cluster.close()
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=120)
     assert not alive, f"processes are left: {alive}"
 
@@ -238,8 +238,8 @@ async def fake_service(
     logs: Path, *, replicas: int = 1, ranks: int = 1, clock: Callable[[], float] = time.monotonic, **settings: Any
 ) -> AsyncIterator[tuple[Service, Faults]]:
     """A service of FakeActors, watched."""
-    async with cluster(logs, clock) as (made, faults):
-        service = Service(new_service_name(), made, faults, **settings)
+    async with cluster(logs, clock) as (run_cluster, faults):
+        service = Service(new_service_name(), run_cluster, faults, **settings)
         try:
             for index in range(replicas):
                 await service.watch(service.spawn(FakeActor, f"actor {index}", ranks=ranks), deadline_s=60)

@@ -236,8 +236,8 @@ def hf_weights(model: Any) -> dict[str, torch.Tensor]:
     from forge_rl.engines.titan.shards import named_weights, values_of
 
     return {
-        part.name: part.of(whole.detach()).clone()
+        part.name: part.of(values.detach()).clone()
         for name, p in named_weights(model)
-        for whole in [p.full_tensor() if isinstance(p, DTensor) else values_of(p)]
-        for part in model.names.parts(name, whole.shape)
+        for values in [p.full_tensor() if isinstance(p, DTensor) else values_of(p)]
+        for part in model.names.parts(name, values.shape)
     }

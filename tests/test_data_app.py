@@ -199,7 +199,7 @@ def test_a_model_at_an_endpoint_plays_and_its_errors_are_one_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--env game --turns 3", "--turns has no effect: --play no plays nothing"),
         ("--env game --play hand --url http://x/v1", "--url has no effect: only --play model"),
@@ -209,9 +209,9 @@ def test_a_model_at_an_endpoint_plays_and_its_errors_are_one_message() -> None:
         ("chain_sum --eval-tasks leg_counting --sample 9", ""),
     ],
 )
-def test_flags_without_an_effect_are_refused_by_name(flags: str, said: str) -> None:
+def test_flags_without_an_effect_are_refused_by_name(flags: str, message: str) -> None:
     config = parse(Config, "data", flags.split())
-    with pytest.raises(ForgeError, match=said) if said else contextlib.nullcontext():
+    with pytest.raises(ForgeError, match=message) if message else contextlib.nullcontext():
         config.check_effects()
 
 
@@ -220,17 +220,17 @@ def test_a_model_without_an_endpoint_plays_in_an_engine(
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(Generator, "start", partial(Generator.start, actor=FakeEngine))
-    served, serving = list[gateway.Config](), gateway.serving
+    configs, serve = list[gateway.Config](), gateway.serving
 
-    def noting(config: gateway.Config, key: str) -> Any:
-        served.append(config)
-        return serving(config, key)
+    def record(config: gateway.Config, key: str) -> Any:
+        configs.append(config)
+        return serve(config, key)
 
-    monkeypatch.setattr(gateway, "serving", noting)
+    monkeypatch.setattr(gateway, "serving", record)
     model, args = shutil.copytree(tiny_model, tmp_path / "model"), ("enable_thinking=false",)
     with (model / "chat_template.jinja").open("a") as template:
         template.write("{% if enable_thinking %}<think>{% endif %}")
     text = played(Config(env="game", play="model", model=str(model), turns=1, template_args=args))
-    assert served[0].template_args == args
+    assert configs[0].template_args == args
     assert "model: " in text
     assert "user: " in text, "the game's reply"

@@ -138,12 +138,12 @@ def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--lm-eval arc_easy --temperature 1", "--temperature has no effect: lm-eval's tasks have"),
         ("--lm-eval arc_easy --template-args enable_thinking=false", "--template-args has no effect: lm-eval's tasks"),
         ("--lm-eval arc_easy --live --generator.dtype bfloat16", "--generator.dtype has no effect: the engines are"),
-        ("--num-fewshot 3", "--num-fewshot has no effect: it is of lm-eval's tasks"),
+        ("--num-fewshot 3", "--num-fewshot has no effect: only lm-eval's tasks read it"),
         ("--data.overlap leave-out", "--data.overlap has no effect: this command does not train"),
         ("--success 0.5", "--success has no effect: pass@k takes several episodes"),
         ("--environment.replicas 2", "--environment.replicas has no effect: no --env has processes"),
@@ -156,9 +156,9 @@ def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> 
         ("--benchmark list --success 0.5", ""),
     ],
 )
-def test_flags_without_an_effect_are_refused_by_name(flags: str, said: str) -> None:
+def test_flags_without_an_effect_are_refused_by_name(flags: str, message: str) -> None:
     config = parse(Config, "evaluate", ["x", *flags.split()])
-    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         config.check_effects()
 
 

@@ -253,6 +253,12 @@ def test_a_left_out_message_that_another_repeats_is_refused(folder: Path, tmp_pa
         conversation_episodes(task, tokenizer)
 
 
+def test_blanks_do_not_give_a_short_text_the_place_of_a_long_one(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(folder, tmp_path, HABITS["shows all"])
+    task = task_of(user("What is 2+3?"), assistant("15"), user("1" + " " * 9), completion=[assistant("6")])
+    assert conversation_episodes(task, tokenizer)
+
+
 def test_an_answer_of_weight_0_is_shown_to_later_ones_and_not_trained(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     wrong = {**assistant("WRONG"), "weight": 0}

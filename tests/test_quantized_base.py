@@ -23,9 +23,9 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.lora_config import LoRAConfig, base_bytes, check_shared_base
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.adapter_export import quantization_of
 from forge_rl.engines.titan.lora import without_adapters
 from forge_rl.engines.titan.plan import LiveBytes
-from forge_rl.engines.titan.quantized_base import quantized_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.metrics import reduce
@@ -117,7 +117,13 @@ def test_gradients_are_those_of_peft_over_the_same_values(family: str, base_form
     assert deviation < 1e-9
 
 
-@pytest.mark.parametrize("name", ["microsoft/Phi-3-mini-4k-instruct", "google/gemma-3-1b-it"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("microsoft/Phi-3-mini-4k-instruct", "google/gemma-3-1b-it", "zai-org/GLM-4-9B-0414"),
+        *("Qwen/Qwen3.5-4B, its text model", "ibm-granite/granite-4.0-h-1b", "LiquidAI/LFM2-1.2B"),
+    ],
+)
 @pytest.mark.parametrize("base_format", BASE_FORMATS)
 def test_models_on_transformers_code_compute_with_the_values_of_the_format(
     name: str, base_format: BaseFormat, tmp_path: Path
@@ -125,12 +131,16 @@ def test_models_on_transformers_code_compute_with_the_values_of_the_format(
     assert name in GENERAL
     folder = tmp_path / "hf"
     write(name, folder)
-    engine, reference = zoo_engine(folder, "transformers", lora=lora_of(base_format)), reference_of(folder)
-    assert sum(1 for _ in quantized_weights(engine.model)) > 0
+    lora = lora_of(base_format)
+    engine, reference = zoo_engine(folder, "transformers", lora=lora), reference_of(folder)
+    frozen = [parameter for parameter in engine.model.parameters() if not parameter.requires_grad]
+    assert sum(parameter.nbytes for parameter in frozen) == base_bytes(engine.architecture, lora, itemsize=8)
+    quantization = quantization_of(engine.model)
+    assert quantization is not None
     before, spread = run_rows(engine, reference, rows_of(share_prefixes=True))
-    for parameter_name, parameter in reference.named_parameters():
-        if is_held_quantized(parameter_name):
-            parameter.data = reference_values(parameter.data, base_format).double()
+    parameters = dict(reference.named_parameters())
+    for weight in quantization.weights:
+        parameters[weight].data = reference_values(parameters[weight].data, base_format).double()
     after, _ = run_rows(engine, reference, rows_of(share_prefixes=True))
     assert after < 1e-9
     assert before > 1e-3 * spread, "the format rounds"
@@ -226,10 +236,8 @@ def test_updates_say_what_the_base_takes_and_a_state_goes_on(base_format: BaseFo
     assert other.load_training_state(folder / "training") == 2
     laid = packed(random_batch(2, vocab=43))
     for resumed in (engine, other):
-        *_, update = train_batch(resumed, laid, LOSS, total_updates=5)
+        metrics = reduce(train_batch(resumed, laid, LOSS, total_updates=5))
         held_bytes = sum(p.nbytes for p in resumed.model.parameters() if not p.requires_grad)
-        assert update is not None
-        metrics = reduce(update)
         assert metrics["lora/base_bytes"] == held_bytes
         dense = engine_of(tmp_path / "hf", replace(lora, base_format="full")).model
         full_bytes = sum(p.nbytes for p in dense.parameters() if not p.requires_grad)

@@ -99,9 +99,9 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
     assert list(given.sources(rl.SingleTurn).sources) == ["sums"]  # type: ignore[union-attr]
     game = rl.TaskConfig(env="game:highest=20")
     assert list(game.sources(rl.build_environment(game.env))) == ["game"]
-    leaving_out = rl.DataConfig(overlap="leave-out")
-    evaluated = rl.TaskConfig(env="game", eval_tasks=("t=chain_sum",), data=leaving_out)
-    assert evaluated.sources(rl.build_environment("game")).overlap == "leave-out"  # type: ignore[union-attr]
+    data = rl.DataConfig(overlap="leave-out")
+    config = rl.TaskConfig(env="game", eval_tasks=("t=chain_sum",), data=data)
+    assert config.sources(rl.build_environment("game")).overlap == "leave-out"  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="none of its own"):
         rl.TaskConfig(env="tools").sources(rl.SingleTurn)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import grpo_step
-from benchmarks.memory import highs_of_tree, tree_bytes
+from benchmarks.memory import tree_bytes, tree_sampler
 from benchmarks.report import (
     BenchmarkConfig,
     BenchmarkError,
@@ -232,11 +232,11 @@ def test_memory_of_a_side_counts_each_page_once() -> None:
     )
     with grpo_step._process([sys.executable, "-c", code], "a side", 60) as child:
         assert grpo_step._next_row(child) == grpo_step._next_row(child) == {}
-        highs = highs_of_tree(child.pid)
-        assert all(224 << 20 <= read() < 254 << 20 for read in (highs, lambda: tree_bytes(child.pid)))
-        assert highs() == 0  # it is no higher
+        sample = tree_sampler(child.pid)
+        assert all(224 << 20 <= read() < 254 << 20 for read in (sample, lambda: tree_bytes(child.pid)))
+        assert sample() == 0  # it is no higher
         child.communicate("..")
-    assert tree_bytes(child.pid) == highs() == 0
+    assert tree_bytes(child.pid) == sample() == 0
 
 
 def void(_: object) -> None:

@@ -266,6 +266,12 @@ def test_the_first_line_of_a_comparison_names_what_differs(
     assert shown(compare.Config(first=first, second=second)).splitlines()[0] == first_line
 
 
+def test_a_flag_with_another_name_in_an_earlier_run_is_no_difference(tmp_path: Path) -> None:
+    first = compared_run(tmp_path / "a", [0.1], {"generator": {"least_replicas": 1}}, {})
+    second = compared_run(tmp_path / "b", [0.1], {"generator": {"min_replicas": 1}}, {})
+    assert compare.differences(first, second) == []
+
+
 def test_a_comparison_says_where_runs_part_and_how_they_score(tmp_path: Path) -> None:
     first = compared_run(tmp_path / "a", [0.1, 0.2, 0.4, 0.6, 0.8, 0.9], {}, {})
     second = compared_run(tmp_path / "b", [0.1, 0.25, 0.39, 0.2, 0.1, 0.1], {}, {})

@@ -54,13 +54,13 @@ async def open_trainer(
     (folder / "shm").mkdir()
     optimizer = OptimizerConfig(lr=1e-2, decay="linear")
     config = Trainer.Config(ranks=ranks, seq_len=256, frozen=frozen, optimizer=optimizer, **settings)
-    async with cluster(folder, trainer_ranks=ranks) as (made, faults), contextlib.AsyncExitStack() as stack:
-        kept = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
-        store = await WeightStore.start(kept, made, faults, deadline_s=START_S)
+    async with cluster(folder, trainer_ranks=ranks) as (run_cluster, faults), contextlib.AsyncExitStack() as stack:
+        store_config = WeightStore.Config(shm=folder / "shm", transport="shared_memory")
+        store = await WeightStore.start(store_config, run_cluster, faults, deadline_s=START_S)
         stack.push_async_callback(store.stop)
         trainer = await Trainer.start(
             config,
-            ServiceStart(cluster=made, faults=faults, deadline_s=START_S),
+            ServiceStart(cluster=run_cluster, faults=faults, deadline_s=START_S),
             model=TrainedModel(folder=folder / "hf"),
             run=TrainingRun(seed=0, total_steps=3, skipped=folder / "skipped"),
             after=after,

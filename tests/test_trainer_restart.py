@@ -93,10 +93,10 @@ class DeadlyTransport(SharedMemoryTransport):
 async def open_trainer(folder: Path, *, ranks: int = 2, **config: int) -> AsyncIterator[tuple[Trainer, Faults]]:
     """A trainer on a random model."""
     make_model(folder / "hf")
-    async with cluster(folder, trainer_ranks=ranks) as (made, faults):
+    async with cluster(folder, trainer_ranks=ranks) as (run_cluster, faults):
         trainer = await Trainer.start(
             Trainer.Config(ranks=ranks, seq_len=64, optimizer=OptimizerConfig(lr=1e-2), **config),
-            ServiceStart(cluster=made, faults=faults, deadline_s=WAIT_S),
+            ServiceStart(cluster=run_cluster, faults=faults, deadline_s=WAIT_S),
             model=TrainedModel(folder=folder / "hf"),
             run=TrainingRun(seed=0, total_steps=9, skipped=folder / "skipped"),
         )

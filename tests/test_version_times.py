@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.weights_model import Measured, costs_of, fitted, predictions
+from benchmarks.weights_model import MeasuredVersion, costs_of, fit_cost, predictions
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.device_types import DEVICE_TYPES
 from forge_rl.engines.protocol import TrainSettings
@@ -66,7 +66,7 @@ def test_seconds_are_of_calls_tensors_and_bytes_over_each_rate() -> None:
         }
     )
     assert sum(times.causes.values()) == pytest.approx(times.seconds)
-    assert list(times.of("publish")) == ["probe", "write"], "the longest first"
+    assert list(times.phase_parts("publish")) == ["probe", "write"], "the longest first"
     far = version_times(
         VersionCosts(parts={}, source=""), Version(size=8e9, tensors=1, hosts=2, per_host=8), H100, GPU_EFFICIENCY
     )
@@ -78,37 +78,37 @@ def test_seconds_are_of_calls_tensors_and_bytes_over_each_rate() -> None:
 def test_a_fit_finds_the_costs_that_sizes_were_made_with() -> None:
     tensors, size = map(list, zip(*SIZES, strict=True))
     seconds = [0.02 + 4e-4 * count + total / 2e9 for count, total in SIZES]
-    assert fitted(tensors, size, seconds) == pytest.approx((0.02, 4e-4, 0.5e-9), rel=1e-6)
-    falling = [1.0 + 1e-3 * count - total / 1e10 for count, total in SIZES]
-    call_s, tensor_s, byte_s = fitted(tensors, size, falling)
+    assert fit_cost(tensors, size, seconds) == pytest.approx((0.02, 4e-4, 0.5e-9), rel=1e-6)
+    saving_s = [1.0 + 1e-3 * count - total / 1e10 for count, total in SIZES]
+    call_s, tensor_s, byte_s = fit_cost(tensors, size, saving_s)
     assert byte_s == 0, "bytes save no time"
     assert call_s > 0
     assert tensor_s > 0
-    assert fitted(tensors[:1], size[:1], [2.0]) != (0.0, 0.0, 0.0), "one size is met by any column"
+    assert fit_cost(tensors[:1], size[:1], [2.0]) != (0.0, 0.0, 0.0), "one size is met by any column"
 
 
 def test_each_size_is_predicted_from_the_others() -> None:
-    drawn, bandwidth = np.random.default_rng(0), 20e9
-    true = {part: PartCost(call_s=1e-3 * n, tensor_s=2e-5 * n, memory=0.5 * n) for n, part in enumerate(PARTS, 1)}
+    random, bandwidth = np.random.default_rng(0), 20e9
+    part_costs = {part: PartCost(call_s=1e-3 * n, tensor_s=2e-5 * n, memory=0.5 * n) for n, part in enumerate(PARTS, 1)}
     sizes = [
-        Measured(
+        MeasuredVersion(
             size=size,
             tensors=tensors,
             parts={
-                part: drawn.uniform(0.93, 1.07)
+                part: random.uniform(0.93, 1.07)
                 * (cost.call_s + cost.tensor_s * tensors + cost.memory * size / bandwidth)
-                for part, cost in true.items()
+                for part, cost in part_costs.items()
             },
         )
         for tensors, size in SIZES
     ]
     for index, size in enumerate(sizes):
-        rest = sizes[:index] + sizes[index + 1 :]
-        for phase, seconds in predictions(rest, size, bandwidth).items():
+        other_sizes = sizes[:index] + sizes[index + 1 :]
+        for phase, seconds in predictions(other_sizes, size, bandwidth).items():
             assert 0.75 <= seconds / size.seconds(phase) <= 1.25, (index, phase)
     fit = costs_of(sizes, bandwidth, "")
     assert fit.shared
-    assert fit.parts["load_load"].memory == pytest.approx(true["load_load"].memory, rel=0.25)
+    assert fit.parts["load_load"].memory == pytest.approx(part_costs["load_load"].memory, rel=0.25)
 
 
 def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_page_has_a_table_of_all_walks() -> None:
 
 @pytest.mark.nightly
 def test_a_cell_is_traced_into_its_session(tmp_path: Path) -> None:
-    passed = trace_cells(tmp_path)["cell"]
-    assert passed.files[0] == "worlds/code_world.py"
-    assert {"sandbox/session.py", "sandbox/inside/cells.py", "sandbox/inside/frames.py"} <= set(passed.files)
-    assert passed.processes == 2
+    cell = trace_cells(tmp_path)["cell"]
+    assert cell.files[0] == "worlds/code_world.py"
+    assert {"sandbox/session.py", "sandbox/inside/cells.py", "sandbox/inside/frames.py"} <= set(cell.files)
+    assert cell.processes == 2

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import psutil  # type: ignore[import-untyped]
 import tyro
 
-from tools.walk_hook.sitecustomize import ENTRY, FOLDER, MOST_ENTRIES
+from tools.walk_hook.sitecustomize import ENTRY, FOLDER, MAX_ENTRIES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "forge_rl"
@@ -43,8 +43,9 @@ TITLES: dict[Name, str] = {
     "cell": "a cell of `--env python` to its output",
 }
 _WATCHES = re.compile(r"types\.py|errors\.py|(metrics|system)/.*")
-"""What every walk passes, and what only watches."""
+"""Files that every walk passes through, and files that only watch."""
 _KEEPS = re.compile(r"run/.*")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _DEADLINE_S = 1200.0
 _RUN = (
     *("--groups-per-batch", "2", "--group-size", "4", "--evaluation.tasks", "0", "--checkpoint-every", "0"),
@@ -58,13 +59,13 @@ class Config:
     """Count the files of forge_rl that one thing passes through."""
 
     walks: tuple[Name, ...] = tuple(TITLES)
-    """Which to trace. The page is written if these are all."""
+    """Walks to trace. The page is written only with all of them."""
     files: bool = False
     """List the files of each walk in the order in which they are entered."""
 
 
 class Entry(NamedTuple):
-    """A function is entered."""
+    """An entry into a function."""
 
     time_s: float
     file: str
@@ -96,11 +97,11 @@ class Trace:
                 name = names[file]
                 self.entries.append(Entry(time_s, name, _functions(PACKAGE / name)[line], path.name))
             else:
-                raise RuntimeError(f"a process of the run entered more than {MOST_ENTRIES} functions")
+                raise RuntimeError(f"a process of the run entered more than {MAX_ENTRIES} functions")
         self.entries.sort()
 
     def times(self, file: str, function: str) -> list[float]:
-        """Return when a function was entered."""
+        """Return the times at which a function was entered."""
         if function not in _functions(PACKAGE / file).values():
             raise RuntimeError(
                 f"forge_rl/{file} has no function {function}: correct the walk that starts or ends there"
@@ -108,14 +109,14 @@ class Trace:
         return [entry.time_s for entry in self.entries if (entry.file, entry.function) == (file, function)]
 
     def first(self, file: str, function: str, *, after_s: float = 0.0) -> float:
-        """Return when a function was first entered after a time."""
+        """Return the time at which a function was first entered, from `after_s` on."""
         for time_s in self.times(file, function):
             if time_s >= after_s:
                 return time_s
         raise RuntimeError(f"{function} of forge_rl/{file} was not entered: the walk is not complete")
 
     def between(self, start_s: float, end_s: float) -> list[Entry]:
-        """Return the entries of a time, both ends included."""
+        """Return the entries from one time to another, both included."""
         return [entry for entry in self.entries if start_s <= entry.time_s <= end_s]
 
 
@@ -130,7 +131,7 @@ def _functions(path: Path) -> dict[int, str]:
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
-            name = f"{prefix}{child.name}" if isinstance(child, _NAMED) else ""
+            name = f"{prefix}{child.name}" if isinstance(child, _DEFINITIONS) else ""
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 names[child.lineno] = name
             visit(child, f"{name}." if name else prefix)
@@ -139,22 +140,21 @@ def _functions(path: Path) -> dict[int, str]:
     return names
 
 
-_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
 def walk(entries: Sequence[Entry], *, left_out: Iterable[str] = (), counts_run: bool = False) -> Walk:
-    """Return what entries pass through, without files that only watch or keep the run."""
-    passed = [
+    """Return the files of entries, without those that only watch or record the run, and the number of processes."""
+    counted_entries = [
         entry
         for entry in entries
         if not _WATCHES.fullmatch(entry.file) and (counts_run or not _KEEPS.fullmatch(entry.file))
     ]
-    files = dict.fromkeys(entry.file for entry in passed)
-    return Walk([file for file in files if file not in set(left_out)], len({entry.process for entry in passed}))
+    files = dict.fromkeys(entry.file for entry in counted_entries)
+    return Walk(
+        [file for file in files if file not in set(left_out)], len({entry.process for entry in counted_entries})
+    )
 
 
 def row(trace: Trace) -> Walk:
-    """Follow a row of the second step, whose process start is not counted."""
+    """Follow a row of the second step, when all processes have started."""
     (publish_s, *_) = _publishes(trace)
     draw_s = trace.first("data/sources/table_source.py", "TableSource.draw", after_s=publish_s)
     return walk(trace.between(draw_s, trace.first("algorithms/losses.py", "PolicyLoss.__call__", after_s=draw_s)))
@@ -201,24 +201,24 @@ def _readers(path: Path) -> Iterable[str]:
 def engine(trace: Trace, killed_s: float) -> Walk | None:
     """Follow the death of an engine until another process decodes in its place; None if none has."""
     first_publish_s, second_publish_s, *_ = _publishes(trace)
-    before = {entry.file for entry in trace.between(first_publish_s, second_publish_s)}
-    old = {entry.process for entry in trace.entries if entry.time_s < killed_s}
+    step_files = {entry.file for entry in trace.between(first_publish_s, second_publish_s)}
+    old_processes = {entry.process for entry in trace.entries if entry.time_s < killed_s}
     decode = ("services/generator_actor.py", "GeneratorActor.stream")
     trace.times(*decode)  # which checks the name
-    later = trace.between(killed_s, float("inf"))
-    decodes = (entry.time_s for entry in later if entry[1:3] == decode and entry.process not in old)
+    later_entries = trace.between(killed_s, float("inf"))
+    decodes = (entry.time_s for entry in later_entries if entry[1:3] == decode and entry.process not in old_processes)
     decode_s = next(decodes, None)
-    return None if decode_s is None else walk(trace.between(killed_s, decode_s), left_out=before)
+    return None if decode_s is None else walk(trace.between(killed_s, decode_s), left_out=step_files)
 
 
 def cell(trace: Trace) -> Walk:
-    """Follow the second cell of an episode, whose session is there."""
+    """Follow the second cell of an episode, for which a session has started."""
     (_, step_s) = trace.times("worlds/code_world.py", "CodeWorld.step")
     return walk(trace.between(step_s, trace.first("worlds/code_world.py", "CodeWorld.close", after_s=step_s)))
 
 
 def _publishes(trace: Trace) -> list[float]:
-    """Return when the steps began to publish; the version before the first step is left out."""
+    """Return the times at which steps began to publish, without the version before the first step."""
     return trace.times("services/trainer.py", "Trainer.publish")[1:]
 
 
@@ -241,7 +241,7 @@ def run_cells() -> None:
 
 
 class Run:
-    """A traced command, in a folder of its own; what is left of it is ended with the block.
+    """A traced command, in a folder of its own; processes of it that still run are ended with the block.
 
     with Run(folder / "cells", "-c", "...") as run:
         run.await_end()
@@ -295,15 +295,15 @@ class Run:
             time.sleep(0.1)
 
     def kill_engine(self) -> float:
-        """Kill the first process of an engine, and return when."""
+        """Kill the first process of an engine, and return the time."""
         logs = {process: _log_of(process) for process in self._process.children(recursive=True)}
-        engine = [process for process, log in logs.items() if log.startswith("generator-1.")]
+        processes = [process for process, log in logs.items() if log.startswith("generator-1.")]
         killed_s = time.monotonic()
-        min(engine, key=lambda process: float(process.create_time())).kill()
+        min(processes, key=lambda process: float(process.create_time())).kill()
         return killed_s
 
     def trace(self) -> Trace:
-        """Return what it has entered."""
+        """Return all entries that the command has recorded."""
         return Trace(self._traces)
 
 
@@ -364,7 +364,7 @@ def table(walks: Mapping[Name, Walk]) -> str:
         "",
         "| walk | from, to | files | processes |",
         "|---|---|---|---|",
-        *(f"| {name} | {TITLES[name]} | {len(passed.files)} | {passed.processes} |" for name, passed in walks.items()),
+        *(f"| {name} | {TITLES[name]} | {len(walk.files)} | {walk.processes} |" for name, walk in walks.items()),
     ]
     return "\n".join([*lines, ""])
 
@@ -388,8 +388,8 @@ def main(config: Config) -> None:
     text = table(walks)
     print(text)
     if config.files:
-        for name, passed in walks.items():
-            print(f"{name}:", *passed.files, sep="\n  ")
+        for name, traced_walk in walks.items():
+            print(f"{name}:", *traced_walk.files, sep="\n  ")
     if len(walks) == len(TITLES):
         page = PAGE.read_text()
         PAGE.write_text(TABLE.sub(lambda match: match[1] + text, page))

@@ -77,7 +77,7 @@ def _check_shown(
     """Raise TaskError for a passage, given with the number of its message, that is not in the rendered text."""
     rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
     # The longest first, each at a place of its own: a thought "5" is not the 5 of "15".
-    for number, passage in sorted(passages, key=lambda numbered: -len(numbered[1].text)):
+    for number, passage in sorted(passages, key=lambda numbered: -len(_joined(numbered[1].text))):
         form = _form_in(rendered, passage.text, tokenizer)
         if form is None:
             raise _left_out(number, passage, use)

@@ -9,12 +9,13 @@ import inspect
 import itertools
 import textwrap
 import typing
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tyro
 
+from forge_rl.errors import ConfigError
 from forge_rl.flags.categories import Category
 
 
@@ -99,6 +100,22 @@ def names_in(flags: Iterable[Flag], groups: Collection[str]) -> list[str]:
 def changed_flags(config: object, groups: Collection[str]) -> list[str]:
     """Return the names of the flags of groups of a config that differ from the defaults."""
     return names_in(changes_of(config), groups)
+
+
+def check_idle(config: object, idle_groups: Mapping[str, Collection[str]], *, exempt: Collection[str] = ()) -> None:
+    """Refuse changed flags that cannot act.
+
+    Args:
+        idle_groups: flags and groups of flags by the reason why they have no effect.
+        exempt: names of flags that act nevertheless, such as "--generator.max-num-seqs".
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for reason, groups in idle_groups.items():
+        for name in changed_flags(config, groups):
+            if name not in exempt:
+                raise ConfigError(f"{name} has no effect: {reason}", hint=f"leave out {name}")
 
 
 def categories_of(config: object) -> dict[str, Category]:

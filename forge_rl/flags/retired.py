@@ -22,7 +22,7 @@ RENAMED = {"least_replicas": "min_replicas", "most_replicas": "max_replicas"}
 
 
 def current_path(path: str) -> str:
-    """Return the path by which a flag is known now, such as "generator.min_replicas" for its "least_replicas"."""
+    """Return a flag's current path: "generator.min_replicas" for "generator.least_replicas"."""
     group, dot, name = path.rpartition(".")
     return group + dot + RENAMED.get(name, name)
 

@@ -418,7 +418,7 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
 def _publish(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> VersionTimes:
     """Predict the seconds of publishing and loading a version of which all weights are trained.
 
-    A GPU's ranks and engines have links of their own; those of a CPU share its memory.
+    Each rank and each engine on GPUs has its own link; on a CPU all of them share one memory.
     """
     trainer, generator, trace = config.trainer, config.generator, next(iter(policy.traces.values()))
     shards = trainer.ranks // trainer.data_parallel_replicate_degree

@@ -216,11 +216,11 @@ def _show_times(console: Console, forecast: Forecast, policy: PlannedPolicy, mac
 def version_lines(times: VersionTimes) -> Iterator[str]:
     """Yield the parts of a publish and of a load, and how much of both are calls, tensors and bytes."""
     for phase in ("publish", "load"):
-        parts = times.of(phase)
-        named = ", ".join(f"{name} {seconds:,.3f}" for name, seconds in parts.items() if seconds >= 0.0005)
-        yield f"{phase} {sum(parts.values()):,.3f} s: {named}"
-    named = ", ".join(f"{cause} {seconds:,.3f}" for cause, seconds in times.causes.items())
-    yield f"publish and load {times.seconds:,.3f} s by cause: {named}"
+        parts = times.phase_parts(phase)
+        listing = ", ".join(f"{name} {seconds:,.3f}" for name, seconds in parts.items() if seconds >= 0.0005)
+        yield f"{phase} {sum(parts.values()):,.3f} s: {listing}"
+    listing = ", ".join(f"{cause} {seconds:,.3f}" for cause, seconds in times.causes.items())
+    yield f"publish and load {times.seconds:,.3f} s by cause: {listing}"
 
 
 def _limit(forecast: Forecast) -> str:
@@ -238,8 +238,8 @@ def _show_assumptions(console: Console, machines: Machines) -> None:
         f"{device.host_link / 1e9:,.4g} ({device.source})",
         soft_wrap=True,
     )
-    named = ", ".join(f"{name} {value:g}" for name, value in vars(use).items())
-    console.print(f"assumed: {named}", soft_wrap=True)
+    listing = ", ".join(f"{name} {value:g}" for name, value in vars(use).items())
+    console.print(f"assumed: {listing}", soft_wrap=True)
     console.print(f"publish and load: {machines.costs.source}", soft_wrap=True)
 
 

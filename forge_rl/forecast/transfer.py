@@ -15,6 +15,7 @@ from pathlib import Path
 
 from forge_rl.engines.device_types import DEVICE_TYPES, DeviceType
 from forge_rl.forecast.roofline import GPU_EFFICIENCY, Efficiency, Times
+from forge_rl.system.folders import write_whole
 
 PUBLISH = ("reserve", "calls", "gather", "write", "merge", "commit", "probe")
 """Parts of a publish, as `Trainer.publish_s` has them."""
@@ -34,7 +35,7 @@ class PartCost:
     call_s: float = 0.0
     """Seconds of a version without a tensor."""
     tensor_s: float = 0.0
-    """Seconds of each tensor, whatever its size."""
+    """Seconds of each tensor beyond those of its bytes."""
     memory: float = 0.0
     """Number of times that each byte passes through the device's memory."""
     host_link: float = 0.0
@@ -49,13 +50,13 @@ class VersionCosts:
 
     parts: Mapping[str, PartCost]
     source: str
-    """Command, commit, date and machine that they are from."""
+    """Command, commit, date and machine of the measurement."""
     shared: bool = False
     """Whether all ranks and engines share one memory, a CPU's."""
 
     def write(self, path: Path) -> None:
         """Write a file for `read`."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> VersionCosts:
@@ -68,15 +69,16 @@ class VersionCosts:
 CPU_COSTS = VersionCosts.read(Path(__file__).with_name("version_costs.json"))
 """Fitted by benchmarks/weights_model.py, which writes the file."""
 FINGERPRINT_PASSES = 47.0
-"""Bytes that the operations of a fingerprint on a GPU read and write, over the tensor's."""
+"""Bytes that a fingerprint's operations on a GPU read and write, divided by the tensor's bytes."""
 _LOADED_TENSORS, _LOADED_BYTES = 272, 269_030_016
-"""The one version that was loaded on a GPU: SmolLM2-135M in bfloat16."""
+"""Tensors and bytes of SmolLM2-135M in bfloat16, the version whose load was measured on a GPU."""
 _LOAD_S, _FINGERPRINT_S = 0.1643, 0.0828
-"""Seconds of its stages."""
+"""Seconds of the stages `load` and `fingerprint` of that load."""
 
 
 def _gpu_costs() -> VersionCosts:
-    """Return a CPU's costs of calls with a GPU's of tensors, which one H100 has measured, and its links."""
+    """Return a GPU's costs: of calls as on a CPU, of tensors as measured on one H100, of bytes as passes over its links
+    and memory."""
     parts = {name: replace(cost, memory=0.0) for name, cost in CPU_COSTS.parts.items()}
     device, use = DEVICE_TYPES["H100-80G"], GPU_EFFICIENCY
     copying_s = _LOADED_BYTES / (device.host_link * use.links)
@@ -94,12 +96,12 @@ def _gpu_costs() -> VersionCosts:
 
 
 GPU_COSTS = _gpu_costs()
-"""A trainer fingerprints what it writes by the kernels by which an engine fingerprints what it holds."""
+"""Costs on GPUs. Trainers and engines fingerprint by the same kernels, so a fingerprint costs both the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version, and how it is split. Ranks or engines that share one memory have the sum of their shares."""
+    """A version, and how it is split over ranks and engines; where these share one memory, a share is their sum."""
 
     size: float
     """Bytes."""
@@ -124,14 +126,14 @@ class VersionTimes(Times):
     causes: Mapping[str, float] = field(default_factory=dict)
     """Seconds of calls, of tensors and of bytes."""
 
-    def of(self, prefix: str) -> dict[str, float]:
+    def phase_parts(self, prefix: str) -> dict[str, float]:
         """Return the parts of a phase, "publish" or "load", the longest first."""
         parts = {name.removeprefix(f"{prefix}_"): s for name, s in self.parts.items() if name.startswith(f"{prefix}_")}
         return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def version_times(costs: VersionCosts, version: Version, device: DeviceType, use: Efficiency) -> VersionTimes:
-    """Predict the seconds in which a version gets from the trainer's ranks into all engines."""
+    """Predict the seconds of publishing a version from the trainer's ranks and loading it into all engines."""
     parts: dict[str, float] = {}
     causes = {"calls": 0.0, "tensors": 0.0, "bytes": 0.0}
     for name, cost in costs.parts.items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 """Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
 _QUANTIZED = "quantization"
-"""Key of the last that says what training held quantised of the base model."""
+"""Key of `BASE` with the weights of the base model that training held quantised."""
 _PREFIX = "base_model.model."
 _HEAD_COPY = f"{_PREFIX}lm_head.base_layer.weight"
 """Copy of the base's head, which PEFT writes with an adapter of it."""
@@ -75,7 +75,7 @@ def write_adapter(
         factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of
             both by transformers' name of the stack of weights.
         base: Hugging Face folder of the model that was adapted.
-        quantization: what training held quantised of that model.
+        quantization: weights of that model that training held quantised; None if it held all in full.
     """
     from forge_rl.models.digests import model_digests
 
@@ -166,7 +166,7 @@ class Adapter:
     expert_targets: tuple[str, ...] = ()
     """Adapted stacks of experts, as PEFT names them in target_parameters."""
     quantization: BaseQuantization | None = None
-    """What training held quantised of that model, so that the adapter belongs to those values."""
+    """Weights of that model that training held quantised: the adapter belongs to their rounded values."""
     revision: str = ""
     """Revision of that model on the hub; empty for the newest."""
 

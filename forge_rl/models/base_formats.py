@@ -140,7 +140,8 @@ def _row_chunks(values: torch.Tensor) -> Iterator[slice]:
 def _to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    scales = _scales(values.abs().amax(dim=1, keepdim=True) / _FP8_LARGEST)
+    largest = torch.full((), _FP8_LARGEST, device=values.device)  # by a number, CUDA multiplies with its reciprocal
+    scales = _scales(values.abs().amax(dim=1, keepdim=True) / largest)
     codes = (values / scales).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scales
 

@@ -61,9 +61,9 @@ class Environment:
         replicas: Operational[int] = 1
         """Number of processes that run environments."""
         min_replicas: int = 0
-        """Least number of them, to which hosts that leave may reduce it; by default as many as replicas."""
+        """Minimum number of processes, to which leaving hosts may reduce it; by default as many as replicas."""
         max_replicas: int = 0
-        """Most of them, to which hosts that join a live run may raise it; by default as many as replicas."""
+        """Maximum number of processes, to which joining hosts may raise it; by default as many as replicas."""
         deadline_s: Operational[float] = 600.0
         """Timeout of one environment step; a process that an environment blocks for longer is killed, with all its
         environments."""

@@ -32,11 +32,11 @@ class GeneratorConfig(DecodeSettings):
     engines join the run in addition to its replicas. The environment variable VLLM_API_KEY must hold their key. Only
     https:// may lead to a public address."""
     min_replicas: int = 0
-    """Least number of engines: a host that leaves takes its engines along, down to this many. By default as many as
+    """Minimum number of engines: a host that leaves takes its engines along, down to this many. By default as many as
     replicas, so that they move to other hosts."""
     max_replicas: int = 0
-    """Most engines: a host that joins a live run adds as many as the other hosts have each, up to this many. By default
-    as many as replicas."""
+    """Maximum number of engines: a host that joins a live run adds as many as the other hosts have each, up to this
+    many. By default as many as replicas."""
     guests: Operational[int] = 0
     """Number of further engines on the trainer's devices, with --placement separate and a schedule that decodes while
     training. They decode while the trainer waits for a batch, if it lately waited longer than the change takes."""

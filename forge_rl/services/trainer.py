@@ -101,9 +101,11 @@ class Trainer:
         self.probe_s = 0.0
         """Seconds of scoring them since the controller last reset this to 0."""
         self.publish_s: dict[str, float] = {}
-        """Seconds of each part of the last publish since the controller last emptied this, of the slowest rank:
-        reserving memory, the calls of the ranks, in them gathering shards, writing them with their fingerprints, and
-        fingerprints of weights with adapters (merge), the commit, and the probe."""
+        """Seconds of each part of the last publish, on the slowest rank; empty once the controller has logged them.
+
+        reserve: memory. calls: of the ranks, beyond the next three. gather: shards from other hosts or devices. write:
+        shards and their fingerprints. merge: fingerprints of weights with adapters added. commit, and probe.
+        """
         self.loads = 0
         """Number of times that the ranks have loaded a policy: once, and at each restart."""
         self.scored: tuple[PackedBatch, list[npt.NDArray[np.uint16]]] | None = None
@@ -465,7 +467,7 @@ class Trainer:
             published_dtype = trained_dtype
         began = time.monotonic()
         async with store.publishing(version, self._specs, published_dtype, hosts=hosts) as publication:
-            reserved = time.monotonic()
+            reserve_end = time.monotonic()
             transports = {host: store.transport(host) for host in hosts}
             replies = await self._all(PUBLISH, transports, rank_hosts, publication.draft)
             write_end = time.monotonic()
@@ -478,7 +480,7 @@ class Trainer:
             finally:  # it may have been committed before a cancellation
                 if publication.committed:
                     self.version, self._published = version, self.updates
-        seconds = {"reserve": reserved - began, "calls": write_end - reserved - busy_s}
+        seconds = {"reserve": reserve_end - began, "calls": write_end - reserve_end - busy_s}
         return version, seconds | dict(parts) | {"commit": time.monotonic() - write_end}
 
     async def offload(self) -> int:

@@ -49,5 +49,5 @@ class WeightStoreConfig:
             check_flags(self, "--weights.", minimum={"probes": 0}, maximum={"probes": 8})
 
     def held_bytes(self, version_bytes: int) -> int:
-        """Return the most memory that versions of this size take; one is held while the next is written."""
+        """Return the maximum bytes that versions of this size take; one is held while the next is written."""
         return max(2 * version_bytes, min(self.keep_versions * version_bytes, KEEP_BYTES))

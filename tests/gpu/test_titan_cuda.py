@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from forge_rl.models.base_formats import BASE_FORMATS, BaseFormat, dequantize, quantize
 from forge_rl.packing.pack import pack
 from forge_rl.packing.rows import Layout, Row
 from tests.dense_masks import dense_mask
@@ -142,3 +143,16 @@ def test_flex_attention_sees_what_the_dense_mask_says():
     for mine, theirs in zip(inputs, exact, strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("base_format", BASE_FORMATS)
+def test_a_quantized_base_has_the_bits_that_it_has_on_the_cpu(base_format: BaseFormat):
+    """A trainer quantises on its GPU, and a merged folder is written on the CPU."""
+    weight = torch.randn(500, 4100) * torch.logspace(-6, 3, 500)[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        values = weight.to(dtype)
+        stored = quantize(values, base_format)
+        gpu_stored = quantize(values.cuda(), base_format)
+        assert all(gpu_part.cpu().equal(part) for gpu_part, part in zip(gpu_stored, stored, strict=True))
+        gpu_values = dequantize(*gpu_stored, 4100, base_format, dtype)
+        assert gpu_values.cpu().equal(dequantize(*stored, 4100, base_format, dtype))

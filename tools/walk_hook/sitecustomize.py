@@ -1,8 +1,8 @@
 """Records when each function of forge_rl is entered, in every process that has this folder on its PYTHONPATH.
 
 Functions are rewritten as their modules are imported: their first statement writes the time to a file of the process,
-by a mapping that needs no system call and outlives a kill. Unlike a profiler this slows nothing else, and threads and
-coroutines need no care. A sandbox's server has a clean environment, so its program is rewritten, too.
+by a mapping that needs no system call and outlives a kill. Unlike a profiler, this slows no other code, and works in
+threads and coroutines. A sandbox's server starts with a clean environment, so its program is rewritten, too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ FOLDER = "FORGE_RL_WALKS"
 """Environment variable with the folder to write to."""
 ENTRY = struct.Struct("<dII")
 """Seconds of the monotonic clock, CRC-32 of the file's path in forge_rl, line of the function."""
-MOST_ENTRIES = 1 << 22
-_LEAST_S = 0.0002
-"""Time between two entries of a function that are both recorded."""
+MAX_ENTRIES = 1 << 22
+"""Number of entries that the file of a process has room for."""
+_MIN_INTERVAL_S = 0.0002
+"""Minimum time between two recorded entries of a function."""
 _SERVER = """import os, sys
 os.environ[{variable!r}] = {folder!r}
 sys.path.insert(0, {hook!r})
@@ -51,16 +52,16 @@ class Recorder:
         self._map: mmap.mmap | None = None
         try:
             file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder)
-        except OSError:  # it has closed all that it inherited, as what a session's code starts
+        except OSError:  # a process that a session's code started: all that it inherited is closed
             return
-        os.ftruncate(file, ENTRY.size * MOST_ENTRIES)
-        self._map = mmap.mmap(file, ENTRY.size * MOST_ENTRIES)
+        os.ftruncate(file, ENTRY.size * MAX_ENTRIES)
+        self._map = mmap.mmap(file, ENTRY.size * MAX_ENTRIES)
         os.close(file)
 
     def enter(self, file: int, line: int) -> None:
         """Record that a function was entered."""
         time_s = time.monotonic()
-        if self._map is not None and time_s - self._last.get((file, line), 0.0) > _LEAST_S:
+        if self._map is not None and time_s - self._last.get((file, line), 0.0) > _MIN_INTERVAL_S:
             self._last[file, line] = time_s
             ENTRY.pack_into(self._map, next(self._slots) * ENTRY.size, time_s, file, line)
 

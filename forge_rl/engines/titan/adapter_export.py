@@ -34,7 +34,7 @@ class AdapterExport:
     names: Mapping[str, tuple[str, str]]
     """For each key of a factor in the training state, the name of its adapter, see `FactorPair`, and the factor's."""
     quantization: BaseQuantization | None
-    """What of the base the model holds quantised."""
+    """Weights of the base that the model holds quantised; None if it holds all in full."""
 
     @staticmethod
     def of(model: Any) -> AdapterExport:
@@ -84,7 +84,7 @@ class AdapterExport:
 
 
 def quantization_of(model: nn.Module) -> BaseQuantization | None:
-    """Return what a model holds quantised, by the names of its files."""
+    """Return the weights that a model holds quantised, by their names in its files; None if there are none."""
     weights = {name: weight for name, weight in named_weights(model) if isinstance(weight, QuantizedWeight)}
     if not weights:
         return None

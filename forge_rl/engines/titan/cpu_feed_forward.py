@@ -57,8 +57,11 @@ class LeanFeedForward(FeedForward):
 
 
 class _DownProduct(torch.autograd.Function):
-    """(silu(a) b) W^T, [..., dim], for whose backward pass silu(a) b is computed again, as it takes half of the memory
-    of a and b, which are overwritten as by `_SwiGLU`."""
+    """(silu(a) b) W^T, [..., dim].
+
+    The backward pass computes silu(a) b again, as it would take half as much memory as a and b together. It overwrites
+    a and b with their gradients, as `_SwiGLU` does.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -93,7 +96,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _gate_gradients(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Overwrite a and b with their gradients, from that of silu(a) b."""
+    """Overwrite a and b with their gradients, and return both; `grad` is the gradient of silu(a) b, [..., hidden]."""
     rows = max(1, _CHUNK // a.shape[-1])
     if a.is_meta:  # a plan traces every chunk; that of long rows would take minutes
         rows = max(rows, a.numel() // a.shape[-1] // _TRACED)

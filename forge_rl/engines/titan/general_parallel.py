@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from forge_rl.engines.families.tensor_plan import COLUMNS, EXPERTS, ROWS, SUMMED
 from forge_rl.engines.titan.shards import local
 
-Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+TensorMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +115,12 @@ def split_vocabulary(embedding: nn.Embedding, head: nn.Module, peers: TensorPeer
 
 def sum_gradients(values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
     """Return values that all ranks hold, for computations that differ by rank: their gradient is the sum of all."""
-    return _exchange(values, _same, peers.sum)
+    return _exchange(values, _identity, peers.sum)
 
 
 def sum_outputs(values: torch.Tensor, peers: TensorPeers) -> torch.Tensor:
     """Return the sum of all ranks' values, for computations that all ranks repeat."""
-    return _exchange(values, peers.sum, _same)
+    return _exchange(values, peers.sum, _identity)
 
 
 def _columns(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, gathers: bool) -> Callable[..., Any]:
@@ -195,8 +195,8 @@ def _dispatching(module: Any, compute: Callable[..., Any], mesh: DeviceMesh) -> 
         receive_counts = torch.empty_like(send_counts)
         dist.all_to_all_single(receive_counts, send_counts, group=mesh.get_group())
         counts = send_counts.tolist(), receive_counts.tolist()
-        send = functools.partial(_exchanged, counts=counts, mesh=mesh)
-        send_back = functools.partial(_exchanged, counts=counts[::-1], mesh=mesh)
+        send = functools.partial(_exchange_rows, counts=counts, mesh=mesh)
+        send_back = functools.partial(_exchange_rows, counts=counts[::-1], mesh=mesh)
         inputs = _exchange(hidden[tokens], send, send_back)
         local_ids = send((expert_ids.flatten() % count)[order])
         # A last row of zeros, so that a rank that no token came to takes part in the backward pass.
@@ -237,30 +237,30 @@ def _local_weights(module: nn.Module, **weights: torch.Tensor | None) -> Iterato
 
 
 class _Exchange(torch.autograd.Function):
-    """What ranks exchange of values on the way forward, and of gradients on the way back."""
+    """Applies one function to values in the forward pass, and another one to their gradients in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
-        ctx.change = backward
+    def forward(ctx: Any, values: torch.Tensor, forward: TensorMap, backward: TensorMap) -> torch.Tensor:
+        ctx.backward_map = backward
         outputs = forward(values)
         return values.view_as(values) if outputs is values else outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.change(grad), None, None
+        return ctx.backward_map(grad), None, None
 
 
-def _exchange(values: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+def _exchange(values: torch.Tensor, forward: TensorMap, backward: TensorMap) -> torch.Tensor:
     return cast(torch.Tensor, _Exchange.apply(values, forward, backward))
 
 
-def _same(values: torch.Tensor) -> torch.Tensor:
+def _identity(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _exchanged(rows: torch.Tensor, counts: tuple[list[int], list[int]], mesh: DeviceMesh) -> torch.Tensor:
-    """Send rows to the ranks of a mesh, and return theirs: `counts` are of rows to and from each rank."""
+def _exchange_rows(rows: torch.Tensor, counts: tuple[list[int], list[int]], mesh: DeviceMesh) -> torch.Tensor:
+    """Send rows to the ranks of a mesh, and return those received; `counts` has the numbers to and from each."""
     send_counts, receive_counts = counts
     output = rows.new_empty(sum(receive_counts), *rows.shape[1:])
     dist.all_to_all_single(output, rows.contiguous(), receive_counts, send_counts, group=mesh.get_group())

@@ -253,8 +253,8 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
 
 
 def _elements(parameter: torch.Tensor, itemsize: int) -> int:
-    """Return a parameter's elements; of a quantised matrix's parts, the elements of the passes' dtype that take as many
-    bytes."""
+    """Return a parameter's number of elements; for codes and scales of a quantised matrix, as many elements in the
+    dtype of the passes as take the same bytes."""
     return parameter.numel() if parameter.is_floating_point() else parameter.nbytes // itemsize
 
 

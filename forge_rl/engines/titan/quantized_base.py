@@ -118,14 +118,14 @@ def _quantized_class(kind: Any) -> Any:
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             """Project [..., inputs] to [..., outputs]."""
-            out: torch.Tensor = _Product.apply(input, self.base_codes, self.base_scales, self.weight)
+            out: torch.Tensor = _QuantizedProduct.apply(input, self.base_codes, self.base_scales, self.weight)
             return out if self.bias is None else out + self.bias
 
     QuantizedLinear.__name__ = QuantizedLinear.__qualname__ = f"Quantized{kind.__name__}"
     return QuantizedLinear
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedProduct(torch.autograd.Function):
     """Product with a quantised matrix, which is dequantised for the forward and again for the backward pass: in between
     neither its values nor the inputs are kept."""
 

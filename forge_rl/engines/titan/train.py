@@ -194,7 +194,7 @@ class TitanEngine:
         return metrics | routing | norms | self._base_metrics()
 
     def _base_metrics(self) -> dict[str, Value]:
-        """Measure a quantised base; no metrics of another."""
+        """Return metrics of a quantised base's bytes; none if the base is not quantised."""
         if self._settings.lora.base_format == "full":
             return {}
         held_bytes, full_bytes = base_bytes(self.model)

@@ -104,7 +104,7 @@ class WorkerExtension:
     def forge_rl_start_load(self, adds_adapters: bool = True) -> None:
         """Begin to load a version, possibly after a failed load: its weights with the adapters added, or alone.
 
-        The scheduler has forgotten all blocks of the KV cache.
+        On CPU the KV cache gives its memory back, so the scheduler must have dropped all of its blocks.
         """
         worker: Any = self
         if worker.device.type == "cpu":  # free blocks are taken in turn: before long, all would have been written
