@@ -202,11 +202,11 @@ def test_a_session_forgets_the_samplers_that_are_idle_longest(tmp_path: Path, mo
 
 
 def test_the_sessions_of_one_tenant_do_not_make_another_s_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    written: list[int] = []
+    sizes: list[int] = []
     write_whole = sessions.write_whole
 
     def counted(path: Path, text: str) -> None:
-        written.append(len(text))
+        sizes.append(len(text))
         write_whole(path, text)
 
     monkeypatch.setattr(sessions, "write_whole", counted)
@@ -216,7 +216,7 @@ def test_the_sessions_of_one_tenant_do_not_make_another_s_slower(tmp_path: Path,
         clients.open_sampler(large, seq, "tinker://" + "x" * 400)
     small = clients.create("bob").session_id
     sampler_id = clients.open_sampler(small, 0, None)
-    assert written[-1] < 500 < written[-3]
+    assert sizes[-1] < 500 < sizes[-3]
     clients.end(large, "ann")
     later = Sessions(tmp_path / "sessions", max_sessions=2, on_end=lambda _: None)
     assert later.sampler(sampler_id, "bob").seq == 0
