@@ -7,7 +7,7 @@ transformers with peft, on the same episodes, in turn. `worst_deviation` is the 
 peft's, in float64, over all families with adapters. For `mutations_missed`, a real engine gets adapters that are wrong
 in one way: in what it reads, where the comparison of bytes must name the tensor, and in what it serves, where the
 logprobs of probes must betray it; there, also versions of all weights. `probes_cpu_share` is the share of a
-version's probes in the CPU time of a step of full training.
+version's probes in the CPU time of a step of full training in float32, `probes_cpu_share_bfloat16` in bfloat16.
 """
 
 from __future__ import annotations
@@ -174,23 +174,26 @@ def _make_mistakes(report: Report) -> None:
 
 
 def _measure_probes(config: Config, report: Report) -> None:
-    """Take steps of a run that trains all weights, and measure the share of probes in their CPU time."""
-    with tempfile.TemporaryDirectory(prefix="adapters-") as name:
-        flags = {"model": config.model, "out": f"{name}/run", "steps": 2 + LEAST_REPEATS, "display": "none"}
-        flags |= {"schedule.kind": "synchronous"}  # nothing else decodes between the steps
-        flags |= dict.fromkeys(("evaluation.tasks", "evaluation.every", "checkpoint-every"), 0)
-        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-        command = [sys.executable, "-m", "benchmarks.peers.probe_cost", *words]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise BenchmarkError(f"the run with probes exited with {done.returncode}: {done.stdout[-2000:]}")
-    seconds = json.loads(lines[-1])
-    report.rows += [{f"cpu_s_{part}": value} for part, values in seconds.items() for value in values]
-    for part, values in seconds.items():
-        report.measure(f"cpu_s_{part}", values)
-    probes = report.results["cpu_s_trainer"] + report.results["cpu_s_engine"]
-    report.results["probes_cpu_share"] = probes / report.results["cpu_s_step"]
+    """Take steps of runs that train all weights, and measure the share of probes in their CPU time: in float32, with
+    one text, and in bfloat16, with three."""
+    for dtype, suffix in (("float32", ""), ("bfloat16", "_bfloat16")):
+        with tempfile.TemporaryDirectory(prefix="adapters-") as name:
+            flags = {"model": config.model, "out": f"{name}/run", "steps": 2 + LEAST_REPEATS, "display": "none"}
+            flags |= {"schedule.kind": "synchronous"}  # nothing else decodes between the steps
+            flags |= {"trainer.dtype": dtype, "generator.dtype": dtype}
+            flags |= dict.fromkeys(("evaluation.tasks", "evaluation.every", "checkpoint-every"), 0)
+            words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+            command = [sys.executable, "-m", "benchmarks.peers.probe_cost", *words]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not lines:
+            raise BenchmarkError(f"the run with probes exited with {done.returncode}: {done.stdout[-2000:]}")
+        seconds = json.loads(lines[-1])
+        report.rows += [{f"cpu_s_{part}{suffix}": value} for part, values in seconds.items() for value in values]
+        for part, values in seconds.items():
+            report.measure(f"cpu_s_{part}{suffix}", values)
+        probes = report.results[f"cpu_s_trainer{suffix}"] + report.results[f"cpu_s_engine{suffix}"]
+        report.results[f"probes_cpu_share{suffix}"] = probes / report.results[f"cpu_s_step{suffix}"]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python -m benchmarks.demo --json out.json
 python -m benchmarks.demo --kinds full merged served --json out.json
 
 Each run is the recipe's own process with its default engines and trainer; its time includes startup and both
-evaluations.
+evaluations. With several kinds of training, results are medians over the seeds of each kind.
 """
 
 from __future__ import annotations
@@ -52,48 +52,73 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if not self.seeds:
             raise BenchmarkError("--seeds is empty", hint="give at least one number")
+        if not self.kinds or len(set(self.kinds)) < len(self.kinds):
+            raise BenchmarkError(f"--kinds is {' '.join(self.kinds)!r}", hint="give each kind once")
 
 
 def measure(config: Config, report: Report) -> None:
-    """Run the demo with each seed, then the tools recipe."""
+    """Run the demo with each seed, then the tools recipe, or with each seed in several kinds of training."""
     if config.smoke:
         report.benchmark += " (smoke: no measurement)"
-    runs: dict[str, tuple[str, ...]] = {}
-    for kind in config.kinds:
-        suffix = "" if kind == "full" else f"_{kind}"
-        runs |= {f"seed_{seed}{suffix}": (*DEMO, *KINDS[kind], "--seed", str(seed)) for seed in config.seeds}
-    if "full" in config.kinds:
+    if len(config.kinds) > 1:
+        _compare_kinds(config, report)
+        return
+    (kind,) = config.kinds
+    runs: dict[str, tuple[str, ...]] = {
+        f"seed_{seed}": (*DEMO, *KINDS[kind], "--seed", str(seed)) for seed in config.seeds
+    }
+    if kind == "full":
         runs["tools"] = ("recipes.tools",)
     for name, words in runs.items():
-        with tempfile.TemporaryDirectory(prefix="forge_rl-demo-") as scratch:
-            row, costs = _run((*words, *(_SMOKE if config.smoke else ())), Path(scratch) / "run")
-        print(f"{name}: {row['score_before']:.2f} to {row['score_after']:.2f} in {row['seconds']:.0f} s", flush=True)
+        row, costs = _run(config, name, words)
         report.rows.append({"run": name, "warm_up": False, **row, **costs})
         report.results |= {f"{key}_{name}": value for key, value in row.items()}
 
 
-def _run(words: Sequence[str], folder: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the scores of a run, and its seconds from start to exit; and its peak memory, the share of a whole version
-    that its last one wrote, and the largest gap between engines and trainer.
+def _compare_kinds(config: Config, report: Report) -> None:
+    values: dict[str, list[float]] = {}
+    for seed in config.seeds:  # in turn, as the machine may become slower
+        for kind in config.kinds:
+            name = f"{kind}, seed {seed}"
+            row, costs = _run(config, name, (*DEMO, *KINDS[kind], "--seed", str(seed)))
+            row["gain"] = row["score_after"] - row["score_before"]
+            report.rows.append({"run": name, "kind": kind, "seed": seed, "warm_up": False, **row, **costs})
+            for key, value in (row | costs).items():
+                values.setdefault(f"{key}_{kind}", []).append(value)
+    for key, kind_values in values.items():
+        report.measure(key, kind_values)
+
+
+def _run(config: Config, name: str, words: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the scores of a run, and its seconds from start to exit; and its peak memory, the bytes that its last
+    version wrote and their share of a whole one's, and the largest gap between engines and trainer.
 
     Raises:
         BenchmarkError: it failed; quotes the end of its output.
     """
-    command = [sys.executable, "-m", *words, "--out", str(folder), "--display", "plain"]
-    began = time.monotonic()
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with sampled_peak(tree_sampler(child.pid), 0.5) as peak:
-        output, _ = child.communicate()
-    seconds = time.monotonic() - began
-    if child.returncode:
-        raise BenchmarkError(f"{words[0]} exited with {child.returncode}: {output[-2000:]}")
-    summary = json.loads((folder / "summary.json").read_text())
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with tempfile.TemporaryDirectory(prefix="forge_rl-demo-") as scratch:
+        folder = Path(scratch) / "run"
+        command = [sys.executable, "-m", *words, *(_SMOKE if config.smoke else ())]
+        command += ["--out", str(folder), "--display", "plain"]
+        began = time.monotonic()
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with sampled_peak(tree_sampler(child.pid), 0.5) as peak:
+            output, _ = child.communicate()
+        seconds = time.monotonic() - began
+        if child.returncode:
+            raise BenchmarkError(f"{words[0]} exited with {child.returncode}: {output[-2000:]}")
+        summary = json.loads((folder / "summary.json").read_text())
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     costs = {"peak_gib": peak[0] / 2**30}
-    for name, join in (("weights/written_share", lambda values: values[-1]), ("logprob_gap", max)):
-        if values := [row[name] for row in steps if name in row]:
-            costs[name] = join(values)
+    for metric, cost, join in (
+        ("weights/written_bytes", "published_bytes", lambda values: values[-1]),
+        ("weights/written_share", "published_share", lambda values: values[-1]),
+        ("logprob_gap", "logprob_gap", max),
+    ):
+        if values := [step[metric] for step in steps if metric in step]:
+            costs[cost] = join(values)
     row = {"score_before": summary["score_before"], "score_after": summary["score_after"], "seconds": seconds}
+    print(f"{name}: {row['score_before']:.2f} to {row['score_after']:.2f} in {seconds:.0f} s", flush=True)
     return row, costs
 
 

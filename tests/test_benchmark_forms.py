@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ForgeError
-from tools.figures import FOLDER, ROOT
+from tools.figures import FOLDER, ROOT, unmeasured
 
 FORMS = {
     "adapters": "--groups 1 --answer-tokens 8 --repeats 1 --families llama --no-engine",
@@ -23,6 +23,7 @@ FORMS = {
     "containers": "--images musl --variants 2 --sessions 8 --starts 8 --changed-files 10 --podman-sessions 2",
     "data": "--gb 0.01 --tasks 1000",
     "demo": "--smoke --seeds 0",
+    "demo_adapters": "--smoke --seeds 0 --kinds full merged served",
     "engine_start": "--smoke",
     "evaluation": "--smoke --on.most-tokens 24 --tasks-per-slot 1",
     "expert_parallel": "--ranks 2 --skews 1 2 --repeats 5 --tokens 256 --bias-updates 5",
@@ -55,7 +56,7 @@ FORMS = {
     "weights_model": "--smoke",
 }
 """Flags of a run of seconds, by figures: most benchmarks have one page, some a second with other flags."""
-MODULES = {"schedules_real": "schedules"}
+MODULES = {"demo_adapters": "demo", "schedules_real": "schedules"}
 """Benchmarks of figures with another name."""
 PACKAGES = {"conformance", "methods"}
 """Benchmarks of several files."""
@@ -101,7 +102,7 @@ def test_every_benchmark_has_a_small_form() -> None:
 
 
 def test_all_figures_come_from_a_small_form() -> None:
-    figures = {path.stem for path in FOLDER.glob("*.json")}
+    figures = {path.stem for path in FOLDER.glob("*.json")} | unmeasured()
     assert figures == (FORMS.keys() - NOT_IN_FIGURES.keys()) | WITHOUT_FORM.keys() | SAME | OTHER_RESULTS
 
 
@@ -134,6 +135,8 @@ def test_a_small_form_has_results_of_the_figures(name: str, tmp_path: Path) -> N
     assert results
     if name in NOT_IN_FIGURES:
         assert results <= NOT_IN_FIGURES[name]
+        return
+    if name in unmeasured():
         return
     figures = json.loads((FOLDER / f"{name}.json").read_text())
     if name in COPIED:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
 from benchmarks import models
 from forge_rl.engines.architecture import read_architecture
@@ -30,6 +31,7 @@ from tests import test_adapter_engine as of_native
 from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.test_general_models import EP, MIXTURES, TP, check_layouts, on_transformers, zoo_folder
 from tests.test_lora import check_rounding, in_peft, saved
+from tests.test_row_states import install
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
 from tests.zoo.packed import engine_of, reference_of, rows_of, run_rows
@@ -166,18 +168,57 @@ def test_layouts_on_transformers_code_train_adapters_as_one_process(tmp_path: Pa
     check_layouts(tmp_path, [on_transformers(mixtral, 2, layout | experts) for layout in ({}, TP, EP)], experts)
 
 
-def test_rows_of_several_adapters_are_computed_together_and_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    make_model(tmp_path, "olmo2")
-    of_native.test_rows_of_several_adapters_are_computed_together_and_equal_each_alone(tmp_path)
-    of_native.test_nan_and_errors_in_a_shared_row_touch_no_other_adapter(tmp_path, monkeypatch)
+HYBRIDS = (
+    "ibm-granite/granite-4.0-h-1b",
+    "Qwen/Qwen3.5-4B, its text model",
+    "LiquidAI/LFM2-1.2B",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+)
+"""Checkpoints with layers of each kind that has a state: Mamba 2, the delta rule, short convolutions."""
+
+
+@pytest.mark.parametrize("name", ["olmo2", *HYBRIDS])
+def test_rows_of_several_adapters_are_computed_together_and_stay_apart(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "hf"
+    if name in HYBRIDS:
+        write(name, folder)
+    else:
+        make_model(folder, name)
+    of_native.test_rows_of_several_adapters_are_computed_together_and_equal_each_alone(folder)
+    of_native.test_nan_and_errors_in_a_shared_row_touch_no_other_adapter(folder, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "name", ["google/gemma-2-2b-it", "mistralai/Mixtral-8x7B-Instruct-v0.1", "ibm-granite/granite-4.0-h-1b"]
+    ("name", "problem"),
+    [
+        ("google/gemma-2-2b-it", "its softcapped or chunked attention computes all scores"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "its experts multiply tokens of all rows together"),
+    ],
 )
-def test_rows_of_several_adapters_are_not_mixed_where_they_would_meet(name: str, tmp_path: Path):
+def test_rows_of_several_adapters_are_not_mixed_where_they_would_meet(name: str, problem: str, tmp_path: Path):
     adapters = of_native.adapters_of(write(name, tmp_path / "hf"))
-    with pytest.raises(ConfigError, match="without experts, states, softcapped and chunked attention"):
+    with pytest.raises(ConfigError, match=problem):
+        adapters.run_many([])
+
+
+def test_rows_of_several_adapters_are_not_mixed_in_layers_that_do_not_keep_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    adapters = of_native.adapters_of(write(HYBRIDS[0], tmp_path / "hf"))
+    assert adapters.run_many([]) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(general, "ROW_MIXERS", frozenset())
+        with pytest.raises(ConfigError, match="its layers with a state see one episode at a time"):
+            adapters.run_many([])
+    path = "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined"
+
+    def with_segments(*tensors: torch.Tensor, seq_idx: torch.Tensor | None = None) -> None:
+        raise NotImplementedError
+
+    install(monkeypatch, modeling_granitemoehybrid, "mamba2_chunk_scan", path, with_segments)
+    with pytest.raises(ConfigError, match="that compute a row as one sequence"):
         adapters.run_many([])
 
 

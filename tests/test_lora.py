@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apps.merge import Config as MergeConfig
 from apps.merge import merge
@@ -34,7 +36,7 @@ from forge_rl.errors import CheckpointError, ConfigError, ModelError, WeightsErr
 from forge_rl.flags.command_line import parse
 from forge_rl.metrics import reduce
 from forge_rl.models import expert_stacks
-from forge_rl.models.adapter_products import AdapterProduct, merged_weight
+from forge_rl.models.adapter_products import AdapterProduct, merged_weight, merged_weights
 from forge_rl.models.adapters import Adapter
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.lora_settings import check_served_versions, lora_lines
@@ -329,6 +331,72 @@ def test_products_of_adapters_have_the_same_bits_in_any_order_and_part(rank: int
             for row, row_parts in enumerate(rows.split(16, dim=1) for rows in values.split(14))
         ]
         assert torch.cat(parts).equal(whole)
+
+
+class ProductCounts(TorchDispatchMode):
+    """Counts products of float64 matrices, by whether they are batched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batched: Counter[bool] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default) and args[0].dtype == torch.float64:
+            self.batched[args[0].ndim == 3 and len(args[0]) > 1] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_products_of_a_stack_are_one_and_have_the_bits_of_each_expert_s(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(size, generator=generator) for size in ((6, 20, 12), (6, 3, 12), (6, 20, 3)))
+    magnitudes = torch.tensor([1e-30, 1e-3, 0.0, 1.0, 1e3, 1e30])[:, None, None]  # each expert is rounded by its own
+    weight, a = weight.to(dtype), a * magnitudes
+    with ProductCounts() as counts:
+        whole = merged_weight(weight, a, b, 0.7)
+    assert counts.batched == {True: 1}
+    exact = weight.double() + 0.7 * (b.double() @ a.double())
+    eps = max(torch.finfo(dtype).eps, 2.0**-22)
+    bounds = exact.abs() * eps + (3 * 0.7 * 2.0**-22) * (b.abs().amax() * a.abs().amax((1, 2), keepdim=True)).double()
+    assert bool(((whole.double() - exact).abs() <= bounds).all())
+    alone = [merged_weight(*expert, 0.7) for expert in zip(weight, a, b, strict=True)]
+    sums = merged_weights(
+        {str(index): values for index, values in enumerate(weight)},
+        {str(index): (*pair, 0.7) for index, pair in enumerate(zip(a, b, strict=True))},
+    )
+    product = AdapterProduct(a, b, 0.7)
+    parts = [product.added_to(weight[2:5, 4:9, 3:], 2, 4, 3), product.added_to(weight[5:, 4:9, 3:], 5, 4, 3)]
+    for values in (torch.stack(alone), torch.stack([sums[str(index)] for index in range(6)])):
+        torch.testing.assert_close(values, whole, rtol=1e-12 if dtype == torch.float64 else 0, atol=0)
+    torch.testing.assert_close(
+        torch.cat(parts), whole[2:, 4:9, 3:], rtol=1e-12 if dtype == torch.float64 else 0, atol=0
+    )
+
+
+@pytest.mark.parametrize(("family", "batched"), [("qwen3_moe", 2 * 3), ("deepseek_v3", 2 * 3), ("gpt_oss", 2 * 2)])
+def test_a_version_takes_one_product_for_a_layer_s_experts_and_projection(family: str, batched: int, tmp_path: Path):
+    lora = LoRAConfig(rank=6, targets=("experts",))
+    merged, travelling = (
+        trained_engine(tmp_path / str(travels), lora, family, dtype="float32", travels=travels)
+        for travels in (False, True)
+    )
+    drafted = draft(travelling.specs(), version=0, dtype=torch.float32)
+    with ProductCounts() as counts:
+        shards = {shard.name: shard.values for shard in merged.local_shards()}
+    assert counts.batched == {True: batched}
+    with ProductCounts() as counts:
+        travelling.merged_reports(drafted)
+    assert counts.batched == {True: batched}
+    folder = saved(merged, tmp_path / "False", tmp_path / "step")
+    (tmp_path / "files").mkdir()
+    with ProductCounts() as counts:
+        Adapter.read(folder / "model").merge(tmp_path / "False", tmp_path / "files")
+    stacks = {values.shape for name, values in shards.items() if ".experts." in name}
+    assert not counts.batched[False]
+    assert counts.batched[True] <= batched
+    assert len(stacks) <= counts.batched[True]
+    for name, values in load_file(tmp_path / "files" / "model.safetensors").items():
+        torch.testing.assert_close(values, shards[name])
 
 
 def test_adapters_switched_off_are_the_model_that_training_started_from(tmp_path: Path):

@@ -18,6 +18,7 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import general_state
+from forge_rl.engines.titan.mixed_rows import joined
 from forge_rl.engines.titan.row_states import Call, RowStates
 from forge_rl.errors import ConfigError
 from forge_rl.packing.rows import Row
@@ -115,6 +116,23 @@ def test_a_convolution_over_a_row_is_that_over_each_episode(width: int):
     output = RowStates(row=row, shared=True).convolve(convolve, values, width)
     for path in paths_of(row):
         assert (output[0, path[-1]] - convolve(values[:, path])[0, -1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_joined_rows_with_padding_between_them_are_as_each_alone(chunk: int | None, shared: bool):
+    rows = [branching_row(), branching_row()]
+    joined_row, size = joined(rows), len(rows[0])
+    values, logs = torch.randn(2, 1, 2 * size, 3, dtype=torch.float64).unbind(0)
+    values[0, :size] = torch.nan  # stays in its own row
+    values.requires_grad_()
+    output = RowStates(row=joined_row, shared=shared).scan(kernel_of([]), [values, logs], chunk=chunk)
+    parts = values[:, size:], logs[:, size:]
+    alone = RowStates(row=rows[1], shared=shared).scan(kernel_of([]), parts, chunk=chunk)
+    assert (output[:, size:] - alone).abs().max() < 1e-12
+    gradients = [torch.autograd.grad(result.square().sum(), values)[0] for result in (output[:, size:], alone)]
+    assert (gradients[0] - gradients[1])[:, size:].abs().max() < 1e-12
+    assert bool(gradients[0].isfinite().all())
 
 
 def test_a_row_of_padding_alone_passes():

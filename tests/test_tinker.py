@@ -172,6 +172,8 @@ async def test_a_training_from_its_session_to_a_sample(tmp_path: Path):
         assert sample.sequences[0].stop_reason == 1
         assert np.isnan(np.frombuffer(sample.prompt_logprobs, np.float32)).tolist() == [True, False, False]
         assert (sample.topk_prompt_logprobs.length, sample.topk_prompt_logprobs.k) == (3, 2)
+        info = await ann.post("weights_info", tinker_path=path)
+        assert (info["base_model"], info["lora_rank"], info["train_mlp"]) == ("base", 4, True)
         listed = await ann.get(f"training_runs/{model_id}/checkpoints")
         assert [c["checkpoint_type"] for c in listed["checkpoints"]] == ["training", "sampler"]
         again = await ann.post("load_weights", session_id=session_id, model_seq_id=1, path=path, optimizer=True)
@@ -195,11 +197,12 @@ async def test_a_failed_pass_is_its_own_request_s_error_and_the_next_goes_on(tmp
             (3, pass_body(model_id, 3, tokens=(99, 100)), "not from 0 to 99"),
             (4, pass_body(model_id, 4, tokens=tuple(range(17))), "1 to 16"),
             (5, pass_body(model_id, 5, loss="ppo"), "ppo takes advantages, logprobs, target_tokens"),
+            (6, pass_body(model_id, 6) + b"\xfa\x3f\x03abc", "fields that are not supported"),
         ):
             failed = await ann.result(await ann.run(model_id, seq, body))
             assert problem in failed["error"]
             assert failed["category"] == "user"
-        assert isinstance(await ann.result(await ann.run(model_id, 6)), bytes)
+        assert isinstance(await ann.result(await ann.run(model_id, 7)), bytes)
 
 
 async def test_deaths_of_trainer_and_server_lose_nothing(tmp_path: Path):
@@ -311,6 +314,7 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path):
         await bob.get(f"training_runs/{model_id}", 404)
         await bob.run(model_id, 2, status=404)
         await bob.post("retrieve_future", 410, request_id=saved["request_id"])
+        await bob.post("weights_info", 404, tinker_path=path)
         await bob.post("create_sampling_session", 404, session_id=bobs, sampling_session_seq_id=0, model_path=path)
         await bob.post("session_heartbeat", 410, session_id=session_id)
         lora = {"rank": 8}
@@ -353,7 +357,8 @@ async def test_limits_and_hostile_requests_are_refused_by_name(tmp_path: Path):
         await ann.run(model_id, 8, b"x" * 5000, status=413)
         for path in NOT_HERE:
             assert "is not supported here" in str(await ann.post(path, 404))
-        assert "is not supported here" in str(await ann.get("billing/usage/events", 404))
+        assert "has the tokens of a key" in str(await ann.get("billing/usage/events", 404))
+        assert "is not supported here" in str(await ann.get("nothing", 404))
         assert "extra" in str(await ann.post("session_heartbeat", 400, session_id=session_id, x=1)).lower()
         web = {"origin": "https://elsewhere.example"}
         assert (await ann.http.post("create_session", json={}, headers=web)).status_code == 403

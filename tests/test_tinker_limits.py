@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 
 from forge_rl.engines.adapter_settings import AdamStep
-from forge_rl.errors import ConfigError
+from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.gateway.errors import ApiError
-from forge_rl.tinker import futures, sessions, trainings, wire
+from forge_rl.tinker import futures, sessions, tenants, trainings, wire
 from forge_rl.tinker.checkpoints import CheckpointStore, SaveSettings
 from forge_rl.tinker.futures import FutureResult, Promises
 from forge_rl.tinker.requests import SampleRequest
@@ -157,10 +158,10 @@ def test_results_of_one_tenant_do_not_make_the_server_forget_another_s(monkeypat
 
 
 def test_long_bodies_count_as_tokens_in_flight(tmp_path: Path):
-    tenants = Tenants(KEYS, tmp_path / "usage.json", most_in_flight=100)
-    with tenants.in_flight("ann", tokens=0, body_bytes=6400), pytest.raises(ApiError, match="100 of at most 100"):
-        tenants.in_flight("ann", tokens=1).__enter__()
-    with tenants.in_flight("ann", tokens=100):
+    accounts = Tenants(KEYS, tmp_path / "usage.json", most_in_flight=100)
+    with accounts.in_flight("ann", tokens=0, body_bytes=6400), pytest.raises(ApiError, match="100 of at most 100"):
+        accounts.in_flight("ann", tokens=1).__enter__()
+    with accounts.in_flight("ann", tokens=100):
         pass
 
 
@@ -190,7 +191,7 @@ async def test_a_full_journal_leaves_room_for_the_step_that_empties_it(tmp_path:
 
 def test_a_session_forgets_the_samplers_that_are_idle_longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sessions, "_MOST_SAMPLERS", 2)
-    clients = Sessions(tmp_path / "sessions.json", max_sessions=1, on_end=lambda _: None)
+    clients = Sessions(tmp_path / "sessions", max_sessions=1, on_end=lambda _: None)
     session_id = clients.create("ann").session_id
     first, second = (clients.open_sampler(session_id, seq, None) for seq in range(2))
     clients.sampler(first, "ann")
@@ -198,6 +199,29 @@ def test_a_session_forgets_the_samplers_that_are_idle_longest(tmp_path: Path, mo
     assert clients.sampler(first, "ann").seq == 0
     with pytest.raises(ApiError, match="no sampler"):
         clients.sampler(second, "ann")
+
+
+def test_the_sessions_of_one_tenant_do_not_make_another_s_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+    write_whole = sessions.write_whole
+
+    def counted(path: Path, text: str) -> None:
+        sizes.append(len(text))
+        write_whole(path, text)
+
+    monkeypatch.setattr(sessions, "write_whole", counted)
+    clients = Sessions(tmp_path / "sessions", max_sessions=2, on_end=lambda _: None)
+    large = clients.create("ann").session_id
+    for seq in range(40):
+        clients.open_sampler(large, seq, "tinker://" + "x" * 400)
+    small = clients.create("bob").session_id
+    sampler_id = clients.open_sampler(small, 0, None)
+    assert sizes[-1] < 500 < sizes[-3]
+    clients.end(large, "ann")
+    later = Sessions(tmp_path / "sessions", max_sessions=2, on_end=lambda _: None)
+    assert later.sampler(sampler_id, "bob").seq == 0
+    with pytest.raises(ApiError, match="no session"):
+        later.get(large, "ann")
 
 
 async def test_cancelled_requests_leave_engines_and_counts_alike(tmp_path: Path):
@@ -244,3 +268,211 @@ async def test_cancelled_requests_leave_engines_and_counts_alike(tmp_path: Path)
 def test_steps_that_float32_cannot_take_are_refused(settings: dict[str, float]):
     with pytest.raises(ConfigError, match="of an optimizer step is"):
         AdamStep(**settings)
+
+
+HOSTILE = {
+    "nested deep": "[" * 100_000 + "]" * 100_000,
+    "400 digits": "9" * 400,
+    "5000 digits": "9" * 5000,
+    "NaN": "NaN",
+    "past the largest float": "1e999",
+    "half of a letter": '"\\ud800"',
+    "zero byte": '"\\u0000"',
+    **{text: text for text in ('"x"', "null", "[]", "{}", "true", "-1", "1.5")},
+}
+"""JSON values that a client may send in any place."""
+SAMPLE = '"sampling_session_id": "SAMPLER", "seq_id": SEQ, "prompt": {"chunks": [{"tokens": [1]}]}'
+PLACES = (
+    *(("create_session", form) for form in ('{"user_metadata": {"a": X}}', '{"tags": [X]}', '{"unknown": X}', "X")),
+    *(
+        ("create_model", f'{{"session_id": "SESSION", "model_seq_id": 3, "base_model": "base", {form}}}')
+        for form in ('"lora_config": {"rank": 4, "seed": X}', '"user_metadata": X', '"optimizer_config": X')
+    ),
+    *(
+        ("save_weights", f'{{"model_id": "MODEL", "seq_id": SEQ, {form}}}')
+        for form in ('"path": X', '"ttl_seconds": X', '"user_metadata": {"a": X}', '"kind": X')
+    ),
+    ("save_weights", '{"model_id": "MODEL", "seq_id": X}'),
+    *(
+        ("optim_step", f'{{"model_id": "MODEL", "seq_id": SEQ, "adam_params": {form}}}')
+        for form in ("X", '{"learning_rate": X}', '{"eps": X}', '{"grad_clip_norm": X}')
+    ),
+    ("create_sampling_session", '{"session_id": "SESSION", "sampling_session_seq_id": X, "base_model": "base"}'),
+    *(
+        ("asample", f"{{{SAMPLE}, {form}}}")
+        for form in ('"sampling_params": {"seed": X}', '"sampling_params": {"stop": [X]}', '"num_samples": X')
+    ),
+    *((route, '{"request_id": X}') for route in ("retrieve_future", "cancel_future")),
+    *(("telemetry", form) for form in ("X", '{"events": [X]}')),
+)
+"""Requests with a place for any value."""
+
+
+async def test_hostile_values_are_their_client_s_own_errors(tmp_path: Path):
+    async with serving(tmp_path) as server:
+        ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
+        session_id = await ann.session()
+        model_id, other = await ann.model(session_id), await bob.model(await bob.session())
+        opened = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "base"}
+        sampler_id = (await ann.post("create_sampling_session", **opened))["sampling_session_id"]
+        seqs = dict.fromkeys((model_id, sampler_id), 1)  # of the next request of each
+        accepted = 0
+        for route, form in PLACES:
+            owner = sampler_id if route == "asample" else model_id
+            for value in HOSTILE.values():
+                seq = seqs[owner]
+                text = form.replace("X", value).replace("SEQ", str(seq)).replace("SESSION", session_id)
+                body = text.replace("MODEL", model_id).replace("SAMPLER", sampler_id)
+                answer = await ann.http.post(route, content=body, headers={"content-type": "application/json"})
+                assert answer.status_code < 500, (route, body[:200], answer.text)
+                assert len(answer.text) < 1000, (route, body[:200])
+                if answer.status_code == 200 and answer.json().get("request_id", "").endswith(f":{seq}"):
+                    result = await ann.result(answer.json()["request_id"])
+                    assert not isinstance(result, dict) or result.get("category") != "server", (route, body[:200])
+                    seqs[owner], accepted = seq + 1, accepted + 1
+        assert accepted > 10, "some values are harmless in their place"
+        for path in (
+            "training_runs/..",
+            "training_runs/a%00b",
+            "sessions/%ff",
+            "checkpoints?limit=-1",
+            "samplers/%2e%2e",
+        ):
+            assert 400 <= (await ann.http.get(path)).status_code < 500
+        seq = seqs[model_id]
+        for name, values in (
+            ("NaN", np.full(3, np.nan, np.float32)),
+            ("infinity", np.full(3, np.inf, np.float32)),
+            ("one value", np.ones(1, np.float32)),
+            ("a part of a value", b"abc"),
+        ):
+            message = wire._message("ForwardBackwardRequest")
+            message.ParseFromString(pass_body(model_id, seq))
+            message.data[0].loss_fn_inputs["weights"].dense = bytes(values)
+            result = await ann.result(await ann.run(model_id, seq, message.SerializeToString()))
+            assert result["category"] == "user", name
+            seq += 1
+        assert isinstance(await bob.result(await bob.run(other, 1)), bytes)
+
+
+async def test_a_mistake_of_the_server_s_own_costs_the_client_that_found_it(tmp_path: Path):
+    trainer = FakeTrainer()
+    step = trainer.adapters.step
+
+    async def mistaken(name: str, adam: AdamStep) -> tuple[dict[str, float], int]:
+        if adam.lr == 0.5:
+            raise ValueError("nobody thought of this")
+        return await step(name, adam)
+
+    trainer.adapters.step = mistaken  # type: ignore[method-assign]
+    async with serving(tmp_path, trainer) as server:
+        ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
+        model_id, other = await ann.model(await ann.session()), await bob.model(await bob.session())
+        await ann.result(await ann.run(model_id, 1))
+        body = {"adam_params": {"learning_rate": 0.5}, "model_id": model_id, "seq_id": 2}
+        with pytest.warns(UserWarning, match=f"request 2 of {model_id} failed: ValueError"):
+            result = await ann.result((await ann.post("optim_step", **body))["request_id"])
+        assert result["category"] == "server"
+        assert "nobody thought" not in result["error"]
+        assert isinstance(await bob.result(await bob.run(other, 1)), bytes)
+        trainer.adapters.deaths.append("pass 6")  # what it left in the journal is not computed again
+        assert isinstance(await ann.result(await ann.run(model_id, 3)), bytes)
+        assert trainer.restarts == 1
+
+
+async def test_waiting_requests_of_one_tenant_are_bounded_and_cost_the_next_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class HeldEngines(FakeEngines):
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_end = asyncio.Event()
+
+        async def generate(self, prompt_ids: TokenIds, sampling: Sampling) -> Turn:
+            if len(prompt_ids) == 2:
+                await self.may_end.wait()
+            return await super().generate(prompt_ids, sampling)
+
+    monkeypatch.setattr(tenants, "_MOST_REQUESTS", 20)
+    engines = HeldEngines()
+    monkeypatch.setattr("tests.test_tinker.FakeEngines", lambda: engines)
+    async with serving(tmp_path) as server:
+
+        async def sample(
+            client: Client, sampler_id: str, seq: int, tokens: list[int], status: int = 200
+        ) -> dict[str, Any]:
+            prompt = {"chunks": [{"tokens": tokens}]}
+            return await client.post(
+                "asample", status, sampling_session_id=sampler_id, seq_id=seq, prompt=prompt, sampling_params={}
+            )
+
+        samplers = {}
+        for name in ("ann", "bob"):
+            client = Client(server.url, name)
+            opened = {"session_id": await client.session(), "sampling_session_seq_id": 0, "base_model": "base"}
+            samplers[name] = client, (await client.post("create_sampling_session", **opened))["sampling_session_id"]
+        waiting = [await sample(*samplers["ann"], seq, [1, 2]) for seq in range(20)]
+        assert "20 requests, the most there may be" in str(await sample(*samplers["ann"], 20, [1, 2], 429))
+        answer = await sample(*samplers["bob"], 0, [1])
+        assert isinstance(await samplers["bob"][0].result(answer["request_id"]), bytes)
+        engines.may_end.set()
+        for promise in waiting:
+            await samplers["ann"][0].result(promise["request_id"])
+        await sample(*samplers["ann"], 20, [1, 2])
+    looks = 0
+
+    class Done(asyncio.Event):
+        def is_set(self) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().is_set()
+
+    promise_of = futures.Promise
+    monkeypatch.setattr(futures, "Promise", lambda tenant: promise_of(tenant, done=Done()))
+    promises = Promises()
+    for number in range(10_000):
+        promises.open(str(number), "ann")
+    assert looks < 32 * 10_000
+
+
+def test_a_file_of_all_sessions_is_split_into_one_for_each(tmp_path: Path):
+    sampler = Sampler(sampler_id="b:sample:0", seq=0, model_path="tinker://x")
+    old = [
+        sessions.ClientSession(session_id="b", tenant="ann", samplers={sampler.sampler_id: sampler}),
+        sessions.ClientSession(session_id="c", tenant="bob", user_metadata={"x": "y"}),
+        sessions.ClientSession(session_id="a", tenant="ann", display_name="late"),
+    ]
+    file, folder = tmp_path / "sessions.json", tmp_path / "sessions"
+    file.write_text(json.dumps([asdict(session) for session in old]))
+    for _ in range(2):  # as it is split, and after
+        read = Sessions(folder, max_sessions=2, on_end=lambda _: None)
+        assert read.of("ann") == [old[0], old[2]]
+        assert read.of("bob") == [old[1]]
+        assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
+    ended: list[str] = []
+    later = Sessions(folder, max_sessions=2, on_end=ended.append)
+    later.create("ann")
+    assert ended == ["b"], "the one idle longest"
+    file.write_text('[{"session_id": "d"')
+    with pytest.raises(CheckpointError, match=r"sessions\.json cannot be read"):
+        Sessions(folder, max_sessions=2, on_end=lambda _: None)
+    assert file.exists()
+
+
+async def test_slow_clients_hold_up_nobody(tmp_path: Path):
+    async with serving(tmp_path, client_deadline_s=0.5, max_concurrent=8) as server:
+        bob = Client(server.url, "bob")
+        other = await bob.model(await bob.session())
+        head = f"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEYS['ann']}\r\n"
+        body = f"{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(32)]
+        for number, (_, writer) in enumerate(connections):
+            writer.write((head[:40] if number % 2 else body).encode())
+        async with asyncio.timeout(60):
+            assert isinstance(await bob.result(await bob.run(other, 1)), bytes)
+            statuses = [(await reader.readline()).split()[1] for reader, _ in connections[::2]]
+            assert set(statuses) == {b"408", b"429"}  # 8 may be in progress
+            assert isinstance(await Client(server.url, "ann").session(), str)
+        for _, writer in connections:
+            writer.close()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peer_environments import TINKER, set_up
 from benchmarks.report import BenchmarkError
+from forge_rl.tinker.server import NOT_HERE
 from tests.commands import Command, actor_of
+from tests.test_tinker import Client, serving
 
 KEYS = {name: f"tml-{name * 24}" for name in "abc"}
 SEEDS = {"a": 1, "b": 2, "c": 3}
@@ -110,6 +114,37 @@ def test_rows_of_two_tenants_share_passes_and_each_gets_what_it_would_alone(
         assert len(actual) == len(expected) == STEPS
         assert actual[0] == pytest.approx(expected[0], rel=1e-6)
         assert actual == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+async def test_what_the_client_can_ask_for_is_served_or_listed_as_refused(client_python: Path, tmp_path: Path):
+    script = Path(__file__).parent / "peers" / "tinker_surface.py"
+    output = await asyncio.to_thread(subprocess.check_output, [client_python, script], text=True)
+    surface = json.loads(output)
+
+    def path(route: str) -> str:
+        return re.sub(r"\{\w+\}", "x", route.replace("{checkpoint_id}", "x/x"))
+
+    async with serving(tmp_path) as server:
+        ann = Client(server.url, "ann")
+
+        async def answers(route: str) -> str:
+            """Return what the server says that it has no such route, or one that it refuses; "" if it serves it."""
+            for method in ("GET", "POST", "DELETE"):
+                text = (await ann.http.request(method, path(route), json={})).text
+                if "is the wrong method" not in text:
+                    return text if "is not supported here" in text else ""
+            raise AssertionError(f"{route} takes no method")
+
+        problems = {route: await answers(route) for route in surface["routes"]}
+        refusals = {route for route, text in problems.items() if text}
+        assert {path(route) for route in refusals} <= {path(route) for route in NOT_HERE}
+    page = (Path(__file__).parent.parent / "docs" / "running" / "tinker.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (`.*) \|$", page, flags=re.MULTILINE)
+    listed = {f"{client}.{name}" for client, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert surface["methods"]["TrainingClient.forward_backward"] == ["forward_backward"]
+    refusals -= {"join_sampling_session", "retrieve_futures", "auth/token"}  # which the client is told not to use
+    without_route = {"RestClient.whoami"}  # it reads the token that auth/token would return
+    assert {name for name, routes in surface["methods"].items() if refusals & set(routes)} | without_route == listed
 
 
 @pytest.mark.parametrize("kinds", [("supervised", "rl"), ("dpo", "distillation")])

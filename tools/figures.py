@@ -142,6 +142,12 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def unmeasured() -> set[str]:
+    """Return the figures that a page has a place for, and that have no file yet."""
+    figures = {match[2] for path in pages() for match in _REGION.finditer(path.read_text())}
+    return {name for name in figures if not (FOLDER / f"{name}.json").exists()}
+
+
 def main(config: Config) -> int:
     """Write or check all pages, or list stale figures; return the exit status."""
     if config.stale:

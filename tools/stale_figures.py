@@ -58,6 +58,10 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "containers": (*_SESSIONS, "forge_rl/sandbox/images"),
     "data": ("forge_rl/data/sources", *_files("data", "mixture", "task_stream")),
     "demo": ("recipes/grpo.py", *_files("algorithms", "advantages", "aggregation", "losses"), *_SCHEDULE),
+    "demo_adapters": (
+        *("recipes/grpo.py", "forge_rl/models/adapter_products.py", "forge_rl/engines/vllm/adapters.py"),
+        *_files("engines/titan", "adapter_switch", "factor_pairs", "lora"),
+    ),
     "engine_start": (
         *_files("runtime", "fork_client", "fork_server", "replica", "replica_processes", "service"),
         *_files("engines/vllm", "engine", "preloaded", "transfer"),

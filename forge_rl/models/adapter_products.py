@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,8 +12,9 @@ if TYPE_CHECKING:
 
 _FACTOR_BITS, _EXACT_BITS = 24, 53
 """Significant bits of float32 and float64."""
-_CHUNK_ELEMENTS = 1 << 18
-"""Elements of a weight that are computed at a time, so that they stay in a processor's cache."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements of weights that are computed at a time, by kind of device: so few that they stay in a processor's cache, and
+so many that a GPU is not kept waiting for its next kernel."""
 
 
 def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -25,6 +27,38 @@ def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale:
         scale: factor on B A.
     """
     return AdapterProduct(a, b, scale).added_to(weight)
+
+
+def merged_weights(
+    weights: Mapping[str, torch.Tensor], factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]
+) -> dict[str, torch.Tensor]:
+    """Return `merged_weight` of each weight that has factors, by name; weights of one shape, such as those of a layer's
+    experts, are computed in one batched product.
+
+    Args:
+        weights: W, whole, by name.
+        factors: A, B and scale by name.
+    """
+    import torch
+
+    stacks: dict[object, list[str]] = {}
+    for name, (a, b, scale) in factors.items():
+        weight = weights[name]
+        kind = weight.dtype, weight.device, weight.shape, a.dtype, a.shape, b.dtype, scale
+        stacks.setdefault(kind, []).append(name)
+    merged = dict[str, torch.Tensor]()
+    for names in stacks.values():
+        weight, (*_, scale) = weights[names[0]], factors[names[0]]
+        count = 1 if weight.ndim == 3 else max(1, _chunk_elements(weight) // max(1, weight.numel()))
+        for first in range(0, len(names), count):
+            batch = names[first : first + count]
+            if len(batch) == 1:
+                merged[batch[0]] = merged_weight(weights[batch[0]], *factors[batch[0]])
+                continue
+            a, b = torch.stack([factors[name][0] for name in batch]), torch.stack([factors[name][1] for name in batch])
+            sums = merged_weight(torch.stack([weights[name] for name in batch]), a, b, scale)
+            merged |= zip(batch, sums, strict=True)
+    return merged
 
 
 def fits(weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
@@ -52,16 +86,12 @@ class AdapterProduct:
     """
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        self._stack = [AdapterProduct(*pair, scale) for pair in zip(a, b, strict=True)] if a.ndim == 3 else None
-        if self._stack is not None:
-            return
-        self._factors = a, b
+        self._factors = a, b = (a, b) if a.ndim == 3 else (a[None], b[None])
         self._scale = scale
-        rank = len(a)
-        bits = min(_FACTOR_BITS, (_EXACT_BITS - math.ceil(math.log2(max(rank, 1)))) // 2)
-        self._a, a_unit = _multiples(a, bits)
-        self._b, b_unit = _multiples(b, bits)
-        self._unit = a_unit * b_unit
+        bits = min(_FACTOR_BITS, (_EXACT_BITS - math.ceil(math.log2(max(a.shape[1], 1)))) // 2)
+        self._a, a_units = _multiples(a, bits)
+        self._b, b_units = _multiples(b, bits)
+        self._units = a_units * b_units
 
     def added_to(self, weight: torch.Tensor, *place: int) -> torch.Tensor:
         """Return a slice of W with its part of the product added, in the slice's dtype.
@@ -72,32 +102,39 @@ class AdapterProduct:
         """
         import torch
 
-        if self._stack is not None:
-            first, *inner = place or (0, 0, 0)
-            products = self._stack[first : first + len(weight)]
-            parts = [product.added_to(part, *inner) for product, part in zip(products, weight, strict=True)]
-            return torch.stack(parts)
-        row, column = place or (0, 0)
-        rows, columns = weight.shape
+        if weight.ndim == 2:
+            return self.added_to(weight[None], 0, *(place or (0, 0)))[0]
+        count, rows, columns = weight.shape
+        first, row, column = place or (0, 0, 0)
+        experts, inputs = slice(first, first + count), slice(column, column + columns)
         if weight.dtype == torch.float64:
-            a, b = (factor.to(weight.dtype) for factor in self._factors)
-            return weight + self._scale * (b[row : row + rows] @ a[:, column : column + columns])
+            a, b = (factor[experts].to(weight.dtype) for factor in self._factors)
+            return weight + self._scale * (b[:, row : row + rows] @ a[..., inputs])
+        a, b, units = self._a[experts, :, inputs], self._b[experts, row : row + rows], self._units[experts]
         merged = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        a, step = self._a[:, column : column + columns], max(1, _CHUNK_ELEMENTS // max(1, columns))
-        for start in range(0, rows, step):
-            part = self._b[row + start : row + min(start + step, rows)] @ a
-            part *= self._unit
+        elements = _chunk_elements(weight)
+        expert_step, row_step = (max(1, elements // max(1, size)) for size in (rows * columns, columns))
+        for expert, start in itertools.product(range(0, count, expert_step), range(0, rows, row_step)):
+            stack, chunk = slice(expert, expert + expert_step), slice(start, start + row_step)
+            part = torch.bmm(b[stack, chunk], a[stack])
+            part *= units[stack]
             part *= self._scale
-            part += weight[start : start + step]
-            merged[start : start + step] = part
+            part += weight[stack, chunk]
+            merged[stack, chunk] = part
         return merged
 
 
-def _multiples(factor: torch.Tensor, bits: int) -> tuple[torch.Tensor, float]:
-    """Return a factor as whole multiples, in float64, of a power of two, which is returned too."""
+def _chunk_elements(weight: torch.Tensor) -> int:
+    return _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cuda"])
+
+
+def _multiples(factor: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a stack of factors as whole multiples, in float64, of powers of two, which are returned too: [experts, 1,
+    1]."""
     import torch
 
     wide = factor.to(torch.float64)
-    _, exponent = torch.frexp(wide.abs().max())
-    unit = math.ldexp(1.0, int(exponent) - bits)
-    return (wide / unit).round_(), unit
+    _, exponents = torch.frexp(wide.abs().amax((1, 2)))
+    # In Python, as powers of two are not exact on every device.
+    units = wide.new_tensor([math.ldexp(1.0, exponent - bits) for exponent in exponents.tolist()])[:, None, None]
+    return (wide / units).round_(), units

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
 from forge_rl.models import expert_stacks
-from forge_rl.models.adapter_products import fits, merged_weight
+from forge_rl.models.adapter_products import fits, merged_weights
 from forge_rl.models.base_formats import BaseQuantization
 from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, read_object, tensor_files
 
@@ -286,15 +286,14 @@ class Adapter:
         total_bytes = 0
         dtype = ""
         for path in sorted(set(files.values())):
-            tensors = {}
             with open_weights(path) as file:
-                for name in file.keys():  # noqa: SIM118  safetensors' file is no mapping
-                    tensor = file.get_tensor(name)
-                    if self.quantization is not None and name in quantized:
-                        tensor = self.quantization.rounded(name, tensor)
-                    tensors[name] = self._merged(name, tensor, *factors[name]) if name in factors else tensor
-                    total_bytes += tensor.nbytes
-                    dtype = dtype or str(tensor.dtype).removeprefix("torch.")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            dtype = dtype or next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()), "")
+            if self.quantization is not None:
+                for name in quantized & tensors.keys():
+                    tensors[name] = self.quantization.rounded(name, tensors[name])
+            tensors |= self._merged(tensors, factors)
             _save(tensors, target / path.name)
         weight_map = {name: path.name for name, path in files.items()}
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
@@ -359,20 +358,27 @@ class Adapter:
         )
 
     def _merged(
-        self, name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, of_experts: bool
-    ) -> torch.Tensor:
-        rank, scale = (self.expert_rank, self.expert_scale) if of_experts else (self.rank, self.scale)
-        if not fits(weight.shape, a.shape, b.shape) or a.shape[-2] != rank:
-            raise ModelError(
-                f"{name!r:.120} has shape {tuple(weight.shape)}, and its factors {tuple(b.shape)} and {tuple(a.shape)}",
-                hint="name the model that the adapter was trained on with --base",
-            )
-        merged = merged_weight(weight, a, b, scale)
-        if not bool(merged.isfinite().all()):
-            raise ModelError(
-                f"{name!r:.120} is not finite with the factors in {self.folder / WEIGHTS}",
-                hint="take an earlier checkpoint of that training",
-            )
+        self, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, bool]]
+    ) -> dict[str, torch.Tensor]:
+        """Return the adapted tensors among some of a model's, with the adapters added."""
+        scaled_factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+        for name in filter(factors.__contains__, tensors):
+            a, b, of_experts = factors[name]
+            rank, scale = (self.expert_rank, self.expert_scale) if of_experts else (self.rank, self.scale)
+            if not fits(tensors[name].shape, a.shape, b.shape) or a.shape[-2] != rank:
+                raise ModelError(
+                    f"{name!r:.120} has shape {tuple(tensors[name].shape)}, and its factors {tuple(b.shape)} and "
+                    f"{tuple(a.shape)}",
+                    hint="name the model that the adapter was trained on with --base",
+                )
+            scaled_factors[name] = a, b, scale
+        merged = merged_weights(tensors, scaled_factors)
+        for name, tensor in merged.items():
+            if not bool(tensor.isfinite().all()):
+                raise ModelError(
+                    f"{name!r:.120} is not finite with the factors in {self.folder / WEIGHTS}",
+                    hint="take an earlier checkpoint of that training",
+                )
         return merged
 
 

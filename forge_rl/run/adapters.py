@@ -205,7 +205,7 @@ class RunAdapters:
         more, and no episodes are generated for the source of its name.
 
         Args:
-            mix_rows: compute rows of several adapters together, if the trainer has one rank and its model no experts;
+            mix_rows: compute rows of several adapters together, if the trainer has one rank and a model that can;
                 results then equal separate trainings within rounding; with rows of their own, bit for bit.
 
         Raises:
@@ -245,7 +245,7 @@ class RunAdapters:
         if mix_rows and self._mixes and len(passes) > 1:
             try:
                 return await self._trainer.adapters.run_many(passes)
-            except ConfigError:  # a model with experts
+            except ConfigError:  # such as of a model with experts
                 self._mixes = False
         results: list[Pass | ForgeError] = []
         for adapter_pass in passes:

@@ -152,7 +152,10 @@ class CheckpointStore:
         for path in self.folder(model_id).glob(f"*/*/{_RECORD}"):
             if not _NAME.fullmatch(path.parent.name):  # being written, or cut off by a kill
                 continue
-            checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
+            try:
+                checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
+            except FileNotFoundError:  # deleted meanwhile
+                continue
             if checkpoint.is_expired:
                 shutil.rmtree(path.parent, ignore_errors=True)
             else:
@@ -220,7 +223,7 @@ class CheckpointStore:
                 return checkpoint
             if not settings.overwrite:
                 raise ApiError(400, f"there is a checkpoint {checkpoint.path} already", param="path")
-        elif sum(1 for _ in self.all_of(record.tenant)) >= self._max_checkpoints:
+        elif len(await asyncio.to_thread(lambda: list(self.all_of(record.tenant)))) >= self._max_checkpoints:
             raise ApiError(400, f"this key has {self._max_checkpoints} checkpoints, the most it may have: delete some")
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)

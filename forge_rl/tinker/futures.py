@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +16,9 @@ POLL_S = 30.0
 """Maximum time for which a request for a result waits; the client gives up after 45 s."""
 _MOST_DONE = 4096
 _MOST_DONE_BYTES = 256 << 20
-"""Maximum results of a tenant that are kept, and their bytes."""
+"""Maximum results of a tenant that are kept, and their bytes; a sixteenth more until the oldest are looked for."""
+_SHARE = 16
+"""Share of a tenant's promises after which old ones are looked for: so each costs the same, however many wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +65,21 @@ class Promises:
     """Promises by id; old ones of the same tenant that are done are forgotten, the oldest first."""
 
     def __init__(self) -> None:
-        self._promises: OrderedDict[str, Promise] = OrderedDict()
+        self._promises: dict[str, Promise] = {}
+        self._names: dict[str, OrderedDict[str, None]] = {}
+        """Ids of each tenant's promises, the oldest first."""
+        self._opened: Counter[str] = Counter()
+        """Promises that a tenant opened since old ones were looked for."""
 
     def open(self, request_id: str, tenant: str) -> Promise:
         """Make a promise."""
+        names = self._names.setdefault(tenant, OrderedDict())
+        self._opened[tenant] += 1
+        if self._opened[tenant] > len(names) // _SHARE:  # each would take as long as all promises are many
+            self._forget(tenant)
+        names.pop(request_id, None)
+        names[request_id] = None
         promise = self._promises[request_id] = Promise(tenant)
-        self._forget(tenant)
         return promise
 
     def get(self, request_id: str, tenant: str) -> Promise:
@@ -100,8 +111,10 @@ class Promises:
             self.open(name, tenant).keep(FutureResult(body=base64.b64decode(text), is_protobuf=is_protobuf))
 
     def _forget(self, tenant: str) -> None:
-        promises = [(name, promise) for name, promise in self._promises.items() if promise.tenant == tenant]
-        done = [(name, promise) for name, promise in promises if promise.done.is_set()]
+        """Forget old promises of a tenant, so that another one has room."""
+        self._opened[tenant] = 0
+        names = self._names[tenant]
+        done = [(name, promise) for name in names if (promise := self._promises[name]).done.is_set()]
         size = sum(len(promise.result.body) for _, promise in done if promise.result is not None)
         surplus = len(done) - _MOST_DONE
         for name, promise in done:
@@ -109,4 +122,4 @@ class Promises:
                 break
             size -= len(promise.result.body) if promise.result is not None else 0
             surplus -= 1
-            del self._promises[name]
+            del self._promises[name], names[name]

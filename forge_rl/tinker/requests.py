@@ -105,6 +105,10 @@ class ModelId(_ClientRequest):
     model_id: Text
 
 
+class WeightsInfo(_ClientRequest):
+    tinker_path: Text
+
+
 class CreateSamplingSession(_ClientRequest):
     session_id: Text
     sampling_session_seq_id: Seq

@@ -35,6 +35,8 @@ from forge_rl.tinker.trainings import Trainings
 
 Handler = Callable[[str, bytes, Request], Awaitable[Response]]
 _API = "/api/v1"
+_RUN = "training_runs/{model_id}"
+_CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
 NOT_HERE: Mapping[str, str] = {
     "create_custom_loss": "custom losses run in the client, on forward's logprobs",
     "copy_weights": "each key has its own checkpoints",
@@ -42,7 +44,16 @@ NOT_HERE: Mapping[str, str] = {
     "retrieve_futures": "results are asked for one by one",
     "join_sampling_session": "copies of a sampler count on from a random number",
     "auth/token": "requests carry the key itself",
-    "weights_info": "describes public checkpoints; there are none",
+    "auth/apikey/me": "a key's name is known to the server's owner",
+    "audit": "requests are not kept once they are done",
+    "billing/usage/events": "usage has the tokens of a key",
+    "billing/usage/checkpoints/current": "checkpoints lists the bytes of each",
+    "sessions/search": "sessions lists those of a key",
+    "sessions/{session_id}/project": "there are no projects",
+    "sessions/{session_id}/trace_export": "requests are not traced",
+    f"{_CHECKPOINT}/external_weights_urls": "a checkpoint's folder is on the server",
+    f"{_CHECKPOINT}/publish": "each key has its own checkpoints",
+    f"{_CHECKPOINT}/ttl": "save_weights sets how long a checkpoint stays",
 }
 """Routes of the API that the server refuses by name, and why."""
 
@@ -87,7 +98,7 @@ class TinkerServer:
         self._tenants = Tenants(keys, out / "usage.json", most_in_flight=config.max_tokens_in_flight)
         self._promises = Promises()
         self._store = CheckpointStore(out, max_checkpoints=config.max_checkpoints)
-        self._sessions = Sessions(out / "sessions.json", max_sessions=config.max_sessions, on_end=self._end_session)
+        self._sessions = Sessions(out / "sessions", max_sessions=config.max_sessions, on_end=self._end_session)
         executor = RequestExecutor(services.trainer, base, self._store, self._promises, self._sessions)
         self._trainings = Trainings(services.trainer, executor, self._store, self._tenants, self._promises, config)
         loaded = LoadedAdapters(services.engines, max_loaded=services.max_loaded)
@@ -155,27 +166,28 @@ class TinkerServer:
             "asample": self._sample,
             "cancel_future": self._cancel,
             "retrieve_future": self._retrieve,
-            **{path: partial(self._refuse, path) for path in NOT_HERE},
+            "weights_info": self._weights_info,
         }
-        run = "training_runs/{model_id}"
-        checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
         gets: dict[str, Handler] = {
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._get_sampler,
             "sessions": self._list_sessions,
             "sessions/{session_id}": self._get_session,
             "training_runs": self._list_runs,
-            run: self._get_run,
-            f"{run}/checkpoints": self._list_checkpoints,
+            _RUN: self._get_run,
+            f"{_RUN}/checkpoints": self._list_checkpoints,
             "checkpoints": self._list_all_checkpoints,
             "usage": self._usage,
         }
+        refused: dict[str, Handler] = {path: partial(self._refuse, path) for path in NOT_HERE}
+        every = ["GET", "POST", "PUT", "DELETE"]
         app = Starlette(
             routes=[
+                *(Route(f"{_API}/{path}", self._endpoint(work), methods=every) for path, work in refused.items()),
                 Route(f"{_API}/healthz", self._health),
                 *(Route(f"{_API}/{path}", self._endpoint(work), methods=["POST"]) for path, work in posts.items()),
                 *(Route(f"{_API}/{path}", self._endpoint(work), methods=["GET"]) for path, work in gets.items()),
-                Route(f"{_API}/{checkpoint}", self._endpoint(self._delete_checkpoint), methods=["DELETE"]),
+                Route(f"{_API}/{_CHECKPOINT}", self._endpoint(self._delete_checkpoint), methods=["DELETE"]),
             ],
             exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         )
@@ -447,12 +459,16 @@ class TinkerServer:
     # What is on disk.
 
     async def _list_runs(self, tenant: str, body: bytes, request: Request) -> Response:
-        cards = [self._run_card(record) for record in reversed(self._store.records(tenant))]
+        def cards_of(tenant: str) -> list[dict[str, Any]]:
+            return [self._run_card(record) for record in reversed(self._store.records(tenant))]
+
+        cards = await asyncio.to_thread(cards_of, tenant)  # of up to a thousand files
         page, cursor = _page(cards, request)
         return JSONResponse({"training_runs": page, "cursor": cursor})
 
     async def _get_run(self, tenant: str, body: bytes, request: Request) -> Response:
-        return JSONResponse(self._run_card(self._store.record(request.path_params["model_id"], tenant)))
+        record = self._store.record(request.path_params["model_id"], tenant)
+        return JSONResponse(await asyncio.to_thread(self._run_card, record))
 
     def _run_card(self, record: AdapterRecord) -> dict[str, Any]:
         checkpoints = self._store.checkpoints(record.model_id)
@@ -471,10 +487,25 @@ class TinkerServer:
 
     async def _list_checkpoints(self, tenant: str, body: bytes, request: Request) -> Response:
         record = self._store.record(request.path_params["model_id"], tenant)
-        return JSONResponse({"checkpoints": [c.card() for c in self._store.checkpoints(record.model_id)]})
+        checkpoints = await asyncio.to_thread(self._store.checkpoints, record.model_id)
+        return JSONResponse({"checkpoints": [checkpoint.card() for checkpoint in checkpoints]})
+
+    async def _weights_info(self, tenant: str, body: bytes, request: Request) -> Response:
+        record, _, _ = self._store.find(requests.read(requests.WeightsInfo, body).tinker_path, tenant)
+        return JSONResponse(
+            {
+                "base_model": self._base.name,
+                "is_lora": True,
+                "lora_rank": record.rank,
+                "train_unembed": False,
+                "train_mlp": record.train_mlp,
+                "train_attn": record.train_attn,
+            }
+        )
 
     async def _list_all_checkpoints(self, tenant: str, body: bytes, request: Request) -> Response:
-        checkpoints = sorted(self._store.all_of(tenant), key=lambda checkpoint: checkpoint.time, reverse=True)
+        checkpoints = await asyncio.to_thread(lambda: list(self._store.all_of(tenant)))
+        checkpoints.sort(key=lambda checkpoint: checkpoint.time, reverse=True)
         page, cursor = _page([checkpoint.card() for checkpoint in checkpoints], request)
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 

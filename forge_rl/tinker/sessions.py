@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -40,18 +41,23 @@ class ClientSession:
 
 
 class Sessions:
-    """Sessions in a file, those used last at the end.
+    """Sessions, those used last at the end, each in a file of its own: what one of them holds makes no other's change
+    slower.
 
     Args:
+        folder: where the files are; made if it is missing. A file of this name with the ending .json, which
+            earlier servers kept for all sessions, is split up.
         max_sessions: maximum sessions of a tenant; past it, the one idle longest ends.
         on_end: called with the id of a session that ends so.
     """
 
-    def __init__(self, file: Path, *, max_sessions: int, on_end: Callable[[str], None]) -> None:
-        self._file = file
+    def __init__(self, folder: Path, *, max_sessions: int, on_end: Callable[[str], None]) -> None:
+        folder.mkdir(exist_ok=True)
+        _split(folder.with_suffix(".json"), folder)
+        self._folder = folder
         self._max_sessions = max_sessions
         self._on_end = on_end
-        self._sessions = _read(file)
+        self._sessions = _read(folder)
 
     def create(
         self, tenant: str, user_metadata: Mapping[str, str] | None = None, display_name: str | None = None
@@ -65,7 +71,7 @@ class Sessions:
         for idle in current[: len(current) - self._max_sessions]:
             self._on_end(idle.session_id)  # first: a training without its session could not be ended with it
             self.end(idle.session_id, tenant)
-        self._write()
+        self._write(session)
         return session
 
     def of(self, tenant: str) -> list[ClientSession]:
@@ -88,7 +94,7 @@ class Sessions:
         """End a session."""
         self.get(session_id, tenant)
         del self._sessions[session_id]
-        self._write()
+        self._file(session_id).unlink(missing_ok=True)
 
     def open_sampler(self, session_id: str, seq: int, model_path: str | None) -> str:
         """Open a sampler of a session; the same seq and path give the same one. Returns its id."""
@@ -98,7 +104,7 @@ class Sessions:
             session.samplers[sampler_id] = Sampler(sampler_id=sampler_id, seq=seq, model_path=model_path)
             for idle in list(session.samplers)[:-_MOST_SAMPLERS]:
                 del session.samplers[idle]
-            self._write()
+            self._write(session)
         return sampler_id
 
     def sampler(self, sampler_id: str, tenant: str) -> Sampler:
@@ -113,17 +119,35 @@ class Sessions:
         samplers[sampler_id] = sampler = samplers.pop(sampler_id)  # as the one used last
         return sampler
 
-    def _write(self) -> None:
-        write_whole(self._file, json.dumps([asdict(session) for session in self._sessions.values()]))
+    def _file(self, session_id: str) -> Path:
+        return self._folder / f"{session_id}.json"
+
+    def _write(self, session: ClientSession) -> None:
+        write_whole(self._file(session.session_id), json.dumps(asdict(session)))
 
 
-def _read(file: Path) -> dict[str, ClientSession]:
+def _split(file: Path, folder: Path) -> None:
+    """Write each session of one file for all into its own, and remove that one."""
     if not file.exists():
-        return {}
+        return
     try:
-        sessions = [ClientSession(**fields) for fields in json.loads(file.read_text())]
-        for session in sessions:
-            session.samplers = {name: Sampler(**vars_) for name, vars_ in dict(session.samplers).items()}  # type: ignore[arg-type]
+        time_ns = file.stat().st_mtime_ns
+        for index, fields in enumerate(json.loads(file.read_text())):
+            path = folder / f"{ClientSession(**fields).session_id}.json"
+            write_whole(path, json.dumps(fields))
+            os.utime(path, ns=(time_ns, time_ns + index))  # in this order they were used
+        file.unlink()
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", hint="move it away") from error
+
+
+def _read(folder: Path) -> dict[str, ClientSession]:
+    sessions = []
+    for file in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
+        try:
+            session = ClientSession(**json.loads(file.read_text()))
+            session.samplers = {name: Sampler(**vars_) for name, vars_ in dict(session.samplers).items()}  # type: ignore[arg-type]
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}", hint="move it away") from error
+        sessions.append(session)
     return {session.session_id: session for session in sessions}

@@ -21,6 +21,8 @@ KEY_PREFIX = "tml-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _LEAST_KEY = 20
 _BYTES_OF_TOKEN = 64
+_MOST_REQUESTS = 1 << 14
+"""Maximum requests of a tenant that wait or run: each takes memory and a task, however few its tokens."""
 
 
 class Tenants:
@@ -42,6 +44,7 @@ class Tenants:
         self._usage_file = usage
         self._most_in_flight = most_in_flight
         self._in_flight: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
         self._usage: dict[str, Counter[str]] = _read_usage(usage)
 
     def __contains__(self, tenant: str) -> bool:
@@ -75,18 +78,25 @@ class Tenants:
         current = self._in_flight[tenant]
         if tokens > self._most_in_flight:
             raise ApiError(400, f"a request of {tokens} tokens; a key may have {self._most_in_flight} in flight")
+        problem = ""
         if current + tokens > self._most_in_flight:
+            problem = f"{current} of at most {self._most_in_flight} tokens"
+        elif self._requests[tenant] >= _MOST_REQUESTS:
+            problem = f"{_MOST_REQUESTS} requests, the most there may be,"
+        if problem:
             raise ApiError(
                 429,
-                f"{current} of at most {self._most_in_flight} tokens of this key are in flight; try again",
+                f"{problem} of this key are in flight; try again",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
         self._in_flight[tenant] += tokens
+        self._requests[tenant] += 1
         try:
             yield
         finally:
             self._in_flight[tenant] -= tokens
+            self._requests[tenant] -= 1
 
     def count(self, tenant: str, **counts: int) -> None:
         """Add to what a tenant has used."""

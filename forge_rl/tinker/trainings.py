@@ -237,7 +237,9 @@ class Trainings:
                 promise.keep(await self._executor.execute(training, entry))
             except Exception as error:
                 if not isinstance(error, ApiError | ForgeError | OSError):
-                    raise
+                    # A mistake of ours in what one client sent: it costs that client, and is not computed again.
+                    training.add_poison(entry.seq)
+                    warnings.warn(f"request {entry.seq} of {training.model_id} failed: {error!r}", stacklevel=2)
                 if isinstance(error, ServiceError) and not self._trainer.alive:
                     training.attempts += 1
                     if training.attempts < _MAX_ATTEMPTS:
@@ -276,7 +278,7 @@ class Trainings:
                 continue
             try:
                 packed = await self._executor.packed(training, entry)
-            except (ApiError, ForgeError):
+            except Exception:
                 continue  # `_step` fails with the same
             is_alike = not together or packed.adapter_pass.backward == together[0][1].adapter_pass.backward
             if is_alike and packed.tokens <= room:

@@ -32,12 +32,14 @@ _MESSAGES: Mapping[str, str] = {
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string, "
     "5 loss_fn_config {double}, 6 forward_only bool, 7 loss_fn_config_v2 {LossConfigValue}",
     "LossConfigValue": "1 number double?, 2 text string?",
-    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs {Tensor}",
+    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs {Tensor}, 3 model_input_spans bytes*, "
+    "4 loss_fn_input_spans bytes*",
     "Chunk": "1 encoded_text EncodedTextChunk, 2 image Unread, 3 dmel Unread",
     "EncodedTextChunk": "1 tokens bytes",
     "Unread": "",
 }
-"""Fields of each message: number, name and type; * is repeated, ? optional, and {} a map from strings."""
+"""Fields of each message: number, name and type; * is repeated, ? optional, and {} a map from strings. Spans tell where
+tokens were sampled, which changes nothing."""
 _ENUMS = {
     "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
     "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
@@ -128,10 +130,15 @@ def read_pass(body: bytes, *, most_data: int) -> PassRequest:
         if value.HasField("text"):
             raise ApiError(400, f"the loss's setting {name[:40]!r} is text, which is not supported", param="loss_fn")
         config[name] = value.number
+    data = [_read_datum(datum, index) for index, datum in enumerate(message.data)]
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() < size:  # of a later client: leaving them out may change what the request means
+        raise ApiError(400, "the request has fields that are not supported here", code="not_supported")
     return PassRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
-        data=[_read_datum(datum, index) for index, datum in enumerate(message.data)],
+        data=data,
         loss_fn=message.loss_fn,
         loss_config=config,
         forward_only=message.forward_only,

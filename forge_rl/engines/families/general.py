@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -440,15 +441,34 @@ def sees_whole_rows(folder: Path) -> bool:
     return all(type(mixer).__name__ in ROW_MIXERS for mixer in recurrent_mixers(inspected_model(folder)))
 
 
-def mixes_rows(folder: Path) -> bool:
-    """Return whether rows of several adapters can be computed as one: every linear layer sees whole rows, and no token
-    meets another row's, whose NaN it would get, as it does among experts and where all scores of a row are
-    computed at once, see `titan.general_attention`."""
+def takes(function: Callable[..., Any] | None, name: str) -> bool:
+    """Return whether the implementation that transformers chose for one of its functions takes an argument."""
+    if not inspect.isfunction(function):
+        return False
+    return name in inspect.getclosurevars(function).nonlocals.get("applicable_params", ())
+
+
+def row_mixing_problem(folder: Path) -> str:
+    """Say why rows of several adapters cannot be computed as one, of a model without a native family; "" if they can.
+
+    Every linear layer has to see whole rows, and no token may meet another row's, not even with a weight of 0: it would
+    get its NaN.
+    """
     causal = inspected_model(folder)
-    is_dense = getattr(causal.config, "attn_logit_softcapping", None) or "chunked_attention" in (
+    if getattr(causal.config, "attn_logit_softcapping", None) or "chunked_attention" in (
         getattr(causal.config, "layer_types", None) or ()
-    )
-    return not (is_dense or has_states(folder) or any(_has_experts(layer) for layer in causal.model.layers))
+    ):
+        return "its softcapped or chunked attention computes all scores of a row at once"
+    if any(_has_experts(layer) for layer in causal.model.layers):
+        return "its experts multiply tokens of all rows together"
+    if not sees_whole_rows(folder):
+        return "its layers with a state see one episode at a time"
+    for mixer in recurrent_mixers(causal):
+        names = inspect.unwrap(type(mixer).forward).__globals__
+        for function, argument in (("torch_chunk_gated_delta_rule", "cu_seqlens"), ("mamba2_chunk_scan", "seq_idx")):
+            if takes(names.get(function), argument):
+                return "its layers with a state run in kernels (of fla or mamba_ssm) that compute a row as one sequence"
+    return ""
 
 
 def _rope_types(config: Any) -> set[str]:

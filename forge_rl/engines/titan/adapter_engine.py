@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep, AdapterPass, AdapterSettings, PassResult
-from forge_rl.engines.families.general import mixes_rows
+from forge_rl.engines.families.general import row_mixing_problem
 from forge_rl.engines.lora_config import adapted_modules, check_shared_base
 from forge_rl.engines.titan.adapter_files import AdapterState, read_state, write_state
 from forge_rl.engines.titan.adapter_switch import AdapterSwitch
@@ -186,12 +186,16 @@ class TitanAdapters:
             ConfigError: the trainer has several ranks or a model that cannot, or an adapter has two passes.
         """
         engine = self._engine
-        a = engine.architecture
-        is_plain = a.experts is None and (a.folder is None or mixes_rows(a.folder))
-        if dist.get_world_size() > 1 or not is_plain:
+        a, problem = engine.architecture, ""
+        if dist.get_world_size() > 1:
+            problem = "the trainer has several ranks"
+        elif a.experts is not None:
+            problem = "its experts multiply tokens of all rows together"
+        elif a.folder is not None:
+            problem = row_mixing_problem(a.folder)
+        if problem:
             raise ConfigError(
-                "rows of several adapters are computed together by one rank, on a model without experts, states, "
-                "softcapped and chunked attention",
+                f"rows of several adapters cannot be computed together: {problem}",
                 hint="run each adapter's passes apart",
             )
         if len({adapter_pass.name for adapter_pass in passes}) < len(passes):

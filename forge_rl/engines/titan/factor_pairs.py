@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forge_rl.engines.titan.shards import ADAPTERS, names_of
+from forge_rl.models.adapter_products import AdapterProduct
 from forge_rl.weights.names import Part, SameNames
 
 
@@ -58,6 +59,20 @@ class FactorPair:
             shape = getattr(self.module, weight.rpartition(".")[2]).shape
             for part in names_of(model).parts(weight, shape):
                 yield part.name, *self._cut(part, factors[0], factors[1][..., rows, :])
+
+    def products(
+        self, model: nn.Module, factors: tuple[torch.Tensor, torch.Tensor]
+    ) -> Iterator[tuple[str, slice, AdapterProduct]]:
+        """Yield products of whole factors: the model's name of a weight, rows of it (of each expert's), and the product
+        that is added to these. Rows that are published as one tensor have a product of their own."""
+        for weight, rows in self.weights.items():
+            a, b = factors[0], factors[1][..., rows, :]
+            if self.transposed:
+                a, b = b.mT, a.mT
+            shape = getattr(self.module, weight.rpartition(".")[2]).shape
+            tensors = {part.rows.start: part.rows for part in names_of(model).parts(weight, shape) if part.rows}
+            for part_rows in tensors.values() or [slice(None)]:
+                yield weight, part_rows, AdapterProduct(a, b[..., part_rows, :], self.scale)
 
     def _cut(self, part: Part, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if part.index is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_rl.engines.families.general import ROW_MIXERS
+from forge_rl.engines.families.general import ROW_MIXERS, takes
 from forge_rl.engines.titan.row_states import Call, RowStates
 from forge_rl.packing.rows import Row
 
@@ -94,13 +94,6 @@ def _over_row(mixer: Any, config: Any) -> Callable[..., torch.Tensor]:
 def _states(config: Any) -> RowStates:
     context: RowContext = getattr(config, ROW)
     return context.states
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether the implementation that transformers chose for one of its functions takes an argument."""
-    if not inspect.isfunction(function):
-        return False
-    return name in inspect.getclosurevars(function).nonlocals.get("applicable_params", ())
 
 
 def _convolution(convolution: Callable[..., torch.Tensor], config: Any) -> Callable[..., torch.Tensor]:

@@ -12,8 +12,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import spmd_types as spmd  # type: ignore[import-untyped]
@@ -34,7 +34,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.adapter_switch import AdapterSwitch, RowPart, rounded_factor
 from forge_rl.engines.titan.expert_adapters import adapt_experts
-from forge_rl.engines.titan.factor_pairs import factor_pairs
+from forge_rl.engines.titan.factor_pairs import FactorPair, factor_pairs
 from forge_rl.engines.titan.head import FloatHead
 from forge_rl.engines.titan.quantized_base import quantize_base
 from forge_rl.engines.titan.shards import (
@@ -51,11 +51,12 @@ from forge_rl.packing.rows import Row
 from forge_rl.system.seeds import derive_seed
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, factor_names
-from forge_rl.weights.names import Part
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 _A, _B = ADAPTERS
+_WholeFactors = Sequence[tuple[FactorPair, tuple[torch.Tensor, torch.Tensor]]]
+"""Adapters with A and B of all ranks."""
 
 
 def add_adapters(model: Any, architecture: Architecture, settings: TrainSettings) -> None:
@@ -271,17 +272,16 @@ def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
     Args:
         ranks: ranks that hold the model.
     """
-    products = _products(model, ranks)
-    if model.adapters is None or not model.adapters.travel:
-        return local_shards(model, ranks, lambda part, values: _added(products, part, values))
+    if model.adapters is None:
+        return local_shards(model, ranks)
+    whole_factors = _whole_factors(model, ranks)
+    if not model.adapters.travel:
+        return local_shards(model, ranks, _Merge(model, whole_factors))
     factors = (
-        []
-        if dist.get_rank() != ranks.start
-        else [
-            LocalShard(name=factor, tensor_slice=TensorSlice.whole(values.shape), values=values.contiguous())
-            for name, product in products.items()
-            for factor, values in zip(factor_names(name), product.factors, strict=True)
-        ]
+        LocalShard(name=factor, tensor_slice=TensorSlice.whole(values.shape), values=values.contiguous())
+        for pair, factor_pair in (whole_factors if dist.get_rank() == ranks.start else ())
+        for name, *views in pair.published(model, factor_pair)
+        for factor, values in zip(factor_names(name), views, strict=True)
     )
     return itertools.chain(factors, local_shards(model, ranks))
 
@@ -293,43 +293,45 @@ def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardRep
         return []
     entries = {entry.name: entry for entry in drafted.tensors}
     published_dtype = next((e.torch_dtype for e in drafted.tensors if e.name.endswith(factor_names(""))), torch.float32)
-    products = _products(model, ranks, published_dtype)
+    merge = _Merge(model, _whole_factors(model, ranks, published_dtype))
     reports = []
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
-        if not tensor_slice.numel or not publishes(parameter, ranks):
+        if name not in merge.products or not tensor_slice.numel or not publishes(parameter, ranks):
             continue
-        for part in model.names.parts(name, parameter.shape, tensor_slice):
-            if part.name in products:
-                entry = entries[part.name]
-                values = part.of(values_of(parameter)).to(entry.torch_dtype)
-                merged = _added(products, part, values)
-                (value,) = move([Move(None, merged, entry.shape, part.tensor_slice)])
-                reports.append(ShardReport(name=part.name, tensor_slice=part.tensor_slice, fingerprint=value))
+        parts = list(model.names.parts(name, parameter.shape, tensor_slice))
+        merged = merge(name, tensor_slice, values_of(parameter).to(entries[parts[0].name].torch_dtype))
+        moves = [Move(None, part.of(merged), entries[part.name].shape, part.tensor_slice) for part in parts]
+        reports += [
+            ShardReport(name=part.name, tensor_slice=part.tensor_slice, fingerprint=value)
+            for part, value in zip(parts, move(moves), strict=True)
+        ]
     return reports
 
 
-def _added(products: Mapping[str, _GatheredFactors], part: Part, values: torch.Tensor) -> torch.Tensor:
-    """Return a slice of a published tensor with its adapter's product added, if it has one."""
-    product = products.get(part.name)
-    return values if product is None else product.sum.added_to(values, *part.tensor_slice.start)
+class _Merge:
+    """Adds products of adapters to slices of weights."""
+
+    def __init__(self, model: Any, whole_factors: _WholeFactors) -> None:
+        self.products: dict[str, list[tuple[slice, AdapterProduct]]] = {}
+        for pair, factors in whole_factors:
+            for name, rows, product in pair.products(model, factors):
+                self.products.setdefault(name, []).append((rows, product))
+
+    def __call__(self, name: str, tensor_slice: TensorSlice, values: torch.Tensor) -> torch.Tensor:
+        """Return a slice of a weight, by the model's name, with its adapter's product added, if it has one."""
+        parts = [
+            product.added_to(values[..., rows, :], *tensor_slice.start) for rows, product in self.products.get(name, ())
+        ]
+        return torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0] if parts else values
 
 
-@dataclass(frozen=True)
-class _GatheredFactors:
-    factors: tuple[torch.Tensor, torch.Tensor]
-    """A and B, whole."""
-    sum: AdapterProduct
-
-
-def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.float32) -> dict[str, _GatheredFactors]:
-    """Gather the adapters of all ranks, by the published name of the weight. Every rank calls this.
+def _whole_factors(model: Any, ranks: range, published_dtype: torch.dtype = torch.float32) -> _WholeFactors:
+    """Gather A and B of all ranks' adapters. Every rank calls this.
 
     Args:
         published_dtype: dtype that factors are rounded to if adapters travel, as readers get them.
     """
-    if model.adapters is None:
-        return {}
     pairs = list(factor_pairs(model))
     parameters = [factor for pair in pairs for factor in pair.parameters]
     device = values_of(parameters[0]).device
@@ -345,8 +347,4 @@ def _products(model: Any, ranks: range, published_dtype: torch.dtype = torch.flo
     whole_factors = [rounded_factor(factor, model.adapters.lora) for factor in whole_factors]
     if model.adapters.travel:  # as they are published
         whole_factors = [factor.to(published_dtype).float() for factor in whole_factors]
-    return {
-        name: _GatheredFactors((a, b), AdapterProduct(a, b, pair.scale))
-        for pair, *factors in zip(pairs, whole_factors[::2], whole_factors[1::2], strict=True)
-        for name, a, b in pair.published(model, (factors[0], factors[1]))
-    }
+    return list(zip(pairs, zip(whole_factors[::2], whole_factors[1::2], strict=True), strict=True))

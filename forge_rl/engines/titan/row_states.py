@@ -137,17 +137,20 @@ class RowStates:
         positions, trees, until = (
             values.cpu().numpy() for values in (self.row.positions, self.row.trees, self.row.until)
         )
-        size = max(1, int((trees >= 0).sum()))  # padding is at the end; a row of padding has one token
-        following = np.arange(1, size)
+        is_token = trees >= 0  # rows that were joined have padding between them
+        is_token[0] |= not is_token.any()
         is_continued = (
-            (trees[1:size] == trees[: size - 1])
-            & (until[: size - 1] > following)
-            & (positions[1:size] == positions[: size - 1] + 1)
+            is_token[1:]
+            & is_token[:-1]
+            & (trees[1:] == trees[:-1])
+            & (until[:-1] > np.arange(1, len(until)))
+            & (positions[1:] == positions[:-1] + 1)
         )
-        starts = [0, *following[~is_continued].tolist()]
+        starts = np.flatnonzero(is_token & ~np.append(False, is_continued)).tolist()
+        ends = np.flatnonzero(is_token & ~np.append(is_continued, False)) + 1
         return [
-            _TokenRun(first, end, np.flatnonzero(until[:first] > first))
-            for first, end in zip(starts, [*starts[1:], size], strict=True)
+            _TokenRun(first, end, np.flatnonzero(is_token[:first] & (until[:first] > first)))
+            for first, end in zip(starts, ends.tolist(), strict=True)
         ]
 
     def _schedule(self, chunk: int, shared: bool) -> Schedule:
@@ -160,7 +163,7 @@ class RowStates:
         """Return the parts of runs between branches, by their distance from the root of their tree."""
         previous = {run.first: int(run.ancestors[-1]) if len(run.ancestors) else -1 for run in self._runs}
         starts = sorted(set(previous) | {token + 1 for token in previous.values() if token >= 0})
-        ends = [*starts[1:], self._runs[-1].end]
+        ends = sorted({run.end for run in self._runs} | (set(starts) - previous.keys()))
         levels: list[list[_CallSegment]] = []
         locations: dict[int, tuple[int, int]] = {}  # of the segment that ends with a token: its level and index there
         for first, end in zip(starts, ends, strict=True):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from forge_rl.engines.titan.quantized_base import CODES, SCALES, QuantizedWeight
 from forge_rl.errors import ConfigError
 from forge_rl.weights.manifest import TensorSpec
-from forge_rl.weights.names import ROUTER_BIASES, Names, Part, SameNames
+from forge_rl.weights.names import ROUTER_BIASES, Names, SameNames
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
@@ -80,22 +80,24 @@ def specs(model: Any, changed: Collection[str] = ()) -> tuple[TensorSpec, ...]:
 
 
 def local_shards(
-    model: nn.Module, ranks: range, merge: Callable[[Part, torch.Tensor], torch.Tensor] = lambda _, values: values
+    model: nn.Module,
+    ranks: range,
+    merge: Callable[[str, TensorSlice, torch.Tensor], torch.Tensor] = lambda _, _slice, values: values,
 ) -> Iterator[LocalShard]:
     """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis.
 
     Args:
         ranks: ranks that hold the model, or its pipeline stage.
-        merge: returns the published values of a part of a weight.
+        merge: returns the published values of a slice of a weight.
     """
     for name, parameter in named_weights(model):
         if name == "tok_embeddings.weight" and _copies_embedding(model):
             continue
         tensor_slice = slice_of(parameter)
         if tensor_slice.numel and publishes(parameter, ranks):
+            values = merge(name, tensor_slice, values_of(parameter))
             for part in names_of(model).parts(name, parameter.shape, tensor_slice):
-                values = merge(part, part.of(values_of(parameter)))
-                yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=values)
+                yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
 
 
 def _copies_embedding(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from forge_rl.engines.vllm.sampling import sample_by_position
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ConfigError, ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
-from forge_rl.models.adapter_products import fits, merged_weight
+from forge_rl.models.adapter_products import fits, merged_weights
 from forge_rl.models.hf_folder import HEAD
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import Move, move, warm_up
@@ -305,6 +305,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                 report = ShardReport(name=entry.name, tensor_slice=tensor_slice, fingerprint=fingerprint)
                 self._factor_reports.append(report)
         merged = {entry.name: tensors[entry.name] for entry in weights}
+        factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
         for entry in weights:
             if entry.adapter_scale is None or not self.adds_adapters:
                 continue
@@ -314,8 +315,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
                     f"the adapter of {entry.name!r} came after it, or does not fit its shape {entry.shape}",
                     hint="publish adapters before the weights that they are added to",
                 )
-            merged[entry.name] = merged_weight(tensors[entry.name], a, b, entry.adapter_scale)
-        return weights, merged
+            factors[entry.name] = a, b, entry.adapter_scale
+        return weights, merged | merged_weights(tensors, factors)
 
     def finish_weight_update(self) -> None:
         self._check_complete()
