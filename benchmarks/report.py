@@ -219,9 +219,9 @@ def run_benchmark(
     try:
         config = tyro.cli(config_class, prog=f"python -m benchmarks.{name}", args=args)
         with exit_on_sigterm():
+            report = Report(name, config)  # before an older report in this checkout is removed, an uncommitted change
             if config.json is not None:
                 check_writable(config.json)
-            report = Report(name, config)
             report.command = shlex.join([*report.command.split(), *_without_json(args)])
             measure(config, report)
             Console(highlight=False).print(report.table())

@@ -189,3 +189,12 @@ def test_a_plan_prints_both_phases_by_part_and_by_cause() -> None:
     on_cpu = version_times(CPU_COSTS, Version(size=1e6, tensors=1), H100, CPU_EFFICIENCY)
     lines = list(version_lines(on_cpu))
     assert not any(" 0.000" in line for line in lines[:2]), "parts that round to 0 are left out"
+
+
+def test_a_cpu_plan_predicts_from_the_figures_of_the_benchmark() -> None:
+    report = json.loads((Path(__file__).parents[1] / "docs" / "figures" / "weights_model.json").read_text())
+    results, version = report["results"], {"command": report["command"], "commit": report["commit"]}
+    for name, cost in CPU_COSTS.parts.items():
+        columns = results[f"{name}_call_ms"] / 1e3, results[f"{name}_tensor_us"] / 1e6, results[f"{name}_passes"]
+        assert (cost.call_s, cost.tensor_s, cost.memory) == pytest.approx(columns)
+    assert all(text in CPU_COSTS.source for text in version.values())
