@@ -100,8 +100,8 @@ def test_values_are_the_nearest_of_the_format_and_slices_of_rows_have_the_same(b
         values = weight.to(dtype)
         codes, scales = quantize(values, base_format)
         actual = dequantize(codes, scales, inputs, base_format, dtype)
-        ordinary = torch.arange(70) != 4
-        assert actual[ordinary].equal(reference_values(values, base_format).to(dtype)[ordinary])
+        is_no_tie = torch.arange(70) != 4
+        assert actual[is_no_tie].equal(reference_values(values, base_format).to(dtype)[is_no_tie])
         assert bool(actual.isfinite().all())
         assert dequantize(codes[9:30], scales[9:30], inputs, base_format, dtype).equal(actual[9:30])
         assert all(map(torch.equal, quantize(values[9:30], base_format), (codes[9:30], scales[9:30])))
@@ -165,20 +165,20 @@ def test_versions_references_and_merged_folders_have_the_values_that_are_trained
     }
     published = {shard.name: shard.values for shard in engine.local_shards()}
     assert all(published[name].equal(values) for name, values in base.items())
-    drafted = draft(engine.specs(), version=1, dtype=pass_dtype)
+    manifest = draft(engine.specs(), version=1, dtype=pass_dtype)
     merged = {
         name: merged_weight(published[name], *(published[factor] for factor in factor_names(name)), lora.scale)
         for name in base
         if is_held_quantized(name)
     }
-    reports = {report.name: report.fingerprint for report in engine.merged_reports(drafted)}
+    reports = {report.name: report.fingerprint for report in engine.merged_reports(manifest)}
     assert reports == {name: fingerprint(values, values.shape) for name, values in merged.items()}
     step = saved(engine, tmp_path / "hf", tmp_path / "step")
     merge(MergeConfig(adapter=step / "model", out=tmp_path / "merged"))
     folder = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(folder[name].equal(merged.get(name, published[name])) for name in folder)
-    resolved = resolve_model(str(step / "model"), tmp_path / "cache")
-    assert all(values.equal(folder[name]) for name, values in load_file(resolved / "model.safetensors").items())
+    model_folder = resolve_model(str(step / "model"), tmp_path / "cache")
+    assert all(values.equal(folder[name]) for name, values in load_file(model_folder / "model.safetensors").items())
     with pytest.raises(ModelError, match=f"trained on a base in {base_format}, and engines hold other values"):
         adapter_folder(step / "model", tmp_path / "hf")
     rows = packed(random_batch(0, vocab=43)).rows
@@ -197,7 +197,7 @@ SIZES: dict[str, object] = {"hidden_size": 256, "intermediate_size": 512, "num_h
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_quantized_base_takes_its_bytes_and_no_pass_keeps_other_copies(recomputed: str, dtype: str, tmp_path: Path):
     weights = [parameter.numel() for parameter in make_model(tmp_path, **SIZES).parameters()]
-    laid, itemsize = packed(random_batch(0, vocab=43)), getattr(torch, dtype).itemsize
+    packed_batch, itemsize = packed(random_batch(0, vocab=43)), getattr(torch, dtype).itemsize
     state_bytes, live_bytes = {}, {}
     formats: tuple[Any, ...] = ("full", *BASE_FORMATS)
     for base_format in formats:
@@ -214,10 +214,10 @@ def test_a_quantized_base_takes_its_bytes_and_no_pass_keeps_other_copies(recompu
             plan_training(tmp_path, settings, ranks=1, reference=True).weights
             == state_bytes[base_format] + 4 * adapters
         )
-        train_batch(engine, laid, LOSS, total_updates=5)  # which makes the optimizer's state
+        train_batch(engine, packed_batch, LOSS, total_updates=5)  # which makes the optimizer's state
         gc.collect()
         with LiveBytes() as live:
-            scores = engine.scorer.score(engine.model, engine.scorer.on_device(laid.rows[0]), DEFAULT_SCORING)
+            scores = engine.scorer.score(engine.model, engine.scorer.on_device(packed_batch.rows[0]), DEFAULT_SCORING)
             live_bytes[base_format] = live.live
             scores.logprobs.sum().backward()
     linear = 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
@@ -234,9 +234,9 @@ def test_updates_say_what_the_base_takes_and_a_state_goes_on(base_format: BaseFo
     folder = saved(engine, tmp_path / "hf", tmp_path / "step")
     other = engine_of(tmp_path / "hf", lora)
     assert other.load_training_state(folder / "training") == 2
-    laid = packed(random_batch(2, vocab=43))
+    packed_batch = packed(random_batch(2, vocab=43))
     for resumed in (engine, other):
-        metrics = reduce(train_batch(resumed, laid, LOSS, total_updates=5))
+        metrics = reduce(train_batch(resumed, packed_batch, LOSS, total_updates=5))
         held_bytes = sum(p.nbytes for p in resumed.model.parameters() if not p.requires_grad)
         assert metrics["lora/base_bytes"] == held_bytes
         dense = engine_of(tmp_path / "hf", replace(lora, base_format="full")).model
@@ -248,16 +248,16 @@ def test_updates_say_what_the_base_takes_and_a_state_goes_on(base_format: BaseFo
 
 def test_layouts_of_two_ranks_train_over_a_quantized_base_as_one_process(tmp_path: Path):
     layouts.make_models(tmp_path, ("llama",))
-    shared = [case for case in layouts.cases(("llama",)) if case.ranks == 2 and not {"TP", "PP"} & {case.name}]
-    assert {case.name for case in shared} == {"FSDP", "CP", "DDP"}
+    two_rank_cases = [case for case in layouts.cases(("llama",)) if case.ranks == 2 and not {"TP", "PP"} & {case.name}]
+    assert {case.name for case in two_rank_cases} == {"FSDP", "CP", "DDP"}
     cases = [
         replace(case, degrees=(*case.degrees, ("lora", lora_of(base_format, publish="merged")), ("lora_seed", 5)))  # type: ignore[arg-type]
-        for base_format, case in itertools.product(BASE_FORMATS, shared)
+        for base_format, case in itertools.product(BASE_FORMATS, two_rank_cases)
     ]
-    singles = [alone(case) for case in cases]
-    unique = list(dict.fromkeys(singles))
+    single_cases = [alone(case) for case in cases]
+    unique = list(dict.fromkeys(single_cases))
     expected = dict(zip(unique, layouts.train(tmp_path, unique, 3), strict=True))
-    for case, single, trained in zip(cases, singles, layouts.train(tmp_path, cases, 3), strict=True):
+    for case, single, trained in zip(cases, single_cases, layouts.train(tmp_path, cases, 3), strict=True):
         deviation = layouts.compare(trained, expected[single])
         assert max(deviation.worst, deviation.of_way) < 1e-10, case.name
         assert any(not start.equal(trained.weights[name]) for name, start in trained.start.items())

@@ -292,7 +292,7 @@ class Adapter:
             dtype = dtype or next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()), "")
             if self.quantization is not None:
                 for name in quantized & tensors.keys():
-                    tensors[name] = self.quantization.rounded(name, tensors[name])
+                    tensors[name] = self.quantization.round_weight(name, tensors[name])
             tensors |= self._merged(tensors, factors)
             _save(tensors, target / path.name)
         weight_map = {name: path.name for name, path in files.items()}

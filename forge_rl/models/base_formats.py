@@ -65,7 +65,7 @@ class BaseQuantization:
             raise ModelError(f"{path} says {record!r:.80} of how the base was held", hint="write the adapter again")
         return BaseQuantization(base_format=base_format, weights=tuple(weights))
 
-    def rounded(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def round_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight, [outputs, inputs], with the values that training had, in its own dtype.
 
         Raises:
