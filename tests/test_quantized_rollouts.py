@@ -133,7 +133,8 @@ async def test_bytes_of_8_bit_weights_are_summed_over_engines(
         assert on.generator.pop_metrics() == {}, "nothing is loaded"
         on.orders.tell(1, quantized_bytes=4096)
         await on.load(1)
-        assert on.generator.pop_metrics() == expected
+        metrics = on.generator.pop_metrics()
+        assert metrics == expected | {"load/calls_s": metrics["load/calls_s"]}
 
 
 @pytest.mark.parametrize(
