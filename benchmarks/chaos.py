@@ -17,7 +17,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,7 +83,7 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
     limits = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20)
     ended: Counter[int] = Counter()
     right: set[int] = set()
-    pids: set[int] = set()
+    starts: dict[int, str] = {}
     trees: set[str] = set()
     first_command, middle_command, last_command = _COMMANDS if config.profile == "process" else _CELLS
     began = time.perf_counter()
@@ -101,7 +101,7 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
             session_kills[number] = 0
             while kills < config.kills and cells * config.kills >= (kills + 1) * config.episodes * config.cells * 0.98:
                 trees.update(host.tree for host in pool.hosts)
-                pids.update(pid for host in pool.hosts for pid in processes(host))
+                starts.update((pid, _state(pid)[2]) for host in pool.hosts for pid in processes(host))
                 if images is not None and kills % 2:
                     images.cut_a_pull(rng)
                 elif kill(pool, rng, with_sessions=max(session_kills.values()) < MAX_DEATHS - 1):
@@ -130,8 +130,8 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
             for _ in range(config.at_once):
                 group.create_task(play())
         trees.update(host.tree for host in pool.hosts)
-        pids.update(pid for host in pool.hosts for pid in processes(host))
-    left = len((_mounts() | _shared_memory()) - before) + _left(trees, pids)
+        starts.update((pid, _state(pid)[2]) for host in pool.hosts for pid in processes(host))
+    left = len((_mounts() | _shared_memory()) - before) + _left(trees, starts)
     pulls = {}
     if images is not None:
         pulls = {"pulls_cut": float(images.cut), "registry_requests": float(images.server.requests.total())}
@@ -212,18 +212,24 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def _left(trees: set[str], pids: set[int]) -> int:
-    """Count the cgroups and processes that are left of some servers."""
+def _left(trees: set[str], starts: Mapping[int, str]) -> int:
+    """Count the cgroups and processes that are left of some servers; another process may have a pid by now."""
     folders = [path for tree in trees for cgroup in cgroups.here() for path in Path(cgroup.folder).glob(f"{tree}*")]
-    return len(folders) + sum(map(_runs, pids))
+    return len(folders) + sum(_runs(pid, start) for pid, start in starts.items())
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid: int, start: str) -> bool:
     """Return whether a process exists. An ended one counts until reaped, unless init is to reap it."""
+    state, parent, current_start = _state(pid)
+    return current_start == start != "" and (state, parent) != ("Z", "1")
+
+
+def _state(pid: int) -> tuple[str, str, str]:
+    """Return a process's state, parent and start in ticks since the machine's; "" if it has ended."""
     with contextlib.suppress(OSError):
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-        return (state, parent) != ("Z", "1")
-    return False
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[1], fields[19]
+    return "", "", ""
 
 
 def _shared_memory() -> set[str]:
