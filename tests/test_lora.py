@@ -353,23 +353,23 @@ def test_products_of_a_stack_are_one_and_have_the_bits_of_each_expert_s(dtype: t
     magnitudes = torch.tensor([1e-30, 1e-3, 0.0, 1.0, 1e3, 1e30])[:, None, None]  # each expert is rounded by its own
     weight, a = weight.to(dtype), a * magnitudes
     with ProductCounts() as counts:
-        whole = merged_weight(weight, a, b, 0.7)
+        merged_stack = merged_weight(weight, a, b, 0.7)
     assert counts.batched == {True: 1}
     exact = weight.double() + 0.7 * (b.double() @ a.double())
     eps = max(torch.finfo(dtype).eps, 2.0**-22)
     bounds = exact.abs() * eps + (3 * 0.7 * 2.0**-22) * (b.abs().amax() * a.abs().amax((1, 2), keepdim=True)).double()
-    assert bool(((whole.double() - exact).abs() <= bounds).all())
-    alone = [merged_weight(*expert, 0.7) for expert in zip(weight, a, b, strict=True)]
+    assert bool(((merged_stack.double() - exact).abs() <= bounds).all())
+    merged_experts = [merged_weight(*expert, 0.7) for expert in zip(weight, a, b, strict=True)]
     sums = merged_weights(
         {str(index): values for index, values in enumerate(weight)},
         {str(index): (*pair, 0.7) for index, pair in enumerate(zip(a, b, strict=True))},
     )
     product = AdapterProduct(a, b, 0.7)
     parts = [product.added_to(weight[2:5, 4:9, 3:], 2, 4, 3), product.added_to(weight[5:, 4:9, 3:], 5, 4, 3)]
-    for values in (torch.stack(alone), torch.stack([sums[str(index)] for index in range(6)])):
-        torch.testing.assert_close(values, whole, rtol=1e-12 if dtype == torch.float64 else 0, atol=0)
+    for values in (torch.stack(merged_experts), torch.stack([sums[str(index)] for index in range(6)])):
+        torch.testing.assert_close(values, merged_stack, rtol=1e-12 if dtype == torch.float64 else 0, atol=0)
     torch.testing.assert_close(
-        torch.cat(parts), whole[2:, 4:9, 3:], rtol=1e-12 if dtype == torch.float64 else 0, atol=0
+        torch.cat(parts), merged_stack[2:, 4:9, 3:], rtol=1e-12 if dtype == torch.float64 else 0, atol=0
     )
 
 

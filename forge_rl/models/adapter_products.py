@@ -32,11 +32,12 @@ def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale:
 def merged_weights(
     weights: Mapping[str, torch.Tensor], factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]
 ) -> dict[str, torch.Tensor]:
-    """Return `merged_weight` of each weight that has factors, by name; weights of one shape, such as those of a layer's
-    experts, are computed in one batched product.
+    """Merge the factors into their weights, by name, as `merged_weight` does.
+
+    Weights of one shape, as a layer's experts are, take one batched product.
 
     Args:
-        weights: W, whole, by name.
+        weights: unsharded W by name.
         factors: A, B and scale by name.
     """
     import torch
