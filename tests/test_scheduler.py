@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter
 
 import pytest
@@ -42,12 +43,20 @@ def result(episode: InflightEpisode, reward: float, outcome: Outcome = Outcome.C
     return Episode(task=episode.group.task, turns=(turn,), score=Score(total=reward), outcome=outcome, problem="broken")
 
 
-def schedule(*, groups: int = 3, episodes: int = 2, tasks: Drawn | None = None, **policy: object) -> Scheduler:
+def schedule(
+    *,
+    groups: int = 3,
+    episodes: int = 2,
+    tasks: Drawn | None = None,
+    ahead_requests: int = sys.maxsize,
+    **policy: object,
+) -> Scheduler:
     scheduler = Scheduler(
         ScheduleConfig(**policy),  # type: ignore[arg-type]
         groups=groups,
         episodes=episodes,
         tasks=tasks or Drawn(),
+        ahead_requests=ahead_requests,
         clock=lambda: 0.0,
     )
     scheduler.capacity.set_engines({0: 100})
@@ -250,6 +259,21 @@ def test_over_sampling_overtakes_stragglers_in_most_batches():
     assert sum(count > 0 for count in overtaken[1:]) > 12
     assert seconds < simulated(24, max_lag=1)[1]
     assert sum(simulated(24, max_lag=1)[0]) == 0
+
+
+def test_engines_work_ahead_only_beside_few_requests():
+    scheduler = schedule(groups=3, episodes=4, ahead_requests=2, max_lag=1)
+    scheduler.capacity.set_engines({3: 50, 5: 50})
+    episodes = begin(scheduler)
+    assert kinds(episodes) == [0] * 12
+    for episode in episodes[:8]:
+        end(scheduler, episode)
+        assert begin(scheduler) == []
+    evaluate(scheduler, 1)
+    end(scheduler, episodes[8])
+    assert kinds(begin(scheduler)) == ["eval"], "evaluations are not work ahead"
+    end(scheduler, episodes[9])
+    assert kinds(begin(scheduler)) == [1], "three requests remain, of four on both engines together"
 
 
 def test_engines_keep_their_budgets_and_episodes_their_engines():

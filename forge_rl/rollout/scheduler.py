@@ -47,6 +47,9 @@ class Scheduler:
     With `leaves` L, the G episodes of a group are the leaves of trees. Each tree has L neighbours, of which the first
     starts and the others are reserved for its branches; those left over when it has ended start another tree.
 
+    Args:
+        ahead_requests: an engine's requests up to which episodes of batches after the awaited one start.
+
     See EngineCapacity and BatchPlanner for the other arguments.
     """
 
@@ -58,6 +61,7 @@ class Scheduler:
         episodes: int,
         tasks: ResumableTaskStream,
         leaves: int = 1,
+        ahead_requests: int = sys.maxsize,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tasks = tasks
@@ -67,6 +71,7 @@ class Scheduler:
         self._groups, self._episodes = groups, episodes
         self.leaves = leaves
         """Maximum episodes of a tree; 1 if episodes have no branches."""
+        self._ahead_requests = ahead_requests
         self._clock = clock
         self.reset(0)
 
@@ -296,14 +301,16 @@ class Scheduler:
         target_running = slots + 1 + slots // 8  # slightly more than the slots: opening an environment takes time
         # Paused episodes must not hold back an awaited evaluation.
         state_counts = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
+        max_ahead = min(target_running, self._ahead_requests * len(self.capacity.engines))
         while (
             slots
             and len(episodes) < max_starts
-            and sum(states["waiting"] + states["decoding"] for states in state_counts) + len(episodes) < target_running
+            and (requests := sum(states["waiting"] + states["decoding"] for states in state_counts) + len(episodes))
+            < target_running
             and sum(map(_in_flight, state_counts)) < self.config.max_episodes
         ):
             try:
-                episode = self._next_episode()
+                episode = self._next_episode(works_ahead=requests < max_ahead)
             except TaskError:
                 if not episodes:
                     raise
@@ -386,8 +393,9 @@ class Scheduler:
             episode.group.home = engine
         self._set_state(episode, "decoding")
 
-    def _next_episode(self) -> InflightEpisode | None:
-        """Return the next episode to start: from the awaited batch, then evaluations, then the earliest other batch.
+    def _next_episode(self, *, works_ahead: bool) -> InflightEpisode | None:
+        """Return the next episode to start: from the awaited batch, then evaluations, then, if `works_ahead`, the
+        earliest other batch.
 
         While an evaluation is awaited, only evaluation episodes start.
         """
@@ -396,7 +404,8 @@ class Scheduler:
         if self.capacity.paused:
             return None
         for number in self.planner.open_batches():
-            if number > self.planner.next_batch and (episode := self._pop_evaluation()) is not None:
+            is_ahead = number > self.planner.next_batch
+            if is_ahead and ((episode := self._pop_evaluation()) is not None or not works_ahead):
                 return episode
             self.planner.fill(number, idle=not self.states["new"])
             episode = self._pop_new(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -15,6 +16,9 @@ from forge_rl.models.adapter_limits import served_rank
 from forge_rl.runtime.seats import check_bounds
 from forge_rl.runtime.supervision import Restart
 from forge_rl.system.redaction import without_credentials
+
+_AHEAD_ON_CPU = 8
+"""An engine's requests up to which it works ahead on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,15 @@ class GeneratorConfig(DecodeSettings):
     def engines(self) -> int:
         """Number of engines: those in other servers, which come first, then guests, then the others."""
         return len(self.urls) + self.guests + self.replicas
+
+    @property
+    def ahead_requests(self) -> int:
+        """An engine's requests up to which it takes one for a later batch than the awaited one.
+
+        Whatever is in flight at a publish is prefilled again. Decoding one more request costs a GPU next to nothing,
+        but a CPU, beyond a few requests, as much as decoding it later.
+        """
+        return sys.maxsize if device_type() == "cuda" or self.urls else _AHEAD_ON_CPU
 
     @property
     def guest_indices(self) -> range:

@@ -288,6 +288,7 @@ def _rollouts(
         episodes=config.group_size,
         tasks=ResumableTaskStream(mixture, pools),
         leaves=rollout.environment.leaves if rollout.environment else 1,
+        ahead_requests=config.generator.ahead_requests,
     )
     dispatcher = Dispatcher(
         scheduler,
