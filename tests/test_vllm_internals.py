@@ -400,6 +400,46 @@ def test_vllm_reads_a_served_engines_command_as_a_runs_settings(tmp_path: Path) 
     assert different == {"additional_config", "disable_log_stats"}, "the owner, and the loggers"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_on_cpu_is_packed_once_a_load_and_computes_in_float32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from forge_rl.engines.vllm import cpu
+
+    packings: list[torch.dtype] = []
+
+    def counted(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Any:
+        packings.append(dtype)
+        return original(layer, weight, dtype)
+
+    original = cpu._packed
+    monkeypatch.setattr(cpu, "_packed", counted)
+    head: Any = torch.nn.Module()
+    head.quant_method = UnquantizedEmbeddingMethod()
+    head.weight = torch.nn.Parameter(torch.randn(512, 64).to(dtype), requires_grad=False)
+    embedding: Any = torch.nn.Module()
+    embedding.quant_method, embedding.weight = UnquantizedEmbeddingMethod(), head.weight
+    cpu.patch(torch.nn.ModuleList([head, embedding]))
+    processor: Any = SimpleNamespace(head_dtype=torch.float32)
+    hidden, bias = torch.randn(5, 64).to(dtype), torch.randn(512).to(dtype)
+    for load in range(2):
+        head.weight.data.copy_(torch.randn(512, 64).to(dtype))
+        for layer in (head, embedding):
+            layer.quant_method.process_weights_after_loading(layer)
+        for rows in (1, 5):
+            logits = LogitsProcessor._apply_head(processor, head, hidden[:rows], bias)
+            expected = torch.nn.functional.linear(hidden[:rows].double(), head.weight.double(), bias.double())
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(logits, expected.float())
+        assert packings == [torch.float32] * (load + 1), "nor is the embedding packed"
+    processor.head_dtype = None
+    logits = LogitsProcessor._apply_head(processor, head, hidden, None)
+    torch.testing.assert_close(logits, torch.nn.functional.linear(hidden, head.weight))
+
+
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_experts_are_chosen_by_biases_also_without_groups_on_cpu(scoring: str):
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
