@@ -82,7 +82,7 @@ def move(moves: Sequence[Move]) -> list[int]:
     """
     totals = [0] * len(moves)
     cpu_numbers: list[int] = []
-    batches: dict[tuple[object, ...], _Batch] = {}
+    batches: dict[tuple[object, ...], _EqualBlocks] = {}
     results: list[tuple[list[int], torch.Tensor]] = []
     for number, (target, source, shape, tensor_slice) in enumerate(moves):
         dtype = source.dtype if target is None else target.dtype
@@ -96,7 +96,7 @@ def move(moves: Sequence[Move]) -> list[int]:
             if target is not None:
                 target.copy_(values, non_blocking=values.is_cuda)
             key = (shape, tensor_slice, dtype, values.device)
-            batch = batches.setdefault(key, _Batch(shape, tensor_slice, [], []))
+            batch = batches.setdefault(key, _EqualBlocks(shape, tensor_slice, [], []))
             batch.numbers.append(number)
             batch.blocks.append(values)
             if len(batch.blocks) * values.nbytes >= CHUNK_WORDS * _word_bytes(shape, dtype):
@@ -114,7 +114,7 @@ def move(moves: Sequence[Move]) -> list[int]:
     return totals
 
 
-class _Batch(NamedTuple):
+class _EqualBlocks(NamedTuple):
     """Blocks of equal place in tensors of one shape, such as a layer's experts, which share a device's launches."""
 
     shape: tuple[int, ...]
