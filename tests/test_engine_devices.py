@@ -22,6 +22,7 @@ from tests.engine_conformance import LONG_PROMPT
 from tests.fake_actors import cluster
 from tests.fakes import make_model
 from tests.processes import below
+from tests.stack_loads import in_trainers_order
 from tests.test_generator import gap, publish
 
 pytestmark = pytest.mark.long
@@ -41,7 +42,7 @@ def make_moe(folder: Path, tokenizer_from: Path) -> torch.nn.Module:
 def as_published(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     """Weights under the names of checkpoints, each expert by itself: transformers stacks them in memory."""
     model.save_pretrained(folder)  # type: ignore[operator]
-    return load_file(folder / "model.safetensors")
+    return in_trainers_order(load_file(folder / "model.safetensors"))
 
 
 def check_routing(model: torch.nn.Module, turn: Turn) -> None:

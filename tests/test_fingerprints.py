@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights import fingerprints
@@ -94,17 +95,17 @@ def test_fingerprints_follow_the_formula_and_add_up_over_any_tiling(shape, dtype
         assert (
             parts[-1]
             == reference(values, shape, tensor_slice)
-            == int(_by_torch(values, shape, tensor_slice)) % (1 << 64)
+            == int(_by_torch([values], shape, tensor_slice)) % (1 << 64)
         )
     assert combine(parts) == fingerprint(whole, shape)
 
 
 def test_the_torch_loop_goes_on_where_its_last_chunk_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fingerprints, "_CHUNK_WORDS", 100)
+    monkeypatch.setattr(fingerprints, "CHUNK_WORDS", 100)
     shape, tensor_slice = (9, 7, 64), TensorSlice((2, 1, 16), (6, 5, 32))
     values = tensor_slice.of(random_tensor(shape, torch.float32, 0))
     expected = reference(values, shape, tensor_slice)
-    assert int(fingerprints._by_torch(values, shape, tensor_slice)) % (1 << 64) == expected
+    assert int(fingerprints._by_torch([values], shape, tensor_slice)) % (1 << 64) == expected
 
 
 @pytest.mark.parametrize("dtype", PUBLISHED)
@@ -263,6 +264,39 @@ def test_a_target_on_another_device_is_written_by_torch():
     values, whole = torch.randn(64, 32).bfloat16(), TensorSlice.whole((64, 32))
     target = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")  # has no address: the kernels would crash
     assert move([Move(target, values, (64, 32), whole)]) == [fingerprint(values, (64, 32))]
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations that compute, which are launches on a device; views and copies to targets aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and func is not torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def operations(blocks: int, shape: tuple[int, ...]) -> int:
+    """Operations that fingerprint experts of one shape on their way to a device."""
+    sources = [torch.randn(shape).bfloat16() for _ in range(blocks)]
+    expected = [fingerprint(source, shape) for source in sources]
+    targets = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in sources]
+    moves = [Move(*pair, shape, TensorSlice.whole(shape)) for pair in zip(targets, sources, strict=True)]
+    with _Operations() as operations:
+        assert move(moves) == expected
+    return operations.count
+
+
+def test_blocks_of_one_shape_share_a_devices_launches(monkeypatch: pytest.MonkeyPatch):
+    alone, few, many = (operations(count, (24, 32)) for count in (1, 2, 64))
+    assert alone + 1 >= few == many, "two blocks take an operation more than one, which joins them"
+    words = 24 * 32 * 2 // 8
+    monkeypatch.setattr(fingerprints, "CHUNK_WORDS", 16 * words)
+    assert 3 * few < operations(64, (24, 32)) < 5 * few, "four batches"
+    monkeypatch.setattr(fingerprints, "CHUNK_WORDS", words // 2)
+    assert operations(3, (24, 32)) > 3 * alone, "each alone, in two parts"
 
 
 def test_nothing_adds_nothing():

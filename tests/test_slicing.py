@@ -13,6 +13,7 @@ from forge_rl.engines.vllm.slicing import SliceWatch, _slice_of
 from forge_rl.weights.fingerprints import Move, fingerprint, move
 from forge_rl.weights.manifest import TensorEntry
 from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.stacks import Stack
 
 WHOLE = torch.arange(12 * 16, dtype=torch.float32).view(12, 16)
 ROWS, COLUMNS = TensorSlice((4, 0), (4, 16)), TensorSlice((0, 8), (12, 8))
@@ -33,7 +34,7 @@ ROWS, COLUMNS = TensorSlice((4, 0), (4, 16)), TensorSlice((0, 8), (12, 8))
 def test_the_block_that_a_view_is(view: Callable[[torch.Tensor], torch.Tensor], expected: TensorSlice | None) -> None:
     whole = torch.empty(4, 6, 8)
     seen = view(whole)
-    assert _slice_of(seen, seen.storage_offset(), whole.shape) == expected
+    assert _slice_of(seen, seen.storage_offset(), whole.shape, whole.stride()) == expected
 
 
 class Layers(torch.nn.Module):
@@ -45,8 +46,10 @@ class Layers(torch.nn.Module):
         self.columns = torch.nn.Parameter(torch.empty(12, 8, device=device), requires_grad=False)
 
 
-def entry_of(name: str) -> TensorEntry:
-    return TensorEntry(name=name, shape=(12, 16), dtype="float32", bucket="0/0", offset=0)
+def single(name: str, values: torch.Tensor) -> Stack:
+    """A published tensor that is not in a stack with others."""
+    entry = TensorEntry(name=name, shape=tuple(values.shape), dtype="float32", bucket="0/0", offset=0)
+    return Stack((entry,), values[None])
 
 
 def copy(model: Layers, rows: torch.Tensor, columns: torch.Tensor) -> None:
@@ -60,9 +63,9 @@ def test_slices_are_fingerprinted_in_place_or_as_they_are_copied(held: bool) -> 
     before = {"rows": torch.empty(4, 16), "columns": torch.empty(96)}  # columns are repacked
     model = Layers()
     watch = SliceWatch(model, before)
-    bucket = {entry_of("a"): WHOLE.clone(), entry_of("b"): WHOLE.clone()}
-    a, b = bucket.values()
-    with watch.reading(bucket):
+    bucket = [WHOLE.clone(), WHOLE.clone()]
+    a, b = bucket
+    with watch.reading([single("a", a), single("b", b)]):
         with watch:
             copy(model, a, b)
         if held:
@@ -72,7 +75,7 @@ def test_slices_are_fingerprinted_in_place_or_as_they_are_copied(held: bool) -> 
             with watch:
                 copy(model, a, b)
     if held:
-        for tensor in bucket.values():
+        for tensor in bucket:
             tensor.fill_(-1)
         model.rows, model.columns = Layers("cpu").parameters()
         with watch:
@@ -100,7 +103,7 @@ def test_bytes_that_are_read_in_another_way_than_a_copy_count_too() -> None:
     model = Layers()
     watch = SliceWatch(model, {})
     tensor = WHOLE.clone()
-    with watch.reading({entry_of("a"): tensor}), watch:
+    with watch.reading([single("a", tensor)]), watch:
         assert tensor[4:8].contiguous().data_ptr() == tensor[4:8].data_ptr()  # nothing is read
         tensor[4:8].t().contiguous()
     (shard,) = watch.shards()
@@ -119,8 +122,8 @@ def test_slices_bound_for_a_device_are_fingerprinted_in_one_batch(
 
     monkeypatch.setattr(slicing, "move", counted)
     watch = SliceWatch(Layers(), {})
-    experts = {entry_of(name): WHOLE.clone() for name in "abcd"}
-    with watch.reading(experts), watch:
+    experts = {name: WHOLE.clone() for name in "abcd"}
+    with watch.reading([single(name, tensor) for name, tensor in experts.items()]), watch:
         for tensor in experts.values():
             torch.empty(4, 16, dtype=torch.float64).copy_(tensor[4:8])  # any that no slice can be copied to as it is
     for tensor in experts.values():
@@ -138,9 +141,8 @@ def test_square_matrices_that_a_loader_transposes_arrive_transposed(held: bool) 
     model = torch.nn.Module()
     model.square = torch.nn.Parameter(torch.empty(12, 12, device="meta"), requires_grad=False)
     watch = SliceWatch(model, {"square": torch.empty(144)})
-    entry = TensorEntry(name="a", shape=(12, 12), dtype="float32", bucket="0/0", offset=0)
     tensor = square.clone()
-    with watch.reading({entry: tensor}):
+    with watch.reading([single("a", tensor)]):
         view = tensor.t()
         with watch:
             model.square.data.copy_(view)

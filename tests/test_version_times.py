@@ -42,26 +42,28 @@ SIZES = [(11, 39e6), (20, 25e6), (542, 72e6), (272, 538e6), (110, 742e6), (290, 
 
 def test_seconds_are_of_calls_tensors_and_bytes_over_each_rate() -> None:
     parts = {
-        "publish_write": PartCost(call_s=0.5, tensor_s=1e-3, host_link=1.0),
+        "publish_write": PartCost(call_s=0.5, tensor_s=1e-3, batch_s=1e-2, host_link=1.0),
         "publish_probe": PartCost(tensor_s=1e-2, peer_link=2.0),
         "load_load": PartCost(call_s=0.25, tensor_s=2e-3, memory=3.0),
         "load_calls": PartCost(tensor_s=1e-4, memory=1.0),
     }
-    version = Version(size=8e9, tensors=1000, stacked=800, shards=4, rank_share=0.25, engine_share=0.5)
+    version = Version(
+        size=8e9, tensors=1000, stacked=800, stacks=5, shapes=7, shards=4, rank_share=0.25, engine_share=0.5
+    )
     times = version_times(VersionCosts(parts=parts, source=""), version, H100, GPU_EFFICIENCY)
     host_link, link, memory = 64e9 * 0.7, 450e9 * 0.7, 3350e9 * 0.7
     assert times.parts == pytest.approx(
         {
-            "publish_write": 0.5 + 1e-3 * (200 + 200) + 2e9 / host_link,
+            "publish_write": 0.5 + 1e-3 * (200 + 200) + 1e-2 * (7 + 59) + 2e9 / host_link,
             "publish_probe": 1e-2 * 200 + 2 * 8e9 / link,
-            "load_load": 0.25 + 2e-3 * 1000 + 3 * 4e9 / memory,
+            "load_load": 0.25 + 2e-3 * (200 + 5 + 119) + 3 * 4e9 / memory,
             "load_calls": 1e-4 * 1000 + 8e9 / memory,
         }
     )
     assert times.causes == pytest.approx(
         {
             "calls": 0.75,
-            "tensors": 0.4 + 2 + 2 + 0.1,
+            "tensors": 0.4 + 0.66 + 2 + 0.648 + 0.1,
             "bytes": 2e9 / host_link + 16e9 / link + 20e9 / memory,
         }
     )
@@ -137,14 +139,15 @@ def test_passes_of_a_fingerprint_on_a_gpu_are_counted() -> None:
     values = torch.zeros(1024, 1024, dtype=torch.bfloat16)
     expected = fingerprint(values, values.shape)
     with _Traffic() as traffic:
-        total = _by_torch(values, values.shape, TensorSlice.whole(values.shape))
+        total = _by_torch([values], values.shape, TensorSlice.whole(values.shape))
     assert int(total) % (1 << 64) == expected
     assert traffic.bytes / values.nbytes == pytest.approx(FINGERPRINT_PASSES, rel=0.01)
 
 
 def test_the_version_that_a_gpu_loaded_is_predicted() -> None:
-    """SmolLM2-135M in bfloat16 was published from host memory and loaded in 0.3526 s, without a probe."""
-    version = Version(size=269_030_016, tensors=272)
+    """SmolLM2-135M in bfloat16 was published from host memory and loaded in 0.3526 s, without a probe, with a batch of
+    launches for each tensor."""
+    version = Version(size=269_030_016, tensors=272, shapes=272)
     times = version_times(GPU_COSTS, version, H100, GPU_EFFICIENCY)
     figures = _part(json.loads((FOLDER / "gpu.json").read_text()), "serving_engine")
     assert times.parts["load_load"] == pytest.approx(figures["load_load_s"], rel=0.01)
@@ -159,27 +162,29 @@ def _part(report: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tensors", "stacked"),
+    ("shape", "tensors", "stacked", "stacks", "shapes"),
     [
-        (QWEN3_8B | {"num_hidden_layers": 2}, 2 * 11 + 3, 0),
-        (QWEN3_8B | {"num_hidden_layers": 2, "tie_word_embeddings": True}, 2 * 11 + 2, 0),
-        (QWEN3_30B | {"num_hidden_layers": 2}, 2 * (9 + 3 * 128) + 3, 2 * 3 * 128),
-        (GPT_OSS_20B | {"num_hidden_layers": 2}, 2 * (8 + 1 + 2 + 2 + 4) + 3, 0),
+        (QWEN3_8B | {"num_hidden_layers": 2}, 2 * 11 + 3, 0, 0, 7),
+        (QWEN3_8B | {"num_hidden_layers": 2, "tie_word_embeddings": True}, 2 * 11 + 2, 0, 0, 7),
+        (QWEN3_30B | {"num_hidden_layers": 2}, 2 * (9 + 3 * 128) + 3, 2 * 3 * 128, 2 * 3, 9),
+        (GPT_OSS_20B | {"num_hidden_layers": 2}, 2 * (8 + 1 + 2 + 2 + 4) + 3, 0, 0, 13),
     ],
     ids=["dense", "tied", "experts", "experts in one tensor"],
 )
 def test_tensors_of_a_version_are_those_of_the_files(
-    shape: dict[str, object], tensors: int, stacked: int, tmp_path: Path
+    shape: dict[str, object], tensors: int, stacked: int, stacks: int, shapes: int, tmp_path: Path
 ) -> None:
     traces: dict[tuple[object, ...], MemoryTrace] = {}
     a = read_architecture(written(tmp_path, shape))
     plan_training(a, TrainSettings(dtype="bfloat16", seq_len=128), ranks=1, reference=False, traces=traces)
     (trace,) = traces.values()
-    assert (trace.tensors, trace.stacked) == (tensors, stacked)
+    assert (trace.tensors, trace.stacked, trace.stacks, trace.shapes) == (tensors, stacked, stacks, shapes)
 
 
 def test_a_plan_prints_both_phases_by_part_and_by_cause() -> None:
-    version = Version(size=61e9, tensors=18867, stacked=18432, shards=8, rank_share=1 / 8, engine_share=1 / 8)
+    version = Version(
+        size=61e9, tensors=18867, stacked=18432, stacks=144, shards=8, rank_share=1 / 8, engine_share=1 / 8
+    )
     publish, load, causes = version_lines(version_times(GPU_COSTS, version, H100, GPU_EFFICIENCY))
     assert publish.startswith("publish ")
     assert ": write " in publish

@@ -427,6 +427,8 @@ def _publish(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Ve
         size=float(policy.architecture.weights * min(dtype.itemsize for dtype in dtypes)),
         tensors=trace.tensors,
         stacked=trace.stacked,
+        stacks=trace.stacks,
+        shapes=trace.shapes,
         shards=shards,
         rank_share=1.0 if shared else 1 / shards,
         engine_share=float(generator.replicas) if shared else 1 / generator.tensor_parallel_size,

@@ -1,8 +1,10 @@
 """Predicts the seconds of publishing a version and loading it into engines, part by part, from measured costs.
 
-A part takes a time of its own, one for each tensor, and one for its bytes: call_s + tensors * tensor_s + bytes / rate.
-Bytes count as passes through memory or a link, whose rate is the device's, so that costs measured on one machine serve
-on another; calls and tensors take Python's time and kernel launches', which differ less.
+A part takes a time of its own, one for each tensor, one for each batch of tensors of one shape that share a device's
+launches, and one for its bytes: call_s + tensors * tensor_s + batches * batch_s + bytes / rate. To an engine's loaders
+the part of a stack of experts that is in one bucket is a tensor. Bytes count as passes through memory or a link, whose
+rate is the device's, so that costs measured on one machine serve on another; calls and tensors take Python's time and
+kernel launches', which differ less.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 from forge_rl.engines.device_types import DEVICE_TYPES, DeviceType
 from forge_rl.forecast.roofline import GPU_EFFICIENCY, Efficiency, Times
 from forge_rl.system.folders import write_whole
+from forge_rl.weights.fingerprints import CHUNK_WORDS
+from forge_rl.weights.manifest import BUCKET_BYTES
 
 PUBLISH = ("reserve", "calls", "gather", "write", "merge", "commit", "probe")
 """Parts of a publish, as `Trainer.publish_s` has them."""
@@ -36,6 +40,8 @@ class PartCost:
     """Seconds of a version without a tensor."""
     tensor_s: float = 0.0
     """Seconds of each tensor, independent of its size."""
+    batch_s: float = 0.0
+    """Seconds of each batch of tensors of one shape that share a device's launches."""
     memory: float = 0.0
     """Number of times that each byte passes through the device's memory."""
     host_link: float = 0.0
@@ -70,8 +76,11 @@ CPU_COSTS = VersionCosts.read(Path(__file__).with_name("version_costs.json"))
 """Fitted by benchmarks/weights_model.py, which writes the file."""
 FINGERPRINT_PASSES = 47.0
 """Bytes that a fingerprint's operations on a GPU read and write, divided by the tensor's bytes."""
+_BATCH_BYTES = 8 * CHUNK_WORDS
+"""Size at which a batch is full."""
 _LOADED_TENSORS, _LOADED_BYTES = 272, 269_030_016
-"""Tensors and bytes of SmolLM2-135M in bfloat16, the version whose load was measured on a GPU."""
+"""Tensors and bytes of SmolLM2-135M in bfloat16, the version whose load was measured on a GPU, each tensor a batch of
+its own."""
 _LOAD_S, _FINGERPRINT_S = 0.1643, 0.0828
 """Seconds of the stages `load` and `fingerprint` of that load."""
 
@@ -83,14 +92,16 @@ def _gpu_costs() -> VersionCosts:
     device, use = DEVICE_TYPES["H100-80G"], GPU_EFFICIENCY
     copying_s = _LOADED_BYTES / (device.host_link * use.links)
     passes_s = FINGERPRINT_PASSES * _LOADED_BYTES / (device.bandwidth * use.memory)
-    fingerprint = PartCost(tensor_s=(_FINGERPRINT_S - passes_s) / _LOADED_TENSORS, memory=FINGERPRINT_PASSES)
-    parts["publish_write"] = replace(fingerprint, host_link=1.0)
+    tensor_s = parts["load_fingerprint"].tensor_s
+    batch_s = (_FINGERPRINT_S - passes_s) / _LOADED_TENSORS - tensor_s
+    fingerprint = PartCost(tensor_s=tensor_s, batch_s=batch_s, memory=FINGERPRINT_PASSES)
+    parts["publish_write"] = replace(fingerprint, host_link=1.0, tensor_s=parts["publish_write"].tensor_s)
     parts["publish_probe"] = replace(parts["publish_probe"], memory=1.0, peer_link=1.0)
     parts["load_load"] = PartCost(tensor_s=(_LOAD_S - copying_s) / _LOADED_TENSORS, host_link=1.0)
     parts["load_fingerprint"] = fingerprint
     source = (
-        "predicted: tensors of write, load and fingerprint as on one H100 (python -m benchmarks.gpu, commit 6b1d36b6, "
-        f"2026-11-26), bytes at the data sheet's rates, the rest from {CPU_COSTS.source}"
+        "predicted: tensors of load and batches of write and fingerprint as on one H100 (python -m benchmarks.gpu, "
+        f"commit 6b1d36b6, 2026-11-26), bytes at the data sheet's rates, the rest from {CPU_COSTS.source}"
     )
     return VersionCosts(parts=parts, source=source)
 
@@ -108,6 +119,10 @@ class Version:
     tensors: int
     stacked: int = 0
     """Tensors that the trainer's model keeps in stacks, such as experts', of which each rank has some."""
+    stacks: int = 0
+    """Number of these stacks."""
+    shapes: int = 1
+    """Number of shapes of its tensors."""
     shards: int = 1
     """Ranks among which the model is split."""
     rank_share: float = 1.0
@@ -138,18 +153,21 @@ def version_times(costs: VersionCosts, version: Version, device: DeviceType, use
     causes = {"calls": 0.0, "tensors": 0.0, "bytes": 0.0}
     for name, cost in costs.parts.items():
         share, tensors, plain = 1.0, version.tensors, version.tensors - version.stacked
+        if name == "load_load":
+            tensors = min(tensors, plain + version.stacks + math.floor(version.size / BUCKET_BYTES))
         if name in _OF_RANK:
             share, tensors = version.rank_share, plain + math.ceil(version.stacked / version.shards)
         elif name == "publish_probe":
             tensors = plain  # a forward pass, in which a stack is one tensor
         elif name in _OF_ENGINE:
             share = version.engine_share
+        batches = min(tensors, version.shapes + math.floor(share * version.size / _BATCH_BYTES))
         byte_s = cost.memory / (device.bandwidth * use.memory) + cost.host_link / (device.host_link * use.links)
         if version.shards > 1:
             byte_s += cost.peer_link / (device.link * use.links)
         seconds = {
             "calls": cost.call_s,
-            "tensors": cost.tensor_s * tensors,
+            "tensors": cost.tensor_s * tensors + cost.batch_s * batches,
             "bytes": share * version.size * byte_s,
         }
         parts[name] = sum(seconds.values())

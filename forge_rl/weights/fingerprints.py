@@ -28,7 +28,8 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.slices import TensorSlice
 
 _MASK = 0xFFFFFFFF
-_CHUNK_WORDS = 1 << 22  # of the torch loop: bounds its temporaries, a few of 32 MiB
+CHUNK_WORDS = 1 << 22
+"""Words that the torch loop handles at a time, of one block or of several: bounds its temporaries, a few of 32 MiB."""
 _TASK_WORDS = 1 << 19  # of one thread's turn: 4 MiB
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -81,8 +82,8 @@ def move(moves: Sequence[Move]) -> list[int]:
     """
     totals = [0] * len(moves)
     cpu_numbers: list[int] = []
-    numbers: list[int] = []
-    parts: list[torch.Tensor] = []
+    batches: dict[tuple[object, ...], _EqualBlocks] = {}
+    results: list[tuple[list[int], torch.Tensor]] = []
     for number, (target, source, shape, tensor_slice) in enumerate(moves):
         dtype = source.dtype if target is None else target.dtype
         if not tensor_slice.numel:
@@ -94,16 +95,37 @@ def move(moves: Sequence[Move]) -> list[int]:
             values = source.to(dtype)
             if target is not None:
                 target.copy_(values, non_blocking=values.is_cuda)
-            parts.append(_by_torch(values, shape, tensor_slice))
-            numbers.append(number)
+            key = (shape, tensor_slice, dtype, values.device)
+            batch = batches.setdefault(key, _EqualBlocks(shape, tensor_slice, [], []))
+            batch.numbers.append(number)
+            batch.blocks.append(values)
+            if len(batch.blocks) * values.nbytes >= CHUNK_WORDS * _word_bytes(shape, dtype):
+                results.append(batches.pop(key).fingerprints())
+    results += [batch.fingerprints() for batch in batches.values()]
     for number, part in _run((index, task) for index in cpu_numbers for task in _tasks(*moves[index])):
         totals[number] = (totals[number] + part) % (1 << 64)
-    if parts:  # the only device sync, which also waits for the copies
+    if results:  # the only device sync, which also waits for the copies
+        device = results[0][1].device
+        numbers = [number for batch_numbers, _ in results for number in batch_numbers]
         for number, total in zip(
-            numbers, torch.stack([part.to(parts[0].device) for part in parts]).tolist(), strict=True
+            numbers, torch.cat([values.to(device) for _, values in results]).tolist(), strict=True
         ):
             totals[number] = total % (1 << 64)
     return totals
+
+
+class _EqualBlocks(NamedTuple):
+    """Blocks of equal place in tensors of one shape, such as a layer's experts, which share a device's launches."""
+
+    shape: tuple[int, ...]
+    tensor_slice: TensorSlice
+    numbers: list[int]
+    """Number of each block's move."""
+    blocks: list[torch.Tensor]
+
+    def fingerprints(self) -> tuple[list[int], torch.Tensor]:
+        """Return the moves' numbers and, `[blocks] int64`, their fingerprints, computed asynchronously."""
+        return self.numbers, _by_torch(self.blocks, self.shape, self.tensor_slice)
 
 
 def warm_up() -> None:
@@ -204,28 +226,29 @@ def _run(tasks: Iterator[tuple[int, Callable[[], SupportsInt]]]) -> list[tuple[i
     return results
 
 
-def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> torch.Tensor:
-    """Fingerprint with torch operations on any device, asynchronously; an int64 scalar."""
+def _by_torch(blocks: Sequence[torch.Tensor], shape: Sequence[int], tensor_slice: TensorSlice) -> torch.Tensor:
+    """Fingerprint blocks of one slice with torch operations on any device, asynchronously; `[blocks] int64`."""
     from forge_rl.weights.line_loops import KEY_HIGH, KEY_LOW, KEY_SHIFT
 
     low_key, high_key, shift = int(KEY_LOW), int(KEY_HIGH), int(KEY_SHIFT)
-    word = _word_bytes(shape, values.dtype)
-    per_word = word // values.dtype.itemsize
-    words = values.contiguous().view(-1).view(_BITS[word])
+    word = _word_bytes(shape, blocks[0].dtype)
+    per_word = word // blocks[0].dtype.itemsize
+    values = torch.stack(list(blocks)) if len(blocks) > 1 else blocks[0].contiguous()
+    words = values.view(-1).view(_BITS[word]).view(len(blocks), -1)
     sizes = (*tensor_slice.size[:-1], *(count // per_word for count in tensor_slice.size[-1:]))
     starts = (*tensor_slice.start[:-1], *(start // per_word for start in tensor_slice.start[-1:]))
     steps = (*(step // per_word for step in _strides(shape)[:-1]), 1)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for offset in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[offset : offset + _CHUNK_WORDS].to(torch.int64)
-        rest = torch.arange(offset, offset + len(chunk), device=values.device)
+    total = torch.zeros(len(blocks), dtype=torch.int64, device=values.device)
+    for offset in range(0, words.shape[1], CHUNK_WORDS):
+        chunk = words[:, offset : offset + CHUNK_WORDS].to(torch.int64)
+        rest = torch.arange(offset, offset + chunk.shape[1], device=values.device)
         index = torch.zeros_like(rest)
         for start, size, step in reversed(list(zip(starts, sizes, steps, strict=False))):
             index += (rest % size + start) * step
             rest = rest // size
         low = (chunk + index * low_key) & _MASK
         high = ((chunk >> 32) + index * high_key + shift) & _MASK
-        total += (low * high).sum()
+        total += (low * high).sum(1)
     return total
 
 

@@ -23,7 +23,8 @@ BUCKET_BYTES = 64 << 20
 _MOST_SHARED = 1.5
 """A version is rewritten whole once its buckets, with stale tensors, exceed its own size by this factor."""
 
-_ALIGN = 64
+ALIGN = 64
+"""Tensors begin at multiples of this many bytes of their bucket."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Size of an element of the usual dtypes, known without torch."""
@@ -334,7 +335,7 @@ def draft(
 
 def _aligned(entry: TensorEntry) -> int:
     """Bytes that a tensor takes in a bucket."""
-    return -(-entry.bytes // _ALIGN) * _ALIGN
+    return -(-entry.bytes // ALIGN) * ALIGN
 
 
 def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: Iterable[ShardReport] = ()) -> Manifest:

@@ -59,6 +59,10 @@ class MemoryTrace:
     """Number of tensors that a version holds."""
     stacked: int
     """Number of those that the model keeps in stacks, such as experts', of which a rank has some."""
+    stacks: int
+    """Number of stacks of experts that hold them, each of one tensor an expert."""
+    shapes: int
+    """Number of shapes of its tensors."""
 
 
 Traces = MutableMapping[tuple[object, ...], MemoryTrace]
@@ -222,7 +226,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         for layer in layers
     ]
     outside = sum(_elements(p, itemsize) for p in model.parameters() if id(p) not in inside)
-    tensors = [len([*names_of(model).parts(name, weight.shape)]) for name, weight in named_weights(model)]
+    parts = [list(names_of(model).parts(name, weight.shape)) for name, weight in named_weights(model)]
     if isinstance(model, GeneralModel) and settings.tensor_parallel_degree > 1:
         model.split(TensorPeers(size=settings.tensor_parallel_degree))
     try:
@@ -247,8 +251,10 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         units=tuple((experts, dense) for experts, dense in [*units, (0, outside)]),
         row=row,
         head=head,
-        tensors=sum(tensors),
-        stacked=sum(count for count in tensors if count > 1),
+        tensors=sum(map(len, parts)),
+        stacked=sum(part.index is not None for weight_parts in parts for part in weight_parts),
+        stacks=sum(part.index == 0 for weight_parts in parts for part in weight_parts),
+        shapes=len({part.shape for weight_parts in parts for part in weight_parts}),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 import vllm
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
@@ -265,6 +267,69 @@ def begin_reload(model: torch.nn.Module) -> None:
             loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
     initialize_layerwise_reload(model)
     check_names(get_layerwise_info(model), _OF_LAYER)
+
+
+def load_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor | None]) -> None:
+    """Have a layer's parameters of experts load stacks. Does nothing to other layers.
+
+    Args:
+        layer: a layer of the model, once a reload has begun.
+        stack_of: returns a stack, [experts, ...], by the first expert's values, [...], and number; None for values that
+            are loaded alone.
+    """
+    if not isinstance(layer, RoutedExperts) or not get_layerwise_info(layer).can_load():
+        return
+    check_names(layer, ("expert_map_manager.expert_map",))
+    for suffix in PACKED:
+        name = suffix.removeprefix(".")
+        parameter: Any = layer._parameters.get(name)
+        original: Any = getattr(parameter, "weight_loader", None)
+        while getattr(original, "__name__", "") in ("online_process_loader", "load_stack"):
+            original = original.__wrapped__  # that of an earlier reload, among others
+        if getattr(original, "__func__", None) is RoutedExperts.weight_loader and parameter.ndim == 3:
+            parameter.weight_loader = _stack_loader(layer, original)
+            parameter.weight_loader = _stack_collector(make_online_process_loader(layer, name), stack_of)
+
+
+def _stack_loader(layer: Any, original: Any) -> Any:
+    """Return a loader of a single expert, as `original`, or of a stack, of which it copies this worker's experts."""
+
+    @functools.wraps(original)
+    def load_stack(
+        param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
+    ) -> bool | None:
+        if loaded_weight.ndim != param.ndim:
+            success: bool | None = original(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+            return success
+        is_local = False
+        numbers, expert_map = range(expert_id, expert_id + len(loaded_weight)), layer.expert_map_manager.expert_map
+        places = list(numbers) if expert_map is None else expert_map[expert_id : numbers.stop].tolist()
+        for _, run in itertools.groupby(enumerate(places), lambda item: item[1] - item[0] if item[1] >= 0 else None):
+            (first, place), *rest = run
+            if place >= 0:
+                count, is_local = 1 + len(rest), True
+                part, values = param.data.narrow(0, place, count), loaded_weight.narrow(0, first, count)
+                original(part, values, weight_name, shard_id, numbers[first], return_success)
+        return is_local if return_success else None
+
+    load_stack.__name__ = "load_stack"
+    return load_stack
+
+
+def _stack_collector(collect: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor | None]) -> Any:
+    """Return a reload's loader that collects the stack of a tensor, or the tensor alone."""
+
+    @functools.wraps(collect)
+    def online_process_loader(
+        param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
+    ) -> bool | None:
+        stack = stack_of(loaded_weight, expert_id)
+        values = loaded_weight if stack is None else stack
+        result: bool | None = collect(param, values, weight_name, shard_id, expert_id, return_success)
+        return result
+
+    online_process_loader.__name__ = "online_process_loader"  # vLLM tells collecting loaders by this name
+    return online_process_loader
 
 
 def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import math
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,29 +20,42 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import ShardReport, TensorEntry
 from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.stacks import Stack
 
 
 class _Memory(NamedTuple):
-    """Addresses of a published tensor's bytes, in a bucket or in a partial copy."""
+    """Addresses of a stack's bytes, in a bucket or in a partial copy."""
 
     begin: int
     end: int
-    entry: TensorEntry
+    entries: tuple[TensorEntry, ...]
     block: TensorSlice
-    """Slice of the whole tensor that these bytes hold."""
+    """Slice of the whole stack that these bytes hold."""
+    strides: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the stack: its first tensor's."""
+        return self.entries[0].name
 
 
 class _SliceValues(NamedTuple):
-    """A slice of a published tensor, and its values."""
+    """A slice of a stack, and its values."""
 
     memory: _Memory
     tensor_slice: TensorSlice
     values: torch.Tensor
+    """[tensors, *size]."""
+
+    @property
+    def key(self) -> tuple[str, TensorSlice]:
+        return self.memory.name, self.tensor_slice
 
     def are_shown_by(self, view: torch.Tensor) -> bool:
         """Return whether a view shows the values as they are: square ones may be transposed."""
-        strides = zip(view.shape, view.stride(), self.values.stride(), strict=False)
-        return view.shape == self.values.shape and all(count == 1 or step == stride for count, step, stride in strides)
+        values = self.values if view.ndim == self.values.ndim or len(self.values) != 1 else self.values[0]
+        strides = zip(view.shape, view.stride(), values.stride(), strict=False)
+        return view.shape == values.shape and all(count == 1 or step == stride for count, step, stride in strides)
 
 
 class _Place(NamedTuple):
@@ -50,6 +63,7 @@ class _Place(NamedTuple):
 
     parameter: str
     size: tuple[int, ...]
+    """[tensors, *size]."""
     stride: tuple[int, ...]
     offset: int
 
@@ -58,13 +72,14 @@ class SliceWatch(TorchDispatchMode):
     """Records and fingerprints the slices that loaders copy while it is entered.
 
         watch = SliceWatch(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
-        with watch.reading(tensors_by_entry), watch:
+        with watch.reading(stacks), watch:
             model.load_weights(tensors)
         watch.shards(), watch.repacked
 
     vLLM runs each loader twice: on meta tensors, to count elements, and, once a layer is complete, on its parameters.
     The first run shows which slices go to which parameters. Slices whose parameters keep the published bytes are
-    fingerprinted there at the end; those that vLLM repacks, while they are copied.
+    fingerprinted there at the end; those that vLLM repacks, while they are copied. A slice of a stack counts as one
+    until it is reported: each of its tensors has a fingerprint.
 
     Args:
         model: vLLM's model, once a reload has begun.
@@ -82,19 +97,21 @@ class SliceWatch(TorchDispatchMode):
             name: _format(value) == _format(before[name]) for name, value in self._loading.items() if name in before
         }
         self._memory: list[_Memory] = []
-        """Memory of published tensors, sorted by address."""
-        self._entries: dict[str, TensorEntry] = {}
+        """Memory of stacks, sorted by address."""
+        self._entries: dict[str, tuple[TensorEntry, ...]] = {}
+        """Tensors of each stack, by its name."""
         self._places: dict[str, dict[TensorSlice, _Place | None]] = defaultdict(dict)
-        """Destination of each needed slice, by tensor name; None if the slice is repacked."""
-        self._fingerprints: dict[tuple[str, TensorSlice], int] = {}
-        self._copied: dict[tuple[str, TensorSlice], Move] = {}
+        """Destination of each needed slice, by the stack's name; None if the slice is repacked."""
+        self._fingerprints: dict[tuple[str, TensorSlice], list[int]] = {}
+        """Fingerprint of each tensor of a slice."""
+        self._copied: dict[tuple[str, TensorSlice], list[Move]] = {}
         """Slices yet to be fingerprinted, in batches: a single expert would occupy only one thread."""
 
     @property
     def bytes(self) -> int:
         """Bytes of all copied slices."""
         return sum(
-            tensor_slice.numel * self._entries[name].torch_dtype.itemsize
+            tensor_slice.numel * self._entries[name][0].torch_dtype.itemsize
             for name, slices in self._places.items()
             for tensor_slice in slices
         )
@@ -102,34 +119,41 @@ class SliceWatch(TorchDispatchMode):
     @property
     def repacked(self) -> list[str]:
         """Names of tensors that were repacked, at least in part."""
-        return [name for name, slices in self._places.items() if None in slices.values()]
+        names = (
+            entry.name
+            for name, slices in self._places.items()
+            for tensor_slice, place in slices.items()
+            if place is None
+            for entry in self._entries_of(name, tensor_slice)
+        )
+        return list(dict.fromkeys(names))
 
     def shards(self) -> list[ShardReport]:
         """Copied slices with their fingerprints, taken of live parameters where these keep the published bytes."""
         live = dict(self._model.named_parameters())
         moves = {
-            (name, tensor_slice): Move(
-                None,
-                live[place.parameter].detach().as_strided(place.size, place.stride, place.offset),
-                self._entries[name].shape,
+            (name, tensor_slice): self._moves(
+                name,
                 tensor_slice,
+                live[place.parameter].detach().as_strided(place.size, place.stride, place.offset),
             )
             for name, slices in self._places.items()
             for tensor_slice, place in slices.items()
             if place is not None and _format(live[place.parameter]) == _format(self._loading[place.parameter])
         }
         self._take_fingerprints()
-        fingerprints = self._fingerprints | dict(zip(moves, move(list(moves.values())), strict=True))
         return [
-            ShardReport(name=name, tensor_slice=tensor_slice, fingerprint=value)
-            for (name, tensor_slice), value in fingerprints.items()
+            ShardReport(name=entry.name, tensor_slice=inner_slice, fingerprint=value)
+            for (name, tensor_slice), values in (self._fingerprints | _fingerprints(moves)).items()
+            for inner_slice in [_inner(tensor_slice)]
+            for entry, value in zip(self._entries_of(name, tensor_slice), values, strict=True)
         ]
 
     @contextlib.contextmanager
-    def reading(self, tensors: Mapping[TensorEntry, torch.Tensor]) -> Iterator[None]:
-        """Recognise slices of these tensors while the body runs; they may be freed afterwards."""
-        memories = [self._hold(entry, TensorSlice.whole(entry.shape), values) for entry, values in tensors.items()]
-        self._entries |= {entry.name: entry for entry in tensors}
+    def reading(self, stacks: Sequence[Stack]) -> Iterator[None]:
+        """Recognise slices of these stacks while the body runs; they may be freed afterwards."""
+        memories = [self._hold(stack.entries, TensorSlice.whole(stack.shape), stack.values) for stack in stacks]
+        self._entries |= {memory.name: memory.entries for memory in memories}
         try:
             yield
             self._take_fingerprints()
@@ -143,21 +167,27 @@ class SliceWatch(TorchDispatchMode):
         if located is None or not located.are_shown_by(values):
             with self:
                 return values.clone()
-        entry, block = located.memory.entry, located.tensor_slice
-        copy = torch.empty_like(values, memory_format=torch.contiguous_format)
-        for needed_slice in self._places[entry.name]:
+        name, block = located.key
+        copy = torch.empty_like(located.values, memory_format=torch.contiguous_format)
+        for needed_slice in self._places[name]:
             if (part := needed_slice.intersect(block)).numel:
                 local_slice = part.relative_to(block)
-                local_slice.of(copy).copy_(local_slice.of(values))
-        weakref.finalize(copy, self._memory.remove, self._hold(entry, block, copy))
-        return copy
+                local_slice.of(copy).copy_(local_slice.of(located.values))
+        view = copy if values.ndim == copy.ndim else copy[0]
+        weakref.finalize(view, self._memory.remove, self._hold(located.memory.entries, block, copy))
+        return view
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
-            if (located := self._locate(args[1])) is not None and self._copies(args[0], args[1], located):
-                return args[0]
+            target, source = args[:2]
+            if (located := self._locate(source)) is not None:
+                if self._copies(target, source, located):
+                    return target
+                if not target.is_meta and target.shape == source.shape == located.values.shape:
+                    _copy_parts(target, source)
+                    return target
             if located is None and args[0].is_meta:
                 self._overwritten(args[0])
         elif not func.is_view:
@@ -168,15 +198,17 @@ class SliceWatch(TorchDispatchMode):
 
     def _copies(self, target: torch.Tensor, source: torch.Tensor, located: _SliceValues) -> bool:
         """Record a copy; returns True if it was also carried out."""
-        entry, tensor_slice = located.memory.entry, located.tensor_slice
-        places = self._places[entry.name]
-        key = entry.name, tensor_slice
+        key, places = located.key, self._places[located.memory.name]
+        tensor_slice = located.tensor_slice
         is_same = located.are_shown_by(source)
         same_format = is_same and target.shape == source.shape and target.dtype == source.dtype
         if target.is_meta:
             name = self._names.get(id(target.untyped_storage()), "")
             keeps = same_format and self._keeps.get(name, False)
-            place = _Place(name, tuple(target.shape), target.stride(), int(target.storage_offset())) if keeps else None
+            stacked = target if target.ndim == located.values.ndim else target[None]
+            place = (
+                _Place(name, tuple(stacked.shape), stacked.stride(), int(target.storage_offset())) if keeps else None
+            )
             places.setdefault(tensor_slice, place)
             return False
         if places.get(tensor_slice) is not None:
@@ -186,7 +218,7 @@ class SliceWatch(TorchDispatchMode):
             return True
         places[tensor_slice] = None
         if key not in self._fingerprints:
-            self._copied[key] = Move(None, located.values, entry.shape, tensor_slice)
+            self._copied[key] = self._moves(*key, located.values)
         return False
 
     def _overwritten(self, target: torch.Tensor) -> None:
@@ -199,24 +231,43 @@ class SliceWatch(TorchDispatchMode):
 
     def _take_fingerprints(self) -> None:
         """Fingerprint copied slices while their bytes are still there."""
-        self._fingerprints |= dict(zip(self._copied, move(list(self._copied.values())), strict=True))
+        self._fingerprints |= _fingerprints(self._copied)
         self._copied.clear()
 
     def _fingerprint(self, located: _SliceValues, target: torch.Tensor | None) -> None:
         """Fingerprint a slice that is repacked, copying it to the target if there is one."""
-        entry, tensor_slice = located.memory.entry, located.tensor_slice
-        self._places[entry.name][tensor_slice] = None
-        if (entry.name, tensor_slice) not in self._fingerprints.keys() | self._copied.keys():
-            (value,) = move([Move(target, located.values, entry.shape, tensor_slice)])
-            self._fingerprints[entry.name, tensor_slice] = value
+        name, tensor_slice = located.key
+        self._places[name][tensor_slice] = None
+        if located.key not in self._fingerprints.keys() | self._copied.keys():
+            if target is not None and target.ndim < located.values.ndim:
+                target = target[None]
+            self._fingerprints |= _fingerprints({located.key: self._moves(*located.key, located.values, target)})
 
-    def _hold(self, entry: TensorEntry, block: TensorSlice, values: torch.Tensor) -> _Memory:
-        memory = _Memory(values.data_ptr(), values.data_ptr() + values.nbytes, entry, block)
+    def _entries_of(self, name: str, tensor_slice: TensorSlice) -> tuple[TensorEntry, ...]:
+        """Return the tensors of which a slice of a stack holds a part."""
+        return self._entries[name][tensor_slice.start[0] : tensor_slice.start[0] + tensor_slice.size[0]]
+
+    def _moves(
+        self, name: str, tensor_slice: TensorSlice, values: torch.Tensor, target: torch.Tensor | None = None
+    ) -> list[Move]:
+        """Return what fingerprints each tensor of a slice of a stack, and copies it to its target if there is one."""
+        entries, inner_slice = self._entries_of(name, tensor_slice), _inner(tensor_slice)
+        targets: Sequence[torch.Tensor | None] = [None] * len(entries) if target is None else target.unbind()
+        return [
+            Move(place, part, entry.shape, inner_slice)
+            for entry, part, place in zip(entries, values.unbind(), targets, strict=True)
+        ]
+
+    def _hold(self, entries: tuple[TensorEntry, ...], block: TensorSlice, values: torch.Tensor) -> _Memory:
+        begin = values.data_ptr()
+        size = 1 + sum(step * (count - 1) for step, count in zip(values.stride(), values.shape, strict=True))
+        end = begin + size * values.itemsize if values.numel() else begin
+        memory = _Memory(begin, end, entries, block, values.stride())
         bisect.insort(self._memory, memory, key=lambda memory: memory.begin)
         return memory
 
     def _locate(self, values: torch.Tensor) -> _SliceValues | None:
-        """Find the slice of a published tensor that a view shows; None for other tensors."""
+        """Find the slice of a stack that a view shows; None for other tensors."""
         if values.is_meta or not values.numel():
             return None
         address = values.data_ptr()
@@ -224,41 +275,61 @@ class SliceWatch(TorchDispatchMode):
         if index < 0 or address >= self._memory[index].end:
             return None
         memory = self._memory[index]
-        dtype, block, storage = memory.entry.torch_dtype, memory.block, values.untyped_storage()
+        dtype, block, storage = memory.entries[0].torch_dtype, memory.block, values.untyped_storage()
         offset = (memory.begin - storage.data_ptr()) // dtype.itemsize
-        tensor = torch.empty(0, dtype=dtype, device=values.device)
-        tensor.set_(storage, offset, block.size, _strides(block.size))
-        view_slice = _slice_of(values, (address - memory.begin) // dtype.itemsize, block.size)
+        stack = torch.empty(0, dtype=dtype, device=values.device)
+        stack.set_(storage, offset, block.size, memory.strides)
+        view_slice = _slice_of(values, (address - memory.begin) // dtype.itemsize, block.size, memory.strides)
         if view_slice is None or values.dtype != dtype:
-            return _SliceValues(memory, block, tensor)
-        return _SliceValues(memory, view_slice.within(block), view_slice.of(tensor))
+            return _SliceValues(memory, block, stack)
+        return _SliceValues(memory, view_slice.within(block), view_slice.of(stack))
+
+
+def _copy_parts(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a slice of a stack; to another device, tensor by tensor unless it is one run of memory.
+
+    torch would gather its rows first, in memory from which a device copies at a fraction of the link's rate.
+    """
+    if target.device == source.device or source.is_contiguous():
+        target.copy_(source)
+        return
+    for target_part, source_part in zip(target, source, strict=True):
+        target_part.copy_(source_part)
+
+
+def _fingerprints(moves: Mapping[tuple[str, TensorSlice], list[Move]]) -> dict[tuple[str, TensorSlice], list[int]]:
+    """Return the fingerprint of each tensor of slices, all taken at once."""
+    values = iter(move(list(itertools.chain.from_iterable(moves.values()))))
+    return {key: list(itertools.islice(values, len(slice_moves))) for key, slice_moves in moves.items()}
+
+
+def _inner(tensor_slice: TensorSlice) -> TensorSlice:
+    """Return the slice of each tensor that a slice of a stack holds."""
+    return TensorSlice(start=tensor_slice.start[1:], size=tensor_slice.size[1:])
 
 
 def _format(values: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return values.shape, values.stride(), values.dtype
 
 
-def _slice_of(view: torch.Tensor, first: int, shape: Sequence[int]) -> TensorSlice | None:
-    """Return the block of a contiguous tensor that a view covers; None if the view is not a block.
+def _slice_of(view: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int]) -> TensorSlice | None:
+    """Return the block of a tensor that a view covers; None if the view is not a block.
 
     Args:
         view: a view of the tensor.
-        first: index of the view's first element in the flattened tensor.
+        first: index of the view's first element in the tensor's memory.
         shape: shape of the tensor.
+        strides: its strides, the largest first; between the tensors of a stack there may be a gap.
     """
-    start, size, steps = [], [1] * len(shape), _strides(shape)
-    for step in steps:
+    start, size = [], [1] * len(shape)
+    for step in strides:
         start.append(first // step)
         first %= step
     for count, stride in zip(view.shape, view.stride(), strict=True):
         if count == 1:
             continue
-        dims = [dim for dim, step in enumerate(steps) if step == stride and shape[dim] > 1]
+        dims = [dim for dim, step in enumerate(strides) if step == stride and shape[dim] > 1]
         if len(dims) != 1 or size[dims[0]] != 1 or start[dims[0]] + count > shape[dims[0]]:
             return None
         size[dims[0]] = count
     return TensorSlice(start=tuple(start), size=tuple(size))
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -25,6 +25,7 @@ from forge_rl.engines.vllm.drafting import Drafter
 from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
 from forge_rl.engines.vllm.sampling import sample_by_position
 from forge_rl.engines.vllm.slicing import SliceWatch
+from forge_rl.engines.vllm.stack_loaders import StackLoaders
 from forge_rl.errors import ConfigError, ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.models.adapter_products import fits, merged_weights
@@ -33,6 +34,7 @@ from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import Move, move, warm_up
 from forge_rl.weights.manifest import ShardReport, TensorEntry, factor_names
 from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.stacks import stacks_of
 from forge_rl.weights.transports.protocol import TensorBucket
 
 if TYPE_CHECKING:
@@ -253,6 +255,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             if not name.endswith(internals.PACKED)
         }
         internals.begin_reload(self.model)
+        self._stack_loaders = StackLoaders(self.model)
         self._watch = SliceWatch(self.model, before)
         self._tied = HEAD not in before
         self._aliases = internals.aliases(self.model, before)
@@ -266,16 +269,17 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             bucket = replace(bucket, part=self._part)
         with bucket.open() as stored_tensors:
             entries, tensors = self._merged(bucket.entries, stored_tensors)
+            stacks = list(stacks_of(entries, tensors))
             last = ""
 
             def weights() -> Iterator[tuple[str, torch.Tensor]]:
                 nonlocal last
-                for name, tensor in tensors.items():
+                for name, tensor in self._stack_loaders.tensors(stacks):
                     last = name
                     yield name, tensor
 
             try:
-                with self._watch.reading({entry: tensors[entry.name] for entry in entries}):
+                with self._watch.reading(stacks):
                     with internals.collecting(self.model), self._watch:
                         self._loaded |= self.model.load_weights(weights())
                     internals.copy_held(self.model, tensors, self._watch.keep)

@@ -1,0 +1,55 @@
+"""Loads whole stacks of experts into the parameters in which vLLM holds them, with one copy for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from forge_rl.engines.vllm import internals
+from forge_rl.weights.stacks import Stack
+
+
+class StackLoaders:
+    """Loaders of the parameters in which vLLM holds a layer's experts, which then take whole stacks.
+
+        loaders = StackLoaders(model)
+        model.load_weights(loaders.tensors(stacks))
+
+    Where vLLM's own code passes on the first tensor of a stack, or a view of it, to the loader of such a parameter, the
+    same view of all its tensors is loaded. A stack whose first tensor goes elsewhere is loaded tensor by tensor.
+
+    Args:
+        model: vLLM's model, once a reload has begun.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._stack: Stack | None = None
+        """Stack whose first tensor vLLM is loading."""
+        self._is_taken = False
+        for layer in model.modules():
+            internals.load_stacks(layer, self._expand)
+
+    def tensors(self, stacks: Sequence[Stack]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and values for vLLM's `load_weights`: of each stack the first, and others if it is not taken."""
+        for stack in stacks:
+            self._stack, self._is_taken = stack, False
+            try:
+                yield stack.entries[0].name, stack.values[0]
+            finally:
+                self._stack = None
+            if not self._is_taken:
+                for entry, values in zip(stack.entries[1:], stack.values[1:], strict=True):
+                    yield entry.name, values
+
+    def _expand(self, values: torch.Tensor, expert: int) -> torch.Tensor | None:
+        """Return the same view of all tensors of the stack as `values` is of the first; None for any other tensor."""
+        stack = self._stack
+        if stack is None or len(stack.entries) == 1 or expert != stack.expert:
+            return None
+        first = stack.values[0]
+        begin = first.data_ptr()
+        if not begin <= values.data_ptr() < begin + first.nbytes or values.dtype != first.dtype:
+            return None
+        self._is_taken = True
+        return values.as_strided((len(stack.entries), *values.shape), (stack.values.stride(0), *values.stride()))
