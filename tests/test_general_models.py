@@ -84,21 +84,22 @@ def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "whole_type", "vision"),
+    ("name", "tied", "whole_type", "vision"),
     [
-        ("Qwen/Qwen3.5-4B, its text model", "qwen3_5", {"depth": 1, "num_heads": 2, "out_hidden_size": 64}),
+        ("Qwen/Qwen3.5-4B, its text model", True, "qwen3_5", {"depth": 1, "num_heads": 2, "out_hidden_size": 64}),
         (
             "mistralai/Ministral-3-3B-Instruct-2512, its text model",
+            False,
             "mistral3",
             {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16},
         ),
     ],
 )
 def test_the_text_model_of_a_folder_with_images_trains_as_the_page_says(
-    name: str, whole_type: str, vision: dict, tmp_path: Path
+    name: str, tied: bool, whole_type: str, vision: dict, tmp_path: Path
 ):
     """The page's own lines take it out of the folder."""
-    source, target = write(name, tmp_path / "source"), tmp_path / "target"
+    source, target = write(name, tmp_path / "source", tie_word_embeddings=tied), tmp_path / "target"
     text_config = json.loads((source / "config.json").read_text())
     for path in source.glob("model*"):
         path.unlink()
@@ -106,7 +107,7 @@ def test_the_text_model_of_a_folder_with_images_trains_as_the_page_says(
         whole_type,
         text_config=text_config,
         vision_config={"hidden_size": 32, "intermediate_size": 32, "patch_size": 14, "image_size": 28, **vision},
-        tie_word_embeddings=text_config["tie_word_embeddings"],
+        tie_word_embeddings=tied,
     )
     whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
