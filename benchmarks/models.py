@@ -9,6 +9,9 @@ For each published checkpoint, a small random model with the quirks of its folde
     gradient_deviation  of the gradients, relative to each weight's largest entry
     files_equal         whether a saved folder has the names, shapes, config and tokenizer of the one it was loaded from
     round_trips         whether the tokenizer's stops are the folder's, and a rendered chat decodes to its text
+    layouts             in which two ranks train a model on transformers' code, and
+    layout_deviation    the largest deviation of their loss, gradient norms and weights from one process, in float64, as
+                        in benchmarks.layouts, which measures native families
     refusal             why vLLM does not serve it, which leaves out the following
     engine_gap          of an engine's logprobs from transformers': at its start, after loading two versions, and
                         of an engine on the saved folder, in units of the expected rounding
@@ -16,6 +19,9 @@ For each published checkpoint, a small random model with the quirks of its folde
     whole_run           whether a GRPO run of two steps trains in both, with attested weights, and saves equal files
     run_gap             largest difference of a logprob between engine and trainer in that run, for tokens of the newest
                         version
+    run_rounding        for an engine in bfloat16, the same difference of transformers in bfloat16 from itself in
+                        float32, on the saved folder
+    seconds             that all of this took
 
 `--rows` writes each model's results to a folder, so that several processes can share the work and an interrupted one
 resumes:
@@ -49,7 +55,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import layouts
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import general_layouts
 from forge_rl.engines.platform import init_distributed
 
 NATIVE = (
@@ -63,6 +72,7 @@ NATIVE = (
     "ByteDance-Seed/Seed-OSS-36B-Base",
 )
 """One checkpoint of each native model_type."""
+_LAYOUT_UPDATES = 3
 _RUN = (
     "--groups-per-batch 2 --group-size 4 --steps 2 --evaluation.every 0 --checkpoint-every 2 --display plain "
     "--tasks chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1 --reward tests.zoo.trained:mean_code "
@@ -90,6 +100,8 @@ class Config(BenchmarkConfig):
     """Load published versions into an engine of each model."""
     whole_runs: bool = True
     """Do a whole run of each model."""
+    layouts: bool = True
+    """Train each model on transformers' code on two ranks."""
     timeout_s: int = 900
     """Seconds that an engine or a run may take."""
     native: bool = False
@@ -204,12 +216,15 @@ def _measured(path: Path | None, commit: str) -> dict[str, object] | None:
 
 def _measure_model(name: str, scratch: Path, config: Config) -> dict[str, object]:
     """Return a model's row; one that vLLM refuses has no whole run."""
+    start = time.perf_counter()
     row = _compare(name, scratch / "packed")
+    if config.layouts and row["modelling"] == "transformers":
+        row |= _compare_layouts(name, scratch / "laid-out")
     if config.engines:
         row |= _engine_gaps(name, scratch / "served", config.timeout_s)
     if config.whole_runs and "refusal" not in row:
         row |= whole_run(name, scratch / "packed", config.timeout_s)
-    return row
+    return row | {"seconds": time.perf_counter() - start}
 
 
 def _compare(name: str, folder: Path) -> dict[str, object]:
@@ -236,6 +251,24 @@ def _compare(name: str, folder: Path) -> dict[str, object]:
     }
 
 
+def _compare_layouts(name: str, folder: Path) -> dict[str, object]:
+    """Train a model on transformers' code in each of its layouts of two ranks, and in one process."""
+    from tests.zoo.folders import write_for_ranks
+
+    model = write_for_ranks(name, folder / "model")
+    names = general_layouts(read_architecture(model, "transformers"))
+    degrees = {layout: settings for layout, ranks, settings in layouts.LAYOUTS if ranks == 2 and layout in names}
+    modelling = ("modelling", "transformers")
+    cases = [
+        layouts.Case(family=model.name, name=layout, ranks=2, degrees=(modelling, *settings.items()))
+        for layout, settings in degrees.items()
+    ]
+    alone = layouts.Case(family=model.name, name="one process", ranks=1, degrees=(modelling,))
+    (expected,) = layouts.train(folder, [alone], _LAYOUT_UPDATES)
+    deviations = [layouts.compare(result, expected).worst for result in layouts.train(folder, cases, _LAYOUT_UPDATES)]
+    return {"layouts": ", ".join(degrees), "layout_deviation": max(deviations)}
+
+
 def _engine_gaps(name: str, scratch: Path, timeout_s: int) -> dict[str, object]:
     """Take a model through a run's services, see tests/zoo/services.py."""
     from tests.zoo.services import whole_ways
@@ -255,13 +288,20 @@ def whole_run(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ())
     Args:
         flags: further flags of the recipe.
     """
-    from tests.zoo.trained import check_files
+    from tests.zoo.trained import check_files, dtype_of
 
     lines, failure = run_steps(name, zoo, timeout_s, flags)
     if failure:
         return {"whole_run": False, "run_failed": failure}
-    check_files(name, (zoo / "model").resolve(), zoo / "run" / "checkpoints" / "step-000002" / "model")
-    return {"whole_run": True, "run_gap": max(line.get("logprob_gap/max", 0.0) for line in lines)}
+    saved = zoo / "run" / "checkpoints" / "step-000002" / "model"
+    check_files(name, (zoo / "model").resolve(), saved)
+    row = {"whole_run": True, "run_gap": max(line.get("logprob_gap/max", 0.0) for line in lines)}
+    if (dtype := dtype_of(saved)) != "float32":
+        from tests.zoo.services import expected_logprobs
+
+        logprobs = expected_logprobs(saved, dtype)
+        row["run_rounding"] = float((logprobs[dtype] - logprobs["float32"]).abs().max())
+    return row
 
 
 def run_steps(name: str, zoo: Path, timeout_s: int, flags: tuple[str, ...] = ()) -> tuple[list[dict[str, Any]], str]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks import layouts, models
 from benchmarks.ranks import run_ranks
@@ -32,6 +32,7 @@ from forge_rl.engines.titan.general_routing import general_routers
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.metrics import reduce
+from forge_rl.models.resolve import resolve_model
 from forge_rl.packing.pack import pack
 from forge_rl.packing.rows import Layout
 from forge_rl.run.plan.memory import show_plan
@@ -40,7 +41,7 @@ from recipes.grpo import Config
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import share_angles
 from tests.test_layouts import relays
-from tests.zoo.folders import write
+from tests.zoo.folders import write, write_for_ranks
 from tests.zoo.general import GENERAL, LONG_TURNS, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
 from tests.zoo.trained import dtype_of, stored, write_model
@@ -80,6 +81,54 @@ def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path
         deviation = compare(engine, folder, rows)
         assert deviation.spread > 0.2, "the model must tell tokens apart for this to be a test"
         assert max(deviation.forward, deviation.gradient) < 1e-9, (share_prefixes, deviation)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "whole_type", "vision"),
+    [
+        ("Qwen/Qwen3.5-4B, its text model", True, "qwen3_5", {"depth": 1, "num_heads": 2, "out_hidden_size": 64}),
+        (
+            "mistralai/Ministral-3-3B-Instruct-2512, its text model",
+            False,
+            "mistral3",
+            {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16},
+        ),
+    ],
+)
+def test_the_text_model_of_a_folder_with_images_trains_as_the_page_says(
+    name: str, tied: bool, whole_type: str, vision: dict, tmp_path: Path
+):
+    """The page's own lines take it out of the folder."""
+    source, target = write(name, tmp_path / "source", tie_word_embeddings=tied), tmp_path / "target"
+    text_config = json.loads((source / "config.json").read_text())
+    for path in source.glob("model*"):
+        path.unlink()
+    config = AutoConfig.for_model(
+        whole_type,
+        text_config=text_config,
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "patch_size": 14, "image_size": 28, **vision},
+        tie_word_embeddings=tied,
+    )
+    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    whole.save_pretrained(source)
+    with pytest.raises(ModelError, match=f"'{whole_type}': the model also takes images") as refused:
+        read_architecture(source)
+    assert f"its text model, a {GENERAL[name].family!r}" in refused.value.hint
+    page = (Path(models.__file__).parents[1] / "docs" / "running" / "models.md").read_text()
+    (lines,) = re.findall("```python\n(from transformers.*?)```", page, flags=re.DOTALL)
+    exec(lines, {"source": source, "target": target})
+    architecture = read_architecture(resolve_model(str(target), tmp_path))
+    assert architecture.family.model_type == GENERAL[name].family
+    assert not check_weights(target, architecture)
+    alone = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    token_ids = torch.arange(1, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(alone(token_ids).logits, whole.eval()(input_ids=token_ids).logits)
+    deviation = compare(engine_of(target), target, rows_of(share_prefixes=True))
+    assert max(deviation.forward, deviation.gradient) < 1e-9
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
@@ -222,10 +271,7 @@ def test_tensor_parallel_ranks_of_several_shares_train_as_one_process(tmp_path: 
 
 def zoo_folder(name: str, folder: Path) -> str:
     """Write a checkpoint with heads for two ranks to a folder's folder; returns its name."""
-    path = folder / re.sub(r"\W+", "-", name)
-    values = {"num_global_key_value_heads": 2} if GENERAL[name].family == "gemma4_text" else {}
-    write(name, path, num_key_value_heads=2, **values)
-    return path.name
+    return write_for_ranks(name, folder / re.sub(r"\W+", "-", name)).name
 
 
 def on_transformers(family: str, ranks: int, settings: Mapping[str, Any]) -> layouts.Case:
@@ -442,7 +488,7 @@ def test_types_that_the_zoo_compares_are_named_as_compared():
 
 def test_native_modelling_of_another_family_is_refused(tmp_path: Path):
     make_model(tmp_path, "mistral")
-    with pytest.raises(ModelError, match="torchtitan's modelling is for 'deepseek_v3'"):
+    with pytest.raises(ModelError, match="'mistral', and native families are 'deepseek_v3'"):
         read_architecture(tmp_path, "native")
 
 

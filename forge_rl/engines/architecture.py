@@ -134,7 +134,7 @@ def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architectu
     if family is None and modelling == "native":
         native_types = ", ".join(map(repr, sorted(NATIVE_TYPES)))
         raise ModelError(
-            f"{path} has model_type {model_type!r:.80}, and torchtitan's modelling is for {native_types}",
+            f"{path} has model_type {model_type!r:.80}, and native families are {native_types}",
             hint="set --trainer.modelling to auto or transformers",
         )
     if family is None or modelling == "transformers":

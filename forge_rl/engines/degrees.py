@@ -101,7 +101,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
     degrees = [f"{kind}_parallel_degree" for kind in ("context", "pipeline")]
     if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in degrees if getattr(settings, field) > 1]:
         raise ConfigError(
-            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by {', '.join(_general_layouts(a))}",
+            f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by {', '.join(general_layouts(a))}",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
         )
     if settings.tensor_parallel_degree > 1:
@@ -128,7 +128,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
         )
 
 
-def _general_layouts(architecture: Architecture) -> list[str]:
+def general_layouts(architecture: Architecture) -> list[str]:
     """List the layouts of a model on transformers' code."""
     from forge_rl.engines.families.general import inspected_model  # imports transformers
     from forge_rl.engines.families.tensor_plan import expert_modules, module_styles

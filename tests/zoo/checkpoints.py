@@ -322,6 +322,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "also takes images",
     ),
     "meta-llama/Llama-4-Scout-17B-16E": ({"model_type": "llama4", "vision_config": {}}, "also takes images"),
+    "moonshotai/Kimi-K2.5": (
+        {
+            "model_type": "kimi_k25",
+            "text_config": {"model_type": "kimi_k2"},
+            "vision_config": {"model_type": "kimi_k25_vision"},
+            "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
+        },
+        "'kimi_k25': the model also takes images",
+    ),
+    "meta-models/Muse-Glimmer-30B": (
+        {
+            "model_type": "muse_glimmer",
+            "text_config": {"model_type": "muse_glimmer_text"},
+            "vision_config": {"model_type": "muse_glimmer_vision"},
+        },
+        "'muse_glimmer': the model also takes images",
+    ),
+    "meta-models/Muse-Glimmer-30B, its text model": (
+        {"model_type": "muse_glimmer_text"},
+        "'muse_glimmer_text', which transformers .* has no causal language model for",
+    ),
+    "Qwen/Qwen3.5-4B": (
+        {
+            "model_type": "qwen3_5",
+            "text_config": {"model_type": "qwen3_5_text"},
+            "vision_config": {"model_type": "qwen3_5_vision"},
+        },
+        "'qwen3_5': the model also takes images",
+    ),
     "a Seed-OSS without biases": ({"model_type": "seed_oss", "attention_bias": False}, "asks for no attention_bias"),
     "lmsys/vicuna-7b-v1.5-16k, dynamic": (
         {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}},

@@ -61,6 +61,12 @@ def write(name: str, folder: Path, **values: object) -> Path:
     return folder
 
 
+def write_for_ranks(name: str, folder: Path) -> Path:
+    """Write the folder of a checkpoint with enough heads for two tensor-parallel ranks."""
+    values = {"num_global_key_value_heads": 2} if GENERAL[name].family == "gemma4_text" else {}
+    return write(name, folder, num_key_value_heads=2, **values)
+
+
 def transformers_config(folder: Path) -> Any:
     """Load a folder's config as transformers has it, which knows Kimi K2 as a DeepSeek-V3."""
     from transformers import AutoConfig

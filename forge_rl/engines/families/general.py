@@ -352,10 +352,15 @@ def _check_kind(path: Path, values: Mapping[str, Any]) -> None:
 
     model_type = values.get("model_type")
     if "vision_config" in values or "audio_config" in values:
+        text_config = values.get("text_config")
+        text_type = text_config.get("model_type") if isinstance(text_config, dict) else None
+        hint = "use a text model of the same family, if there is one"
+        if isinstance(text_type, str) and text_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            hint = f"use its text model, a {text_type!r:.80}, in a folder of its own, as docs/running/models.md says"
         raise ModelError(
             f"{path} has model_type {model_type!r:.80}: the model also takes images or sound, and only text models are "
             "supported",
-            hint="use the text model of the same family, if there is one",
+            hint=hint,
         )
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         note = ", and its own code (auto_map) is never run" if values.get("auto_map") else ""
