@@ -138,7 +138,7 @@ def _count_bytes(config: Config, report: Report) -> None:
 
 def _compare_gradients(config: Config, report: Report) -> None:
     """Compare gradients of each family with peft's, in float64."""
-    from tests.test_lora import SPARSE, WHOLE, gradient_deviation
+    from tests.lora_engines import SPARSE, WHOLE, gradient_deviation
 
     init_distributed(0, 1, "127.0.0.1", 0)
     worst = 0.0

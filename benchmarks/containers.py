@@ -31,7 +31,7 @@ from pathlib import Path
 from benchmarks.container_images import PACKAGES, BuiltImage, Layer, build_images, build_variants, serve
 from benchmarks.container_sessions import available_mib, measure_bubblewrap, measure_sessions
 from benchmarks.podman import Podman, podman
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, median, run_benchmark
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.images import ContainerImage, ImageStore
 
@@ -67,8 +67,8 @@ class Config(BenchmarkConfig):
         if not self.images or not {*self.images} <= {"large", *PACKAGES}:
             raise BenchmarkError(f"the images are {self.images}", hint=f"choose of large, {', '.join(PACKAGES)}")
         counts = dict.fromkeys(("large_repeats", "sessions", "variants", "starts", "changed_files"), 1)
-        minimums = {"repeats": LEAST_REPEATS, "podman_sessions": 1}
-        check_flags(self, "--", minimum=counts | minimums, above={"gb": 0})
+        check_flags(self, "--", minimum=counts | {"podman_sessions": 1}, above={"gb": 0})
+        check_repeats(self.repeats)
 
 
 def measure(config: Config, report: Report) -> None:

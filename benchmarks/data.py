@@ -17,7 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
+from forge_rl.errors import check_flags
 
 _WORDS = ("the", "sum", "of", "all", "numbers", "which", "divide", "a", "square", "and", "its", "root")
 _TEXTS = 1000
@@ -40,11 +41,8 @@ class Config(BenchmarkConfig):
     """Also measure `datasets.load_dataset` of the whole file, once: takes minutes and the file's size on disk again."""
 
     def __post_init__(self) -> None:
-        if self.repeats < LEAST_REPEATS or self.tasks < 1000 or self.gb <= 0:
-            raise BenchmarkError(
-                f"too little to measure: {self.repeats} repeats of {self.tasks} tasks",
-                hint=f"set --repeats to {LEAST_REPEATS} or more, --tasks to 1000 or more, --gb above 0",
-            )
+        check_repeats(self.repeats)
+        check_flags(self, "--", minimum={"tasks": 1000}, above={"gb": 0})
 
 
 def measure(config: Config, report: Report) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 
 if TYPE_CHECKING:
     from forge_rl.runtime.faults import Faults
@@ -45,10 +45,8 @@ class Config(BenchmarkConfig):
     """One round: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
-        if self.repeats < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", hint=f"raise it to {LEAST_REPEATS} or more"
-            )
+        if not self.smoke:
+            check_repeats(self.repeats)
 
 
 def measure(config: Config, report: Report) -> None:

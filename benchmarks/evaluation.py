@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.real_engines import Engines, Stories, engines
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from benchmarks.schedules_real import Real, draw_tokens, full_rate, kind_at
 from benchmarks.staged_services import (
     HEAVY_TAILED,
@@ -75,8 +75,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         check_flags(self, "--", minimum={"virtual_engines": 1})
-        if self.repeats < LEAST_REPEATS:
-            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
+        check_repeats(self.repeats)
         if self.steps < 2 * self.every or self.every < 1 or self.tasks_per_slot <= 0:
             raise BenchmarkError(
                 f"{self.steps} steps with an evaluation every {self.every}",

@@ -25,15 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed.utils import set_spmd_backend
 
 from benchmarks.ranks import run_ranks
-from benchmarks.report import (
-    LEAST_REPEATS,
-    BenchmarkConfig,
-    BenchmarkError,
-    Report,
-    median,
-    run_benchmark,
-    without_nan,
-)
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, median, run_benchmark, without_nan
 from forge_rl.engines.families.family import Experts
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.moe import moe_config
@@ -64,8 +56,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         check_flags(self, "--", minimum={"tokens": 1, "dim": 1, "hidden_dim": 1, "top_k": 1, "bias_updates": 0})
-        if self.repeats < LEAST_REPEATS:
-            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
+        check_repeats(self.repeats)
         if not self.ranks or not self.skews or any(ranks < 2 or self.experts % ranks for ranks in self.ranks):
             raise BenchmarkError("--ranks must be 2 or more, and divide --experts", hint="set --ranks and --experts")
 

@@ -25,7 +25,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.engines.vllm.internals import leave_tokens_undecoded
 from forge_rl.engines.vllm.pieces import OutputPieces
 from forge_rl.engines.vllm.requests import joined_chunk
@@ -53,10 +53,8 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.requests or min(self.requests) < 1:
             raise BenchmarkError(f"--steps is {self.steps}, --requests {self.requests}", hint="set them to 1 or more")
-        if self.repeats < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", hint=f"raise it to {LEAST_REPEATS} or more"
-            )
+        if not self.smoke:
+            check_repeats(self.repeats)
 
 
 class _Cost(NamedTuple):

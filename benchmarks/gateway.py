@@ -20,7 +20,7 @@ from functools import partial
 from benchmarks.heavy_requests import heavy_requests
 from benchmarks.http_load import Streamed, post_watching_health, stream_all
 from benchmarks.real_engines import serving
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, median, run_benchmark
 from forge_rl.errors import check_flags
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend
 from forge_rl.models.bundled import default_cache
@@ -66,10 +66,8 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         counts = ("context_tokens", "requests", "new_tokens", "warm_up", "streams", "stream_tokens")
         check_flags(self, "--", minimum=dict.fromkeys(counts, 1) | {"interval_s": 0})
-        if self.repeats < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
-            )
+        if not self.smoke:
+            check_repeats(self.repeats)
 
 
 class StagedBackend:

@@ -23,7 +23,7 @@ from typing import IO, Any, Literal
 
 from benchmarks.memory import sampled_peak, tree_sampler
 from benchmarks.peer_environments import ROOT, TRL, set_up
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.flags.texts import parse
@@ -59,10 +59,8 @@ class Config(BenchmarkConfig):
     """Two groups of four episodes, one measured step: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
-        if self.steps < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--steps is {self.steps}, too few for a median", hint=f"set --steps to {LEAST_REPEATS} or more"
-            )
+        if not self.smoke:
+            check_repeats(self.steps, "--steps")
         if self.warm_up < 1:
             raise BenchmarkError(f"--warm-up is {self.warm_up}", hint="set --warm-up to 1 or more")
         if self.trl_completions_per_forward < 1 or self.size.episodes % self.trl_completions_per_forward:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 from monarch.actor import concurrent_endpoint
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.jobs.process import local_hosts
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -41,8 +41,7 @@ class Config(BenchmarkConfig):
     """One host of each: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
-        if self.repeats < LEAST_REPEATS:
-            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set --repeats to {LEAST_REPEATS} or more")
+        check_repeats(self.repeats)
 
 
 def measure(config: Config, report: Report) -> None:

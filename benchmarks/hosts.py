@@ -21,7 +21,7 @@ import torch
 from benchmarks.hosts_deltas import delta_bytes
 from benchmarks.hosts_simulated import Link, simulate
 from benchmarks.ranks import run_ranks
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, Report, check_repeats, median, run_benchmark
 from benchmarks.weight_actors import Shapes, WriterActor
 from benchmarks.weights import qwen3_shapes
 from forge_rl.errors import check_flags
@@ -61,8 +61,7 @@ class Config(BenchmarkConfig):
     nothing."""
 
     def __post_init__(self) -> None:
-        if self.repeats < LEAST_REPEATS:
-            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set --repeats to {LEAST_REPEATS} or more")
+        check_repeats(self.repeats)
         check_flags(self, "--", minimum=dict.fromkeys(("mib", "bucket_mib", "simulated_hosts", "updates"), 1))
 
 

@@ -56,7 +56,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import layouts
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import general_layouts
 from forge_rl.engines.platform import init_distributed
@@ -115,8 +115,7 @@ class Config(BenchmarkConfig):
 
         if unknown := set(self.models) - (CHECKPOINTS | GENERAL).keys():
             raise BenchmarkError(f"there is no model {min(unknown)!r}", hint="see tests/zoo for the names")
-        if self.repeats < LEAST_REPEATS:
-            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
+        check_repeats(self.repeats)
         if self.timeout_s < 1:
             raise BenchmarkError(f"--timeout-s is {self.timeout_s}", hint="set it to 1 or more")
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.large_batches import ANSWER_TOKENS, PromptEngine, measure_large_batch
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, median, run_benchmark
 from benchmarks.staged_services import Kind, NoThoughts, Printed, StagedGenerator, StagedSource
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
@@ -90,10 +90,8 @@ class Config(BenchmarkConfig):
     def __post_init__(self) -> None:
         counts = ("turns", "least_turns", "warm_up", "answers", "batch_tokens")
         check_flags(self, "--", minimum=dict.fromkeys(counts, 1) | dict.fromkeys(("many", "few"), 2 * _GROUP_SIZE))
-        if self.repeats < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
-            )
+        if not self.smoke:
+            check_repeats(self.repeats)
 
 
 class ManyTurns:

@@ -24,7 +24,7 @@ from monarch.actor import concurrent_endpoint
 
 from benchmarks.large_batches import ended, longest_pause
 from benchmarks.page_run import PAGE_EPISODES, measure_page
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.errors import check_flags
 from forge_rl.metrics import EpisodeSink, RunInfo, Sink, batch_metrics
 from forge_rl.metrics.episode_files import RecordedEpisode
@@ -64,8 +64,9 @@ class Config(BenchmarkConfig):
     """Number of episodes of the run whose page is opened; 0 leaves that out."""
 
     def __post_init__(self) -> None:
-        minimum = {"episodes": _GROUP_SIZE, "tokens": _PROMPT_TOKENS + 2, "train_s": 0, "repeats": LEAST_REPEATS}
-        check_flags(self, "--", minimum=minimum | {"page_episodes": 0})
+        minimum = {"episodes": _GROUP_SIZE, "tokens": _PROMPT_TOKENS + 2, "train_s": 0, "page_episodes": 0}
+        check_flags(self, "--", minimum=minimum)
+        check_repeats(self.repeats)
         for name, step in (("episodes", _GROUP_SIZE), ("tokens", 2), ("page_episodes", PAGE_EPISODES)):
             if (value := getattr(self, name)) % step:
                 raise BenchmarkError(

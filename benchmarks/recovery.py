@@ -22,7 +22,7 @@ from typing import Literal
 from unittest import mock
 
 from benchmarks.real_engines import Engines, Stories, engines
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from benchmarks.staged_services import Kind, Printed, StagedSource
 from benchmarks.watched_generator import Request, Watched
 from forge_rl.data.mixture import Mixture
@@ -77,14 +77,9 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         check_flags(self, "--", minimum={"groups": 1, "group_size": 1})
-        for flag, count in {
-            "runs times --repeats": self.runs * self.repeats,
-            "cold-repeats": self.cold_repeats,
-        }.items():
-            if count < LEAST_REPEATS and not self.smoke:
-                raise BenchmarkError(
-                    f"--{flag} is {count}, too few for a median", hint=f"raise it to {LEAST_REPEATS} or more"
-                )
+        if not self.smoke:
+            check_repeats(self.runs * self.repeats, "--runs times --repeats")
+            check_repeats(self.cold_repeats, "--cold-repeats")
         if self.runs < 1 or self.spares < 1:
             raise BenchmarkError(f"--runs is {self.runs}, --spares is {self.spares}", hint="set both to 1 or more")
         if not 1 <= self.interrupted <= self.requests // 2:

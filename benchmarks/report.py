@@ -37,6 +37,16 @@ class BenchmarkError(ForgeError):
     """A benchmark that could not measure its subject or write its report."""
 
 
+def check_repeats(count: int, flag: str = "--repeats") -> None:
+    """Check that a median of so many measurements is meaningful.
+
+    Raises:
+        BenchmarkError: there are fewer than `LEAST_REPEATS`; names the flag that sets their number.
+    """
+    if count < LEAST_REPEATS:
+        raise BenchmarkError(f"{flag} is {count}, too few for a median", hint=f"set {flag} to {LEAST_REPEATS} or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig:
     """Flags of every benchmark."""

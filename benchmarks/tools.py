@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.envs.pure import tool
 from forge_rl.envs.tools import ToolEnv
 from forge_rl.errors import check_flags
@@ -46,7 +46,8 @@ class Config(BenchmarkConfig):
     """Measurements of each result."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", minimum={"episodes": 1, "turns": 1, "work": 0, "repeats": LEAST_REPEATS})
+        check_flags(self, "--", minimum={"episodes": 1, "turns": 1, "work": 0})
+        check_repeats(self.repeats)
 
 
 async def python_without_cache(code: str) -> str:

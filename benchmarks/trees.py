@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
@@ -63,8 +63,7 @@ class Config(BenchmarkConfig):
 
     def __post_init__(self) -> None:
         check_flags(self, "--", minimum={"observation": 0, "seq_len": 1})
-        if self.repeats < LEAST_REPEATS:
-            raise BenchmarkError(f"--repeats is {self.repeats}", hint=f"set it to {LEAST_REPEATS} or more")
+        check_repeats(self.repeats)
         if min(self.turns, self.prompt, self.answer, self.groups, self.layers) < 1:
             raise BenchmarkError(
                 "there is nothing to train", hint="raise --turns, --prompt, --answer, --groups, --layers"

@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
+from benchmarks.report import (
+    LEAST_REPEATS,
+    BenchmarkConfig,
+    BenchmarkError,
+    Report,
+    check_repeats,
+    median,
+    run_benchmark,
+)
 from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
 from forge_rl.jobs.process import local_hosts
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
@@ -46,10 +54,8 @@ class Config(BenchmarkConfig):
     """A few MiB, one repeat: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
-        if self.repeats < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
-            )
+        if not self.smoke:
+            check_repeats(self.repeats)
         if self.warm_up < 1:
             raise BenchmarkError(f"--warm-up is {self.warm_up}", hint="set --warm-up to 1 or more")
         if self.gib <= 0:

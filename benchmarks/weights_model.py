@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, check_repeats, run_benchmark
 from forge_rl.algorithms.advantages import group_advantages
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
@@ -88,10 +88,8 @@ class Config(BenchmarkConfig):
     """Three sizes, one repeat: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
-        if self.repeats < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
-            )
+        if not self.smoke:
+            check_repeats(self.repeats)
         if self.warm_up < 1:
             raise BenchmarkError(f"--warm-up is {self.warm_up}", hint="set --warm-up to 1 or more")
 

@@ -16,12 +16,13 @@ import torch
 import uvicorn
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.engines.factory import decode_environment, make_train_engine, start_decode_engine
+from forge_rl.engines.factory import DECODE_MODULES, decode_environment, make_train_engine, start_decode_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.engines.remote import KEY_VARIABLE, RemoteServer
 from forge_rl.engines.remote.engine import RemoteEngine
 from forge_rl.engines.remote.server import EngineServer
+from forge_rl.runtime.fork_client import FORK_MODULES
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.system.variables import set_here
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -141,7 +142,8 @@ async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any
     async with cluster(folder) as (run_cluster, faults):
         service = Service("engines", run_cluster, faults)
         (folder / "versions").mkdir()
-        env = decode_environment(0, replicas=1, devices=settings.devices)
+        env = {FORK_MODULES: ",".join(DECODE_MODULES)} | decode_environment(0, replicas=1, devices=settings.devices)
+        await run_cluster.import_first(env, deadline_s=240)
         replica = service.spawn(host, model, settings, folder / "versions", env=env)
         await service.watch(replica, deadline_s=240)
         await replica.call("setup", deadline_s=240)

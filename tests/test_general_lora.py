@@ -29,8 +29,8 @@ from forge_rl.services.generator_config import GeneratorConfig
 from recipes.grpo import Config
 from tests import test_adapter_engine as of_native
 from tests.fakes import make_model, packed, random_batch, train_batch
+from tests.lora_engines import check_rounding, in_peft, saved
 from tests.test_general_models import EP, MIXTURES, TP, check_layouts, on_transformers, zoo_folder
-from tests.test_lora import check_rounding, in_peft, saved
 from tests.test_row_states import install
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL

@@ -94,10 +94,11 @@ def test_a_run_over_four_hosts_goes_on_when_one_of_each_kind_is_killed(
         out,
         *FOUR,
         *TASKS,
-        *("--env", "tests.fake_envs:Elsewhere", "--steps", "60", "--checkpoint-every", "2", "--groups-per-batch", "4"),
+        *("--env", "tests.fake_envs:Elsewhere", "--steps", "100000"),
+        *("--checkpoint-every", "2", "--groups-per-batch", "4"),
     )
     command.wait_for("host host3: reward, environment")
-    command.wait_for(r"step +3/60")
+    command.wait_for(r"step +3/")
     expected = {
         "trainer": {"host0", "host1"},
         "generator": {"host1", "host2"},
@@ -112,13 +113,16 @@ def test_a_run_over_four_hosts_goes_on_when_one_of_each_kind_is_killed(
     kill(command, "host3")  # so do environment and reward
     command.wait_for("environment/0 has recovered")
     kill(command, "host0")  # and the trainer's ranks
-    command.wait_for("the run continues from step [0-9]+$")
-    command.wait_for(r"step +60/60")
+    line = command.wait_for("the run continues from step [0-9]+$")
+    run = attach(out)
+    wait_for_step(command, run, int(line.rpartition(" ")[2]) + 5)
+    run.stop()
     assert command.end() == 0, command.output
     rows = [row for row in metrics(out) if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, 61))
+    steps = [row["step"] for row in rows]
+    assert steps == list(range(1, len(steps) + 1))
     assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "engines have the weights of all ranks"
-    check_tasks(out, range(1, 61))
+    check_tasks(out, steps)
     placed = json.loads((out / "hosts.json").read_text())
     assert placed["services"]["trainer"] == ["host0", "host1"]
     assert not command.strays()

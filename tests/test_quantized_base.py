@@ -35,7 +35,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import draft, factor_names
 from tests.fakes import make_model, packed, random_batch, train_batch
-from tests.test_lora import LOSS, engine_of, gradient_deviation, saved, trained_engine
+from tests.lora_engines import LOSS, engine_of, gradient_deviation, saved, trained_engine
 from tests.test_lora_layouts import alone
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL

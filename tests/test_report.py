@@ -17,6 +17,7 @@ from benchmarks.report import (
     BenchmarkConfig,
     BenchmarkError,
     Report,
+    check_repeats,
     check_writable,
     machine,
     median,
@@ -58,6 +59,13 @@ def test_no_measurements_give_an_error_and_no_number() -> None:
         median([])
     with pytest.raises(BenchmarkError, match="nothing was measured"):
         Report("shuffle").measure("seconds", [])
+
+
+def test_too_few_repeats_for_a_median_are_refused_by_their_flag() -> None:
+    check_repeats(5)
+    with pytest.raises(BenchmarkError, match="--cold-repeats is 4, too few") as error:
+        check_repeats(4, "--cold-repeats")
+    assert "set --cold-repeats to 5 or more" in str(error.value)
 
 
 def test_the_file_has_every_field_that_a_reader_needs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,7 +93,9 @@ async def test_errors_cross_with_what_they_carry(tmp_path: Path):
         assert await replica.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
 
 
-async def test_what_takes_too_long_is_named(tmp_path: Path):
+async def test_what_takes_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # A process that cannot be stopped is waited for, and then killed.
+    monkeypatch.setattr(Cluster, "stop", partialmethod(Cluster.stop, deadline_s=1.0))
     async with fake_service(tmp_path) as (service, faults):
         (replica,) = service.replicas
         with pytest.raises(DeadlineError, match=r"no answer within 0.2 s") as call:
