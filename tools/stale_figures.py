@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.python_code import Code, definition, read_code
@@ -167,41 +167,25 @@ class _Comparison:
 
     def __init__(self, folder: Path, old: str, new: str) -> None:
         self._folder, self._old, self._new = folder, old, new
-        lines = [line.split("\t", 1) for line in _git(folder, "diff", "--no-renames", "--name-status", old, new)]
-        self._changes = {name: status for status, name in lines}
+        self._pairs: dict[str, tuple[str, str]] = {}
+        """Old and new name of each changed file, by both if it moved; "" for the one that it does not have."""
+        for line in _git(folder, "diff", "--find-renames=40%", "-l0", "--name-status", old, new):
+            status, *names = line.split("\t")
+            pair = ("" if status == "A" else names[0], "" if status == "D" else names[-1])
+            self._pairs |= dict.fromkeys(names, pair)
 
     def changed(self, paths: Sequence[str]) -> list[str]:
         """Return the changed files, those below a path included, whose code is another, or nowhere any more."""
-        names = [name for name in self._changes if any(f"{name}/".startswith(f"{path}/") for path in paths)]
-        return [name for name in names if not self._computes_the_same(name)]
-
-    def _computes_the_same(self, name: str) -> bool:
-        status = self._changes[name]
-        if name.endswith(".md"):
-            return True
-        if status not in ("A", "D"):
-            return self._is_same(name, name)
-        text = _text(self._folder, self._new if status == "A" else self._old, name)
-        if name.endswith(".py") and text is not None and _code(text, name) == _code("", name):
-            return True
-        # Of a file that moved there are two changes, either of which may be outside of the paths.
-        pairs = ((name, other) if status == "D" else (other, name) for other in self._moves[status])
-        return any(self._is_same(old_name, new_name) for old_name, new_name in pairs)
-
-    @functools.cached_property
-    def _moves(self) -> Mapping[str, Sequence[str]]:
-        """For files that are only in one commit, by their status: those that are only in the other."""
-        return {
-            status: [name for name, change in self._changes.items() if change == counterpart]
-            for status, counterpart in (("A", "D"), ("D", "A"))
-        }
+        names = [name for name in self._pairs if any(f"{name}/".startswith(f"{path}/") for path in paths)]
+        return [name for name in names if not name.endswith(".md") and not self._is_same(*self._pairs[name])]
 
     def _is_same(self, old_name: str, new_name: str) -> bool:
-        """Return whether a file of the old commit computes what one of the new commit does."""
-        old_text, new_text = _text(self._folder, self._old, old_name), _text(self._folder, self._new, new_name)
+        """Return whether a file of the old commit computes what one of the new commit does; "" computes nothing."""
+        old_text = _text(self._folder, self._old, old_name) if old_name else ""
+        new_text = _text(self._folder, self._new, new_name) if new_name else ""
         if old_text == new_text or old_text is None or new_text is None:
             return old_text == new_text
-        if not (old_name.endswith(".py") and new_name.endswith(".py")):
+        if not all(name.endswith(".py") for name in (old_name, new_name) if name):
             return False
         old_code, new_code = _code(old_text, old_name), _code(new_text, new_name)
         if old_code is None or new_code is None or old_code.text != new_code.text:
