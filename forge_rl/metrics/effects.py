@@ -162,6 +162,22 @@ EFFECTS: dict[str, Effect] = {
         cause="no conversation has so many characters before the context is full, which has about four a token; lower "
         "it, or raise --generator.max-model-len",
     ),
+    "recomputed_prefixes": Effect(
+        flag="--trainer.prefix-states recomputed",
+        is_asked_for=_differs("trainer.prefix_states", "shared"),
+        counted_with="states/recomputed_tokens",
+        amount=_of("states/recomputed_tokens"),
+        cause="no state of a prefix was computed again, as no two sequences of a row begin alike; leave it out",
+    ),
+    "transferred_caches": Effect(
+        flag="--generator.kv-transfer-config",
+        is_asked_for=_differs("generator.kv_transfer_config", ""),
+        counted_with="generator/prefix_hits",
+        amount=_of("generator/transferred_tokens"),
+        steps=20,
+        cause="its connector brought no keys and values back, as they are still in the engines' own caches, or as a "
+        "version's are forgotten before a prompt comes again; leave it out",
+    ),
     "offloaded_activations": Effect(
         flag="--trainer.enable-activation-offload",
         is_asked_for=_differs("trainer.enable_activation_offload", False),
