@@ -26,7 +26,7 @@ from forge_rl.system.folders import make_private
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
-_VERSION = 4
+_VERSION = 5
 _ROWS_AT_ONCE = 1000
 _MEASURED = 200
 """Rows of a source to render before a run, to find what the chat template refuses or leaves out."""
@@ -56,6 +56,8 @@ class Scan:
     """The first bad row: file, line, column and value."""
     duplicates: int = 0
     """Number of rows whose problem occurred before."""
+    with_tools: int = 0
+    """Number of rows that bring tools for the model."""
     too_long: tuple[int, ...] = ()
     """Rows that are too long, such as prompts that leave no room for an answer; see `ReadRow.row`."""
     overlap: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -257,7 +259,7 @@ def _scan(
         problems: set to which the keys of the source's problems are added.
         evaluation_problems: keys of evaluation problems by set name.
     """
-    num_rows = num_held_out = num_bad = 0
+    num_rows = num_held_out = num_bad = num_with_tools = 0
     example = ""
     keys = array("Q")
     too_long: list[int] = []
@@ -284,6 +286,7 @@ def _scan(
             example = example or message
             continue
         keys.append(read_row.problem)
+        num_with_tools += bool(read_row.task.tools)
         if problems is not None:
             problems.add(read_row.problem)
         if is_long:
@@ -300,6 +303,7 @@ def _scan(
         held_out=num_held_out,
         bad=num_bad,
         example=example,
+        with_tools=num_with_tools,
         duplicates=len(keys) - len(np.unique(np.array(keys, np.uint64))),
         too_long=tuple(too_long),
         overlap={name: tuple(rows) for name, rows in overlap.items()},
