@@ -19,6 +19,7 @@ import numpy as np
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources.iterable import IterableSource
+from forge_rl.data.sources.reasoning_gym import ReasoningGymSource
 from forge_rl.data.sources.table_source import ReadRow, TableSource
 from forge_rl.errors import ForgeError, ModelError, TaskError
 from forge_rl.models.cache import Progress
@@ -169,6 +170,17 @@ def check_tasks(
             source.leave_out([*scan.too_long, *itertools.chain(*scan.overlap.values())])
             scans[name] = scan
     return scans
+
+
+def lacks_tools(mixture: Mixture, scans: Mapping[str, Scan]) -> bool:
+    """Return whether no task of a mixture brings tools; False if a source made by code may have some.
+
+    Args:
+        scans: findings of `check_tasks`.
+    """
+    sources = (*mixture.sources.values(), *mixture.evaluation.values())
+    is_known = all(isinstance(source, ReasoningGymSource | TableSource) for source in sources)
+    return is_known and not any(scan.with_tools for scan in scans.values())
 
 
 def _overlap(count: int, source: str, evaluation: str, first: str) -> TaskError:

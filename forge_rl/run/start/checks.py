@@ -11,9 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.scan import Lengths, PromptLengths, Scan, check_tasks
-from forge_rl.data.sources.reasoning_gym import ReasoningGymSource
-from forge_rl.data.sources.table_source import TableSource
+from forge_rl.data.scan import Lengths, PromptLengths, Scan, check_tasks, lacks_tools
 from forge_rl.engines.architecture import (
     Architecture,
     check_weights,
@@ -309,10 +307,8 @@ def _check_tools(setup: RunSetup, scans: Mapping[str, Scan]) -> None:
     Raises:
         ConfigError: no source has tasks with tools.
     """
-    all_sources = (*setup.mixture.sources.values(), *setup.mixture.evaluation.values())
-    is_known = all(isinstance(source, ReasoningGymSource | TableSource) for source in all_sources)
     given_tasks = (task for tasks in (setup.evaluation or {}).values() for task in tasks)
-    if is_known and not any(scan.with_tools for scan in scans.values()) and not any(task.tools for task in given_tasks):
+    if lacks_tools(setup.mixture, scans) and not any(task.tools for task in given_tasks):
         raise ConfigError(
             "--tool-parser has no effect, as no task has tools, and no --env brings any",
             hint="leave it out, name an --env with tools, or give rows a column of tools",
