@@ -203,6 +203,11 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"curriculum/new": 8.0, "curriculum/passed_over": 0.0},
         {"curriculum/new": 2.0, "curriculum/passed_over": 5.0},
     ),
+    "adapted_mixture": (
+        {"mixture.adapt": "success"},
+        {"data/mixture_shift": 0.0},
+        {"data/mixture_shift": 0.1},
+    ),
     "recomputed_prefixes": (
         {"trainer.prefix_states": "recomputed"},
         {"states/recomputed_tokens": 0.0},

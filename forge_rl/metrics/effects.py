@@ -131,6 +131,14 @@ EFFECTS: dict[str, Effect] = {
         cause="no task was passed over for one of another pool: tasks have pools once they come again, in a file's "
         "second epoch, and all may be of one pool; see data/SOURCE/epoch and curriculum/ in the metrics",
     ),
+    "adapted_mixture": Effect(
+        flag="--mixture.adapt",
+        is_asked_for=_differs("mixture.adapt", "off"),
+        counted_with="data/mixture_shift",
+        amount=_of("data/mixture_shift"),
+        cause="shares are those of the given weights, as sources have the same success, or their bounds leave no room; "
+        "widen --mixture.least and --mixture.most, or set it to off",
+    ),
     "over_sampling": Effect(
         flag="--schedule.over-sampling",
         is_asked_for=_above("schedule.over_sampling", 1),
