@@ -24,6 +24,7 @@ import tyro
 from forge_rl.engines.context import with_longest_context
 from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
+from forge_rl.flags.fields import check_idle
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.gateway.adapters import ServedAdapters
 from forge_rl.gateway.keys import kept_key, read_key
@@ -48,6 +49,9 @@ KEY_VARIABLE = "FORGE_RL_API_KEY"
 START_DEADLINE_S = 900.0
 _STEP_ADAPTERS = 4
 """Adapters in a step of an engine, if --generator.max-loras is not set."""
+OF_RUNS = tuple(f"generator.{name}" for name in ("guests", "min_replicas", "max_replicas"))
+"""Settings of engines that act beside a trainer, or on hosts that come and go."""
+_OF_AGENTS = ("agent_sampling", "agent_deadline_s", "agent_limits", "session_turns", "session_tokens")
 
 
 class _Service(Protocol):
@@ -110,6 +114,20 @@ class Config(GatewayConfig):
             raise ConfigError(
                 f"--without-key is {self.without_key}, but --api-key-file is set", hint="leave out one of them"
             )
+
+    def check_effects(self) -> None:
+        """Refuse flags that cannot act here, or that other flags rule out.
+
+        Raises:
+            ConfigError: names the first of them.
+        """
+        idle_groups = {
+            "it is of the sessions of a run's agents": _OF_AGENTS,
+            "requests set their temperature": ("generator.temperature",),
+            "no trainer lends devices, and no host comes or goes": OF_RUNS,
+            "no adapters are served": () if self.serves_adapters else ("max_adapters",),
+        }
+        check_idle(self, idle_groups)
 
     @property
     def serves_adapters(self) -> bool:

@@ -179,6 +179,8 @@ class CacheUse(NamedTuple):
     """Those of `prompt_tokens` whose keys and values were in the cache."""
     prefilled_again: int = 0
     """Tokens computed again of requests that had lost their keys and values: to others, or as weights were loaded."""
+    transferred_tokens: int = 0
+    """Tokens whose keys and values a connector brought back, see `DecodeSettings.kv_transfer_config`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -87,9 +87,11 @@ def test_half_solved_sources_grow_and_others_fall_to_the_minimum():
     found = mixture(hard=1, right=1, easy=1)
     found.adapt(SUCCESS)
     assert found.shares == pytest.approx({"hard": 1 / 3, "right": 1 / 3, "easy": 1 / 3})
+    assert found.metrics()["data/mixture_shift"] == 0
     for _ in range(20):
         found.observe([group("hard", 0, 0), group("right", 0, 1), group("easy", 1, 1)])
     assert found.shares == pytest.approx({"hard": 0.05, "right": 0.9, "easy": 0.05})
+    assert found.metrics()["data/mixture_shift"] == pytest.approx(0.9 - 1 / 3)
 
 
 def test_mixed_always_and_never_solved_tasks_give_nothing_to_learn():

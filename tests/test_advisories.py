@@ -203,6 +203,21 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
         {"curriculum/new": 8.0, "curriculum/passed_over": 0.0},
         {"curriculum/new": 2.0, "curriculum/passed_over": 5.0},
     ),
+    "adapted_mixture": (
+        {"mixture.adapt": "success"},
+        {"data/mixture_shift": 0.0},
+        {"data/mixture_shift": 0.1},
+    ),
+    "recomputed_prefixes": (
+        {"trainer.prefix_states": "recomputed"},
+        {"states/recomputed_tokens": 0.0},
+        {"states/recomputed_tokens": 40.0},
+    ),
+    "transferred_caches": (
+        {"generator.kv_transfer_config": '{"kv_connector": "OffloadingConnector"}'},
+        {"generator/prefix_hits": 0.5},
+        {"generator/prefix_hits": 0.5, "generator/transferred_tokens": 64.0},
+    ),
     "over_sampling": (
         {"schedule.over_sampling": 1.5},
         {"outcomes/completed": 8.0, "groups/overtaken": 0.0},
@@ -273,7 +288,8 @@ def test_the_metrics_page_names_each_effect_and_a_whole_run_that_shows_it() -> N
         (source,) = (ast.unparse(node) for node in functions if node.name == test)
         metric_names = re.findall(r"`(\w+/[\w/]+)`", row[3])
         assert any(name in source for name in metric_names), f"{file}: {test} looks at none of {metric_names}"
-        assert "tiny_run(" in source or "`offloaded_activations`" in row[4], f"{file}: {test} is no whole run"
+        of_gpus = {"`offloaded_activations`", "`transferred_caches`"}
+        assert "tiny_run(" in source or row[4].strip() in of_gpus, f"{file}: {test} is no whole run"
 
 
 def test_the_log_warns_of_advisories(tmp_path: Path) -> None:

@@ -141,6 +141,22 @@ def test_renamed_flags_are_read_by_their_old_names(file: Path) -> None:
     assert config.environment.max_replicas == 3
 
 
+def test_one_flag_by_its_old_and_its_new_name_is_refused(file: Path) -> None:
+    file.write_text("[generator]\nmin_replicas = 2\nleast_replicas = 1\n")
+    message = r"\.toml:3: generator\.least_replicas is the old name of generator\.min_replicas, which is set too"
+    with pytest.raises(ConfigError, match=message):
+        read(file, RunConfig)
+    flags = ["--generator.min-replicas", "2", "--generator.least-replicas=1"]
+    for words in (flags, flags[::-1][:1] + flags[:2]):
+        with pytest.raises(
+            ConfigError, match=r"(min|least)-replicas and --generator\.(min|least)-replicas are one flag"
+        ):
+            parse(RunConfig, "grpo", words)
+    file.write_text("[generator]\nleast_replicas = 1\n")
+    config = parse(RunConfig, "grpo", ["--config", str(file), "--generator.min-replicas", "0"])
+    assert config.generator.min_replicas == 0, "the command line overrides the file"
+
+
 def test_a_file_that_is_not_there_is_one_clear_message() -> None:
     with pytest.raises(ConfigError, match=r"--config gone\.toml: No such file"):
         parsed("--config", "gone.toml")

@@ -99,10 +99,12 @@ def test_effects_of_tools_code_rewards_and_drafts_are_above_zero_in_a_run(
 @pytest.mark.timeout(600)
 def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
-    rows = [{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(16)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, sign in (("sums", 1), ("differences", -1)):
+        rows = [{"question": f"What is {number} {sign:+}?", "answer": str(number + sign)} for number in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "run"
-    flags = ("--tasks", f"{tmp_path}/sums.jsonl", "--curriculum.pools", "solve_rate", "--data.held-out-share", "0.1")
+    flags = ("--tasks", f"{tmp_path}/sums.jsonl", f"{tmp_path}/differences.jsonl", "--mixture.adapt", "success")
+    flags += ("--curriculum.pools", "solve_rate", "--data.held-out-share", "0.1")
     flags += ("--reward", f"{tmp_path}/mine.py:half_of_the_tasks_teach", "--steps", "100000", "--evaluation.every", "0")
     flags += ("--schedule.dynamic-sampling", "--schedule.over-sampling", "2", "--schedule.max-lag", "2")
     flags += ("--generator.spares", "1", "--generator.max-num-seqs", "6", "--generator.max-tokens", "32")
@@ -112,7 +114,7 @@ def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny
     command = tiny_run(commands, tiny_model, out, *flags)
     command.wait_for("step +2/")
     missing = {"groups/replaced_uniform", "groups/overtaken", "generator/spares", "curriculum/passed_over"}
-    missing |= {"generator/prefix_hits", "generator/prefilled_again", "weights/mirrored_share"}
+    missing |= {"data/mixture_shift", "generator/prefix_hits", "generator/prefilled_again", "weights/mirrored_share"}
 
     until = time.monotonic() + 300
     while missing:

@@ -128,6 +128,7 @@ def test_each_data_set_is_a_set_of_its_held_out_tasks() -> None:
         ({"benchmark": ("gsm9k",)}, "'gsm9k' is unknown"),
         ({"benchmark": ("bfcl",)}, "--benchmark bfcl=FILE"),
         ({"agent": "command:true", "env": "game"}, "both play the episodes"),
+        ({"tool_parser": "hermes"}, "--tool-parser has no effect, as no task has tools"),
     ],
 )
 def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> None:
@@ -146,6 +147,8 @@ def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> 
         ("--num-fewshot 3", "--num-fewshot has no effect: only lm-eval's tasks read it"),
         ("--data.overlap leave-out", "--data.overlap has no effect: this command does not train"),
         ("--success 0.5", "--success has no effect: pass@k takes several episodes"),
+        ("--generator.temperature 0.5", "--generator.temperature has no effect: --temperature, or lm-eval's"),
+        ("--generator.guests 1", "--generator.guests has no effect: no trainer lends devices"),
         ("--environment.replicas 2", "--environment.replicas has no effect: no --env has processes"),
         ("--benchmark gsm8k --data.system x", "--data.system has no effect: --benchmark and --env have tasks"),
         ("--benchmark gsm8k --reward math", "--reward has no effect: benchmarks have rewards"),

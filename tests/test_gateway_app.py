@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,12 +18,30 @@ from openai import OpenAI
 
 from apps.gateway import Config, main
 from forge_rl.errors import ConfigError
+from forge_rl.flags.command_line import parse
 from forge_rl.services.generator import Generator
 from tests.conftest import ROOT
 from tests.security.other_user import can_make_networks
 
 ENGINE = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25)
 HI: Any = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--agent-deadline-s 5", "--agent-deadline-s has no effect: it is of the sessions of a run's agents"),
+        ("--generator.temperature 0.5", "--generator.temperature has no effect: requests set"),
+        ("--generator.max-replicas 3", "--generator.max-replicas has no effect: no trainer lends devices"),
+        ("--max-adapters 3", "--max-adapters has no effect: no adapters are served"),
+        ("--max-adapters 3 --adapter-folders .", ""),
+        ("--generator.max-tokens 99 --max-concurrent 9 --tool-parser hermes", ""),
+    ],
+)
+def test_flags_without_an_effect_are_refused_by_name(flags: str, message: str) -> None:
+    config = parse(Config, "gateway", flags.split())
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        config.check_effects()
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import sequence_bytes
 from forge_rl.engines.devices import assumed_gpus
 from forge_rl.engines.factory import plan_training
+from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan import plan as titan_plan
@@ -202,6 +203,26 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
         torch.finfo(torch.float32).bits // 8 * sum(each.numel() for each in make_model(tmp_path, **SHAPE).parameters())
         == trainer.parts["weights, float32"]
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_counts_a_quantized_base_that_is_published_whole(ranks: int, tmp_path: Path):
+    layers = 200
+    write_config(tmp_path, layers)
+    trainer = Trainer.Config(ranks=ranks, seq_len=128, dtype="float32")
+    parts = {}
+    for base_format in ("full", "nf4"):
+        lora = LoRAConfig(rank=4, base_format=base_format)  # type: ignore[arg-type]
+        config = Config(model=str(tmp_path), trainer=trainer, lora=lora, generator=Generator.Config(max_model_len=64))
+        parts[base_format] = plan_run(config, RunModels(policy=tmp_path))[0].parts
+    name = "dequantised base, while a version is written whole, beyond what a step needs"
+    assert name not in parts["full"]
+    held_parts = {
+        part for part in parts["nf4"] if part.startswith(("weights, float32", "optimizer", "process", "copy"))
+    }
+    step_bytes = sum(size for part, size in parts["nf4"].items() if part not in held_parts | {name})
+    linear = layers * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    assert parts["nf4"][name] == 4 * linear // ranks - step_bytes > 0
 
 
 def test_on_gpus_a_plan_counts_what_moves_to_host_memory(

@@ -269,6 +269,10 @@ def test_what_cannot_be_quantized_is_refused_by_name(tmp_path: Path):
     settings = TrainSettings(lora=lora_of("nf4"))
     with pytest.raises(ConfigError, match=r"--lora.base-format nf4: a 'qwen3_moe' has experts"):
         check_model(settings, 1, read_architecture(tmp_path / "experts"))
+    for name in ("google/gemma-4-26B-A4B-it, its text model", "ibm-granite/granite-4.0-h-tiny"):
+        with pytest.raises(ConfigError, match=r"--lora.base-format nf4: a '\w+' has experts"):
+            check_model(settings, 1, read_architecture(write(name, tmp_path / name)))
+    check_model(settings, 1, read_architecture(write("ibm-granite/granite-4.0-h-1b", tmp_path / "no experts")))
     with pytest.raises(ConfigError, match="tensor-parallel ranks would split the rows"):
         check_model(replace(settings, tensor_parallel_degree=2), 2, read_architecture(tmp_path / "dense"))
     with pytest.raises(ConfigError, match="several adapters by name act on the model's own weights"):

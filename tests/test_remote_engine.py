@@ -65,7 +65,7 @@ class Engine:
                     text="é",
                     finish="length" if count == sampling.max_tokens - 1 else "",
                     top=(((7, -0.25), (8, -float("inf"))),),
-                    cache=CacheUse(0.5, 1, 2, 3, 60, 40, 5),
+                    cache=CacheUse(0.5, 1, 2, 3, 60, 40, 5, 6),
                     prompt=((), ((7, -0.5, 1), (8, -1.5, 2))),
                     drafted=7,
                     accepted=5,

@@ -37,11 +37,12 @@ def test_prefix_hits_and_repeated_prefills_are_summed_over_engines() -> None:
     limits = RequestLimits(64)
     engines = [Engine(), Engine()]
     for engine, cached in zip(engines, (10, 30), strict=True):
-        use = CacheUse(0.5, 0, 0, 0, prompt_tokens=100, cached_tokens=cached, prefilled_again=7)
+        use = CacheUse(0.5, 0, 0, 0, prompt_tokens=100, cached_tokens=cached, prefilled_again=7, transferred_tokens=4)
         limits.note(engine, use)  # type: ignore[arg-type]
     metrics = limits.pop_metrics()
     assert (metrics["generator/prefix_hits"], metrics["generator/prefilled_again"]) == (0.2, 14)
+    assert metrics["generator/transferred_tokens"] == 8
     limits.note(engines[0], CacheUse(0.5, 0, 0, 0))  # type: ignore[arg-type]
     metrics = limits.pop_metrics()
-    assert "generator/prefix_hits" not in metrics, "no request started"
+    assert not {"generator/prefix_hits", "generator/transferred_tokens"} & metrics.keys(), "no request started"
     assert metrics["generator/prefilled_again"] == 0

@@ -85,7 +85,8 @@ def test_a_recurrence_over_a_row_is_that_over_each_episode(chunk: int | None, sh
     calls: list[Call] = []
     values, logs = torch.randn(2, 1, len(row), 3, dtype=torch.float64).requires_grad_().unbind(0)
     kernel = kernel_of(calls)
-    output = RowStates(row=row, shared=shared).scan(kernel, [values, logs], chunk=chunk)
+    row_states = RowStates(row=row, shared=shared)
+    output = row_states.scan(kernel, [values, logs], chunk=chunk)
     expected = torch.zeros_like(values)
     for path in paths_of(row):
         states, _ = accumulate(values[0, path], logs[0, path].exp(), torch.zeros(3, dtype=torch.float64))
@@ -99,7 +100,7 @@ def test_a_recurrence_over_a_row_is_that_over_each_episode(chunk: int | None, sh
     for gradient, reference in zip(gradients, references, strict=True):
         assert (gradient - reference).abs().max() < 1e-12
     computed_tokens = sum(int((call.tokens < len(row)).sum()) for call in calls)
-    assert computed_tokens == (16 if shared else 5 + 5 + 6 + 5 + 3)
+    assert computed_tokens == (16 if shared else 5 + 5 + 6 + 5 + 3) == 16 + row_states.recomputed_tokens
     if chunk is None:
         assert len(calls) == (3 if shared else 1)
 
@@ -164,8 +165,9 @@ def test_mixers_that_are_not_known_run_over_one_episode_at_a_time(tmp_path: Path
 def test_recomputed_states_are_refused_where_there_are_none(tmp_path: Path):
     settings = TrainSettings(prefix_states="recomputed")
     check_model(settings, 1, read_architecture(write(QWEN, tmp_path / "states")))
-    with pytest.raises(ConfigError, match="no layer of a 'mistral' has a state"):
-        check_model(settings, 1, read_architecture(write("mistralai/Mistral-7B-Instruct-v0.3", tmp_path / "none")))
+    for name, family in (("mistralai/Mistral-7B-Instruct-v0.3", "mistral"), (LFM2, "lfm2")):
+        with pytest.raises(ConfigError, match=f"no layer of a '{family}' has a state that branches could share"):
+            check_model(settings, 1, read_architecture(write(name, tmp_path / family)))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, modeling: Any, name: str, path: str, kernel: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import pickle
@@ -365,6 +366,22 @@ async def test_an_unknown_tool_parser_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=r"(?s)no tool parser 'hermez'.*set --tool-parser to one of .*hermes"):
         await check()
     assert staged[0] == [], "nothing was started that would have to be stopped"
+
+
+@pytest.mark.parametrize("tools", [False, True])
+async def test_a_tool_parser_is_refused_where_no_task_has_tools(
+    tools: bool, staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"question": f"{n} + 1?", "answer": n + 1} | ({"tools": [tool]} if tools else {}) for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for tasks in ((str(tmp_path / "rows.jsonl"),), *([] if tools else [("chain_sum",)])):
+        config = replace(config_of(tmp_path / f"run of {len(tasks[0])}"), tasks=tasks, tool_parser="hermes")
+        refused = pytest.raises(ConfigError, match="--tool-parser has no effect, as no task has tools")
+        with contextlib.nullcontext() if tools else refused:
+            async with start(config):
+                pass
+        assert bool(staged[0]) == tools
 
 
 @pytest.mark.parametrize(("rows", "every", "told"), [(2, 1, 1), (2, 0, 0), (100, 1, 0)])

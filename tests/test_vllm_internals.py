@@ -221,10 +221,12 @@ def test_a_step_tells_how_many_requests_a_full_cache_holds() -> None:
     assert step(0.2, 13, 51) == (0.2, 0, 51, 0), "a load of weights clears a full cache"
     assert step(0.5, 62, 0, old=3, new=1) == (0.5, 2 + 1, 0, 0), "a load has preempted the older one once"
     prefixes = PrefixCacheStats(queries=100, hits=40, preempted_queries=50, preempted_hits=20)
-    stats.note(0, SchedulerStats(prefix_cache_stats=prefixes), None)
+    transfers = PrefixCacheStats(queries=60, hits=16, preempted_queries=30, preempted_hits=8)
+    stats.note(0, SchedulerStats(prefix_cache_stats=prefixes, connector_prefix_cache_stats=transfers), None)
     use = stats.pop()
     assert (use.prompt_tokens, use.cached_tokens, use.prefilled_again) == (100, 40, 30)
-    assert stats.pop().prefilled_again == 0
+    assert use.transferred_tokens == 24
+    assert stats.pop()[4:] == (0, 0, 0, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's blocks are shorter")

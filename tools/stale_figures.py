@@ -3,20 +3,21 @@
     python -m tools.figures --stale
 
 A figure's file states the commit that was measured. It is stale if the code of its benchmark, or of a path that the
-figure depends on, is another now: Python files are compared without comments, docstrings, annotations, the texts of
-messages, and the names of functions' local variables, so that prose and renames make no figure stale, nor do
-imports and files that moved within those paths.
+figure depends on, is another now: Python files are compared as `python_code` reads them, so that prose, annotations
+and names of local variables make no figure stale, nor do files that moved, or imports of what moved unchanged.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
+import itertools
 import json
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from tools.python_code import Code, definition, read_code
 
 
 def _files(folder: str, *names: str) -> tuple[str, ...]:
@@ -131,97 +132,104 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
 """Paths, besides the benchmark itself, whose changes may move a figure; by the name of the figure's file."""
 
 _IMPORT = re.compile(r"^ *from benchmarks(?:\.(\w+)| import (\w+))", re.MULTILINE)
+_ORIGIN = re.compile(r"[\w.]+:\w*")
 
 
 def stale(folder: Path) -> Iterator[str]:
     """Describe each figure of a folder in a Git checkout whose paths hold other code now, or may."""
-    (head,) = _git(folder, "rev-parse", "HEAD")  # not HEAD itself: _code is cached
+    (head,) = _git(folder, "rev-parse", "HEAD")
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())
         commit, _, uncommitted = report["commit"].partition(" ")
-        paths = [f":/{name}" for name in (*benchmark_paths(report["command"]), *DEPENDENCIES[path.stem])]
+        paths = (*benchmark_paths(report["command"]), *DEPENDENCIES[path.stem])
         try:
-            names = _git(folder, "diff", "--no-renames", "--name-only", commit, head, "--", *paths)
+            comparison = _Comparison(folder, commit, head)
         except subprocess.CalledProcessError:
             yield f"{path.stem}: its commit {commit} is not in this clone's history"
             continue
-        old_codes, new_codes = ({_code(folder, revision, name) for name in names} for revision in (commit, head))
-        changed = [name for name in names if _code(folder, head, name) not in old_codes | {""}]
-        if changed or old_codes - new_codes - {""}:
-            where = [f":/{name}" for name in changed or names]
-            last = _git(folder, "log", "-1", "--format=%h %s", f"{commit}..{head}", "--", *where)
-            files = f"{changed[0]} and {len(changed) - 1} more" if changed[1:] else (changed or ["a file is gone"])[0]
+        if changed := comparison.changed(paths):
+            last = _git(folder, "log", "-1", "--format=%h %s", f"{commit}..{head}", "--", *(f":/{n}" for n in changed))
+            files = f"{changed[0]} and {len(changed) - 1} more" if changed[1:] else changed[0]
             yield f"{path.stem}: other code since {commit[:8]}: {files}; the last commit: {last[0]}"
         elif uncommitted:
             yield f"{path.stem}: measured at {commit[:8]} {uncommitted}"
 
 
+class _Comparison:
+    """Compares the code of two commits.
+
+    Args:
+        folder: a folder of the checkout.
+
+    Raises:
+        subprocess.CalledProcessError: a commit is not in the checkout.
+    """
+
+    def __init__(self, folder: Path, old: str, new: str) -> None:
+        self._folder, self._old, self._new = folder, old, new
+        self._pairs: dict[str, tuple[str, str]] = {}
+        """Old and new name of each changed file, by both if it moved; "" for the one that it does not have."""
+        for line in _git(folder, "diff", "--find-renames=40%", "-l0", "--name-status", old, new):
+            status, *names = line.split("\t")
+            pair = ("" if status == "A" else names[0], "" if status == "D" else names[-1])
+            self._pairs |= dict.fromkeys(names, pair)
+
+    def changed(self, paths: Sequence[str]) -> list[str]:
+        """Return the changed files, those below a path included, whose code is another, or nowhere any more."""
+        names = [name for name in self._pairs if any(f"{name}/".startswith(f"{path}/") for path in paths)]
+        return [name for name in names if not name.endswith(".md") and not self._is_same(*self._pairs[name])]
+
+    def _is_same(self, old_name: str, new_name: str) -> bool:
+        """Return whether a file of the old commit computes what one of the new commit does; "" computes nothing."""
+        old_text = _text(self._folder, self._old, old_name) if old_name else ""
+        new_text = _text(self._folder, self._new, new_name) if new_name else ""
+        if old_text == new_text or old_text is None or new_text is None:
+            return old_text == new_text
+        if not all(name.endswith(".py") for name in (old_name, new_name) if name):
+            return False
+        old_code, new_code = _code(old_text, old_name), _code(new_text, new_name)
+        if old_code is None or new_code is None or old_code.text != new_code.text:
+            return False
+        origins = itertools.zip_longest(old_code.origins, new_code.origins, fillvalue="")
+        return all(old == new or self._is_same_import(old, new) for old, new in {*origins})
+
+    def _is_same_import(self, old: str, new: str) -> bool:
+        """Return whether something is imported from elsewhere, but defined by the same code there."""
+        old_code = self._definition(self._old, old)
+        return old_code is not None and old_code == self._definition(self._new, new)
+
+    def _definition(self, commit: str, origin: str, hops: int = 5) -> str | None:
+        """Return the code that defines what is imported, through modules that only pass it on."""
+        module, _, name = origin.partition(":")
+        for file in (f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/__init__.py"):
+            text = _text(self._folder, commit, file)
+            if text is not None and name and hops:
+                code = definition(text, name, _module(file))
+                is_passed_on = code is not None and _ORIGIN.fullmatch(code)
+                return self._definition(commit, str(code), hops - 1) if is_passed_on else code
+        return None
+
+
 @functools.cache
-def _code(folder: Path, commit: str, name: str) -> str:
-    """Return what a file of a commit does, as text to compare; "" for one that is not there, or holds prose alone."""
+def _text(folder: Path, commit: str, name: str) -> str | None:
+    """Return the text of a commit's file; None if there is none."""
+    command = ["git", "-C", str(folder), "show", f"{commit}:{name}"]
+    result = subprocess.run(command, capture_output=True, check=False)
+    return None if result.returncode else result.stdout.decode(errors="surrogateescape")
+
+
+@functools.cache
+def _code(text: str, name: str) -> Code | None:
+    """Return what a Python file computes; None if it is not Python."""
     try:
-        text = "\n".join(_git(folder, "show", f"{commit}:{name}"))
-    except subprocess.CalledProcessError:
-        return ""
-    if name.endswith(".md"):
-        return ""
-    return code(text) if name.endswith(".py") else text
+        return read_code(text, _module(name))
+    except SyntaxError:
+        return None
 
 
-def code(text: str) -> str:
-    """Return a Python file's code without what computes nothing: see the head of this file."""
-    return ast.dump(_Bare().visit(ast.parse(text)))
-
-
-class _Bare(ast.NodeTransformer):
-    """Drops docstrings, annotations and imports, and numbers the local variables of functions."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-
-    def visit_Import(self, node: ast.Import) -> None:
-        """Drop it, as modules move."""
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Drop it, as modules move."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        return None if isinstance(node.value, ast.Constant) else self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        return ast.arg(arg=node.arg)
-
-    def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        """Keep which error is raised, without its text."""
-        error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-        return ast.Raise(exc=self.visit(error) if error is not None else None, cause=None)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Keep the field of a class, without its type."""
-        value = self.visit(node.value) if node.value is not None else None
-        return ast.AnnAssign(target=self.visit(node.target), annotation=ast.Constant(None), value=value, simple=0)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._function(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return self._function(node)
-
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-        node.returns = None
-        outer_names = self._names
-        declared = {
-            name for part in ast.walk(node) if isinstance(part, ast.Global | ast.Nonlocal) for name in part.names
-        }
-        names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))
-        local_names = [name for name in dict.fromkeys(names) if name not in declared and name not in outer_names]
-        self._names = outer_names | {name: f"local {len(outer_names) + i}" for i, name in enumerate(local_names)}
-        self.generic_visit(node)
-        self._names = outer_names
-        return node
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Name(id=self._names.get(node.id, node.id), ctx=node.ctx)
+def _module(name: str) -> str:
+    """Return the dotted name of a file; of a package's own, with __init__ at the end."""
+    return name.removesuffix(".py").replace("/", ".")
 
 
 def benchmark_paths(command: str) -> list[str]:
@@ -232,7 +240,7 @@ def benchmark_paths(command: str) -> list[str]:
     path = Path(command.split()[2].replace(".", "/"))
     paths = [str(path if path.joinpath("__main__.py").exists() else path.with_suffix(".py"))]
     for name in paths:  # it grows
-        files = Path(name).rglob("*.py") if Path(name).is_dir() else [Path(name)]
+        files = Path(name).rglob("*.py") if Path(name).is_dir() else [Path(name)] * Path(name).is_file()
         imports = {match[1] or match[2] for file in files for match in _IMPORT.finditer(file.read_text())}
         modules = (f"benchmarks/{module}.py" for module in sorted(imports - {"report"}))
         paths += [module for module in modules if module not in paths and Path(module).exists()]

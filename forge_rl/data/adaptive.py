@@ -13,6 +13,8 @@ from forge_rl.types import Group
 
 _FLOOR = 1e-9
 """Minimum score of a source, as a share of the highest."""
+_ROUNDING = 1e-12
+"""Difference of shares, as a share of a batch, up to which they are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,13 @@ class AdaptiveShares:
             min_share, max_share = min(self.config.least, equal_share), max(self.config.most, equal_share)
             shares |= bounded_shares(scores, min_share=min_share, max_share=max_share, total=rest_share)
         return {name: shares[name] for name in self.base}
+
+    def shift(self) -> float:
+        """Return the share of a batch that other sources get than the given weights would have, from 0 to 1."""
+        total = math.fsum(self.base.values())
+        shares = self.shares()
+        shift = math.fsum(abs(shares[name] - weight / total) for name, weight in self.base.items()) / 2
+        return shift if shift > _ROUNDING else 0.0
 
     def describe(self, name: str) -> str:
         """Describe a source's success in a few words."""

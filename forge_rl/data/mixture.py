@@ -88,10 +88,14 @@ class Mixture:
         return all(getattr(source, "is_endless", False) for source in self._sources.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return each source's share if there are several, its epoch if it has one, and the bad rows it skipped."""
+        """Return each source's share if there are several, its epoch if it has one, the bad rows it skipped, and the
+        share of a batch that adaptive weights move from some sources to others.
+        """
         values = {f"data/{name}/epoch": epoch for name, epoch in self.epochs.items()}
         if len(self._sources) > 1:
             values |= {f"mixture/{name}": share for name, share in self.shares.items()}
+        if self._adaptive is not None:
+            values["data/mixture_shift"] = self._adaptive.shift()
         bad_rows = {name: getattr(source, "bad_rows", 0) for name, source in self._sources.items()}
         return values | {f"data/{name}/bad_rows": float(rows) for name, rows in bad_rows.items() if rows}
 

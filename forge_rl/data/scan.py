@@ -19,6 +19,7 @@ import numpy as np
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources.iterable import IterableSource
+from forge_rl.data.sources.reasoning_gym import ReasoningGymSource
 from forge_rl.data.sources.table_source import ReadRow, TableSource
 from forge_rl.errors import ForgeError, ModelError, TaskError
 from forge_rl.models.cache import Progress
@@ -26,7 +27,7 @@ from forge_rl.system.folders import make_private
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
-_VERSION = 4
+_VERSION = 5
 _ROWS_AT_ONCE = 1000
 _MEASURED = 200
 """Rows of a source to render before a run, to find what the chat template refuses or leaves out."""
@@ -56,6 +57,8 @@ class Scan:
     """The first bad row: file, line, column and value."""
     duplicates: int = 0
     """Number of rows whose problem occurred before."""
+    with_tools: int = 0
+    """Number of rows that bring tools for the model."""
     too_long: tuple[int, ...] = ()
     """Rows that are too long, such as prompts that leave no room for an answer; see `ReadRow.row`."""
     overlap: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -169,6 +172,17 @@ def check_tasks(
     return scans
 
 
+def lacks_tools(mixture: Mixture, scans: Mapping[str, Scan]) -> bool:
+    """Return whether no task of a mixture brings tools; False if a source made by code may have some.
+
+    Args:
+        scans: findings of `check_tasks`.
+    """
+    sources = (*mixture.sources.values(), *mixture.evaluation.values())
+    is_known = all(isinstance(source, ReasoningGymSource | TableSource) for source in sources)
+    return is_known and not any(scan.with_tools for scan in scans.values())
+
+
 def _overlap(count: int, source: str, evaluation: str, first: str) -> TaskError:
     return TaskError(
         f"{count:,} tasks of {source!r} are also in the evaluation {evaluation!r}{first}",
@@ -257,7 +271,7 @@ def _scan(
         problems: set to which the keys of the source's problems are added.
         evaluation_problems: keys of evaluation problems by set name.
     """
-    num_rows = num_held_out = num_bad = 0
+    num_rows = num_held_out = num_bad = num_with_tools = 0
     example = ""
     keys = array("Q")
     too_long: list[int] = []
@@ -284,6 +298,7 @@ def _scan(
             example = example or message
             continue
         keys.append(read_row.problem)
+        num_with_tools += bool(read_row.task.tools)
         if problems is not None:
             problems.add(read_row.problem)
         if is_long:
@@ -300,6 +315,7 @@ def _scan(
         held_out=num_held_out,
         bad=num_bad,
         example=example,
+        with_tools=num_with_tools,
         duplicates=len(keys) - len(np.unique(np.array(keys, np.uint64))),
         too_long=tuple(too_long),
         overlap={name: tuple(rows) for name, rows in overlap.items()},

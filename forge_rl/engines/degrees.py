@@ -82,7 +82,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
     if settings.prefix_states != "shared" and not _has_states(a):
         raise ConfigError(
             f"--trainer.prefix-states is {settings.prefix_states}, and no layer of a {a.family.model_type!r} has a "
-            "state",
+            "state that branches could share",
             hint="leave --trainer.prefix-states out",
         )
     _check_lora(settings, a)
@@ -195,7 +195,7 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
             hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
         )
     is_split = settings.tensor_parallel_degree > 1
-    if lora.base_format != "full" and architecture.experts is not None:
+    if lora.base_format != "full" and _has_experts(architecture):
         raise ConfigError(
             f"--lora.base-format {lora.base_format}: a {architecture.family.model_type!r} has experts, whose stacked "
             "matrices are held in the dtype of the passes alone",
@@ -247,7 +247,15 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
 def _has_states(architecture: Architecture) -> bool:
     from forge_rl.engines.families.general import has_states  # imports transformers
 
-    return architecture.folder is not None and has_states(architecture.folder)
+    return architecture.folder is not None and has_states(architecture.folder, convolutions=False)
+
+
+def _has_experts(architecture: Architecture) -> bool:
+    if architecture.experts is not None or architecture.folder is None:
+        return architecture.experts is not None
+    from forge_rl.engines.families.general import has_experts  # imports transformers
+
+    return has_experts(architecture.folder)
 
 
 def _sees_whole_rows(architecture: Architecture) -> bool:

@@ -215,6 +215,17 @@ def base_bytes(architecture: Architecture, lora: LoRAConfig, itemsize: int) -> i
     return itemsize * (a.weights - sum(inputs * outputs for inputs, outputs in sizes)) + stored
 
 
+def dequantized_bytes(architecture: Architecture, lora: LoRAConfig, itemsize: int) -> int:
+    """Return the bytes of the dequantised matrices of a quantised base, all at once; 0 if the base is not quantised.
+
+    Args:
+        itemsize: as for `base_bytes`.
+    """
+    if not lora.rank or lora.base_format == "full":
+        return 0
+    return itemsize * sum(inputs * outputs for _, inputs, outputs in _linear_sizes(architecture))
+
+
 def _linear_sizes(architecture: Architecture) -> Iterator[tuple[str, int, int]]:
     """Yield name, inputs and outputs of the `linear_modules` of all layers."""
     a, latent = architecture, architecture.latent

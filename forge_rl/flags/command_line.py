@@ -45,6 +45,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
     words = itertools.chain(sys.argv[1:] if args is None else args)
     rest: list[str] = []
     given_flags: set[str] = set()
+    spellings: dict[str, str] = {}
     default: C | None = None
     dumps = False
     for word in words:
@@ -56,7 +57,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         elif name == "--config":
             path = Path(value if equals else next(words, ""))
             default = read(path, kind)
-            given_flags.update(flags_in(tomllib.loads(path.read_text())))
+            given_flags.update(map(current_path, flags_in(tomllib.loads(path.read_text()))))
         elif word == "--dump-config":
             dumps = True
         elif name.startswith("--") and (constant := retired_default(name[2:].replace("-", "_"))) is not None:
@@ -66,6 +67,8 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
                 flag = name.removeprefix("--").replace("-", "_")
                 if (new_flag := current_path(flag)) != flag:
                     flag, word = new_flag, f"--{new_flag.replace('_', '-')}{equals}{value}"
+                if (spelling := spellings.setdefault(flag, name.replace("_", "-"))) != name.replace("_", "-"):
+                    raise ConfigError(f"{spelling} and {name} are one flag by its old and its new name", hint="set one")
                 given_flags |= {flag, _NEGATION.sub("", flag)}
             rest.append(word)
     with giving(given_flags):

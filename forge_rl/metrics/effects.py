@@ -131,6 +131,14 @@ EFFECTS: dict[str, Effect] = {
         cause="no task was passed over for one of another pool: tasks have pools once they come again, in a file's "
         "second epoch, and all may be of one pool; see data/SOURCE/epoch and curriculum/ in the metrics",
     ),
+    "adapted_mixture": Effect(
+        flag="--mixture.adapt",
+        is_asked_for=_differs("mixture.adapt", "off"),
+        counted_with="data/mixture_shift",
+        amount=_of("data/mixture_shift"),
+        cause="shares are those of the given weights, as sources have the same success, or their bounds leave no room; "
+        "widen --mixture.least and --mixture.most, or set it to off",
+    ),
     "over_sampling": Effect(
         flag="--schedule.over-sampling",
         is_asked_for=_above("schedule.over_sampling", 1),
@@ -161,6 +169,22 @@ EFFECTS: dict[str, Effect] = {
         amount=lambda values, settings: values.get("episodes/segments", 1.0) - 1,
         cause="no conversation has so many characters before the context is full, which has about four a token; lower "
         "it, or raise --generator.max-model-len",
+    ),
+    "recomputed_prefixes": Effect(
+        flag="--trainer.prefix-states recomputed",
+        is_asked_for=_differs("trainer.prefix_states", "shared"),
+        counted_with="states/recomputed_tokens",
+        amount=_of("states/recomputed_tokens"),
+        cause="no state of a prefix was computed again, as no two sequences of a row begin alike; leave it out",
+    ),
+    "transferred_caches": Effect(
+        flag="--generator.kv-transfer-config",
+        is_asked_for=_differs("generator.kv_transfer_config", ""),
+        counted_with="generator/prefix_hits",
+        amount=_of("generator/transferred_tokens"),
+        steps=20,
+        cause="its connector brought no keys and values back, as they are still in the engines' own caches, or as a "
+        "version's are forgotten before a prompt comes again; leave it out",
     ),
     "offloaded_activations": Effect(
         flag="--trainer.enable-activation-offload",

@@ -45,7 +45,7 @@ class RequestLimits:
         self._max_requests = max_requests
         self._limits: WeakKeyDictionary[Replica, RequestLimit] = WeakKeyDictionary()
         self._preemptions = self._waiting = 0
-        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = self._transferred_tokens = 0
         self._usage: float | None = None
         self._lowest = max_requests
 
@@ -63,6 +63,7 @@ class RequestLimits:
         self._prompt_tokens += use.prompt_tokens
         self._cached_tokens += use.cached_tokens
         self._prefilled_again += use.prefilled_again
+        self._transferred_tokens += use.transferred_tokens
         self._usage = max(self._usage or 0.0, use.usage)
         self._lowest = min(self._lowest, new_limit)
         return new_limit != old_limit
@@ -74,7 +75,7 @@ class RequestLimits:
         to give up their place in one. `generator/waiting`: most requests that waited inside an engine at once.
         `generator/request_limit`: the lowest limit of an engine. `generator/prefix_hits`: the share of prompts' tokens
         that were in a cache. `generator/prefilled_again`: tokens computed again as weights were loaded, or for lack of
-        room.
+        room. `generator/transferred_tokens`: tokens whose keys and values a connector brought back, if any.
         """
         if self._usage is None:
             return {}
@@ -85,10 +86,12 @@ class RequestLimits:
             "generator/request_limit": float(self._lowest),
             "generator/prefilled_again": float(self._prefilled_again),
         }
+        if self._transferred_tokens:
+            metrics["generator/transferred_tokens"] = float(self._transferred_tokens)
         if self._prompt_tokens:
             metrics["generator/prefix_hits"] = self._cached_tokens / self._prompt_tokens
         self._preemptions = self._waiting = 0
-        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = self._transferred_tokens = 0
         self._usage = None
         self._lowest = min((limit.limit for limit in self._limits.values()), default=self._max_requests)
         return metrics

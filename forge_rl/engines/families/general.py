@@ -229,6 +229,11 @@ def expert_features(folder: Path) -> int:
     return sum(stack.shape[0] * (stack.shape[1] + stack.shape[2]) for stack in stacks)
 
 
+def has_experts(folder: Path) -> bool:
+    """Return whether some layer of a model has experts, also if their routers are of an unknown kind."""
+    return any(_has_experts(layer) for layer in inspected_model(folder).model.layers)
+
+
 def _has_experts(child: nn.Module) -> bool:
     """Return whether a part of a layer chooses or holds experts."""
     return any(
@@ -432,13 +437,18 @@ def recurrent_mixers(causal: Any) -> list[nn.Module]:
     return mixers
 
 
-def has_states(folder: Path) -> bool:
-    """Return whether a model has layers with a state (linear attention, state spaces, short convolutions)."""
+def has_states(folder: Path, *, convolutions: bool = True) -> bool:
+    """Return whether a model has layers with a state: linear attention, state spaces, and short convolutions.
+
+    Args:
+        convolutions: whether the last inputs of a convolution count as a state.
+    """
     try:
         config = _load_config(folder / "config.json")
     except ModelError:
         return False
-    return any(kind in _RECURRENT_KINDS for kind in getattr(config, "layer_types", None) or ())
+    kinds = _RECURRENT_KINDS if convolutions else _RECURRENT_KINDS[:1]
+    return any(kind in kinds for kind in getattr(config, "layer_types", None) or ())
 
 
 def sees_whole_rows(folder: Path) -> bool:

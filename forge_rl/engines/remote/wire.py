@@ -184,7 +184,7 @@ def _float(value: object) -> float:
 
 def _cache(values: object) -> CacheUse:
     usage, *counts = _floats(values, "the cache's numbers")
-    if len(counts) not in (3, 6) or not all(math.isfinite(count) for count in counts):
+    if len(counts) not in (3, 6, 7) or not all(math.isfinite(count) for count in counts):
         raise WireError("the use of a cache is malformed")
     return CacheUse(usage, *map(int, counts))
 

@@ -59,6 +59,7 @@ class GeneralModel(nn.Module):
 
     steers = False
     offloads: HostCopies | None = None
+    recomputed_tokens: int | None
     adapters: AdapterSwitch | None = None
     """See `PolicyModel`."""
     masters: MasterWeights | None = None
@@ -76,7 +77,9 @@ class GeneralModel(nn.Module):
         self._peers: TensorPeers | None = None
         self._shares_states = shares_states
         self.routers = general_routers(causal)
-        restart_states(recurrent_mixers(causal), causal.config)
+        mixers = recurrent_mixers(causal)
+        self.recomputed_tokens = 0 if mixers else None
+        restart_states(mixers, causal.config)
         restart_places(causal)
         with torch.device("meta"):
             self.lm_head: Any = config(
@@ -147,6 +150,8 @@ class GeneralModel(nn.Module):
             hidden = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False
             ).last_hidden_state
+            if self.recomputed_tokens is not None and torch.is_grad_enabled():
+                self.recomputed_tokens += context.states.recomputed_tokens
             hidden = self._around_head.hidden(hidden)
             if self._peers is not None:
                 hidden = sum_gradients(hidden, self._peers)  # each rank has the logits of its part of the vocabulary

@@ -62,6 +62,8 @@ class PolicyModel(Decoder):
     """Whether training moves the biases in the choice of experts, which are buffers."""
     offloads: HostCopies | None = None
     """Copies of layers' inputs in host memory, if they are kept there."""
+    recomputed_tokens: int | None = None
+    """Tokens of prefixes whose states were computed again in rows' passes; None without layers with a state."""
     adapters: AdapterSwitch | None = None
     """Shared state of its adapters; None if all weights are trained."""
     masters: MasterWeights | None = None

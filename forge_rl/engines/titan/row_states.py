@@ -55,6 +55,8 @@ class Schedule(NamedTuple):
     """Calls, those after the first level with states of the level before."""
     places: torch.Tensor
     """[L] int64, each token's index among the outputs of all calls; their number for padding, whose output is 0."""
+    recomputed_tokens: int
+    """Tokens that calls compute once more, for a branch that begins with them."""
 
 
 class Halo(NamedTuple):
@@ -102,7 +104,7 @@ class RowStates:
                 the same length once padded with zeros to a multiple of this, and the kernel must ignore zeros.
             shared: False if the kernel takes no first states.
         """
-        levels, places = self._schedule(chunk or 0, shared and self.shared)
+        levels, places, _ = self._schedule(chunk or 0, shared and self.shared)
         if chunk is not None and chunk > 1:
             inputs = [_with_zeros(value) for value in inputs]
         outputs: list[torch.Tensor] = []
@@ -131,6 +133,11 @@ class RowStates:
         """
         halo = self._halo(width - 1)
         return convolution(_with_zeros(values)[:, halo.tokens])[:, halo.places]
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of prefixes that a recurrence has computed again for a branch, in any layer."""
+        return max((schedule.recomputed_tokens for schedule in self._schedules.values()), default=0)
 
     @cached_property
     def _runs(self) -> list[_TokenRun]:
@@ -240,7 +247,8 @@ def _schedule(levels: list[list[_CallSegment]], row: Row, chunk: int) -> Schedul
         ranks = np.argsort(np.concatenate([np.array(members) for members in batches.values()]))
         scheduled_levels.append(tuple(calls))
     places[places < 0] = offset
-    return Schedule(tuple(scheduled_levels), torch.from_numpy(places).to(device))
+    recomputed_tokens = sum(len(segment.context) for level in levels for segment in level)
+    return Schedule(tuple(scheduled_levels), torch.from_numpy(places).to(device), recomputed_tokens)
 
 
 def _with_zeros(values: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,9 @@ class TitanEngine:
         if (offloads := self.model.offloads) is not None:
             results.measures.add("activations/offloaded_bytes", Sum, float(offloads.bytes))
             offloads.bytes = 0
+        if self.model.recomputed_tokens is not None:
+            results.measures.add("states/recomputed_tokens", Sum, float(self.model.recomputed_tokens))
+            self.model.recomputed_tokens = 0
         return results
 
     def optimizer_step(

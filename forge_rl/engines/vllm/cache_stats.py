@@ -24,7 +24,7 @@ class CacheStats:
         self._preemptions = 0
         self._usage = 0.0
         self._waiting = 0
-        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = self._transferred_tokens = 0
         self._running: dict[int, int] = {}
         """Number of requests in the last step of each copy."""
         self._last_usage: dict[int, float] = {}
@@ -50,9 +50,10 @@ class CacheStats:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             prefilled_again=self._prefilled_again,
+            transferred_tokens=self._transferred_tokens,
         )
         self._usage, self._preemptions, self._waiting, self.fitting = 0.0, 0, 0, None
-        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = self._transferred_tokens = 0
         return use
 
     def note(self, copy: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
@@ -66,6 +67,8 @@ class CacheStats:
             self._prompt_tokens += prefixes.queries
             self._cached_tokens += prefixes.hits
             self._prefilled_again += prefixes.preempted_queries - prefixes.preempted_hits
+            if (transfers := scheduler.connector_prefix_cache_stats) is not None:
+                self._transferred_tokens += transfers.hits + transfers.preempted_hits
             # Requests that ended or were preempted in this step have given their blocks back, so the step before counts
             # too.
             fullest = max(scheduler.kv_cache_usage, self._last_usage.get(copy, 0.0))

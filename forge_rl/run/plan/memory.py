@@ -17,7 +17,7 @@ from forge_rl.engines.architecture import Architecture, check_weights, read_arch
 from forge_rl.engines.context import check_context, sequence_bytes
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters, base_bytes
+from forge_rl.engines.lora_config import LoRAConfig, adapter_parameters, base_bytes, dequantized_bytes
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
@@ -42,6 +42,7 @@ C = TypeVar("C", bound=RunConfig)
 
 _SPARE = "spare engine"
 """Name of the need of spare engines."""
+_DEQUANTIZED = "dequantised base, while a version is written whole, beyond what a step needs"
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
 _CRITIC_FLAGS = "raise --critic.ranks, set --critic.activation-checkpointing full, or lower --critic.seq-len"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"
@@ -176,6 +177,8 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
     if config.starts_engines:
         check_context(architecture, config.generator)
     parts = _parts(trainer, rank_memory)
+    if config.starts_engines:
+        parts[_DEQUANTIZED] = _beyond_step(trainer, architecture, rank_memory)
     on_gpu, host = device_type() == "cuda", {}
     if config.checkpoint_every:
         host["copy of the state, while a checkpoint is written"] = rank_memory.copy
@@ -184,8 +187,8 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
     if on_gpu:
         moved_bytes = rank_memory.state
         if trainer.enable_cpu_offload:
-            for name in (_weights_of(trainer), "gradients", "optimizer state", "frozen reference"):
-                host[name] = parts.pop(name)
+            for name in (_weights_of(trainer), "gradients", "optimizer state", "frozen reference", _DEQUANTIZED):
+                host[name] = parts.pop(name, 0)
         elif (colocated(config) or config.generator.guests) and not trainer.stays_on_device:
             host["state that comes here while engines decode"] = moved_bytes
         host["process"] = _CUDA_PROCESS_BYTES
@@ -234,6 +237,15 @@ def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
         "attention masks": rank_memory.masks,
         "freed memory that the heap keeps": rank_memory.heap,
     }
+
+
+def _beyond_step(trainer: TrainerConfig, architecture: Architecture, rank_memory: TrainMemory) -> int:
+    """Return by how many bytes a rank's part of the dequantised base exceeds what a step needs beside the state: the
+    first version has it all, before a step."""
+    shards = max(1, trainer.ranks // trainer.data_parallel_replicate_degree)
+    itemsize = resolve_dtype(trainer.dtype).itemsize
+    part = dequantized_bytes(architecture, trainer.lora, itemsize) // shards
+    return max(0, part - (rank_memory.total - rank_memory.state))
 
 
 def _weights_of(trainer: TrainerConfig) -> str:

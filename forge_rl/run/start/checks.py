@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.scan import Lengths, PromptLengths, check_tasks
+from forge_rl.data.scan import Lengths, PromptLengths, Scan, check_tasks, lacks_tools
 from forge_rl.engines.architecture import (
     Architecture,
     check_weights,
@@ -26,6 +26,7 @@ from forge_rl.engines.factory import plan_training
 from forge_rl.engines.families.general import COMPARED
 from forge_rl.engines.families.tensor_plan import TENSOR_COMPARED
 from forge_rl.engines.speculation import resolve_draft_model
+from forge_rl.errors import ConfigError
 from forge_rl.metrics import RunLog
 from forge_rl.models.cache import Progress
 from forge_rl.models.dequantized import dequantized
@@ -258,9 +259,11 @@ async def _check_use(
     )
     if note := describe_added_stop(tokenizer):
         prepared.monitor.log.event(note)
-    await _check_tasks(config, prepared, setup.mixture, tokenizer, setup.examples)
+    scans = await _check_tasks(config, prepared, setup.mixture, tokenizer, setup.examples)
     if config.tool_parser:
         await ToolParser(config.tool_parser, tokenizer).load()
+        if setup.rollouts is not None and not setup.rollouts.shows_tools:
+            _check_tools(setup, scans)
     elif setup.uses_tools:
         await asyncio.to_thread(parser_for, tokenizer)
     if config.checkpoint_every:
@@ -272,8 +275,9 @@ async def _check_use(
 
 async def _check_tasks(
     config: RunConfig, prepared: PreparedRun, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
-) -> None:
-    """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found."""
+) -> dict[str, Scan]:
+    """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found, and
+    return it."""
     match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
         case {"rollouts": {"mixture": dict(saved)}}:
             mixture.restore_sources(saved)
@@ -291,6 +295,24 @@ async def _check_tasks(
     scans = await asyncio.to_thread(check_tasks, mixture, lengths, cache=config.cache, progress=progress)
     for name, scan in scans.items():
         prepared.monitor.log.event(f"{name}: {scan.describe(limit, measured)}")
+    return scans
+
+
+def _check_tools(setup: RunSetup, scans: Mapping[str, Scan]) -> None:
+    """Refuse a parser of tool calls where neither an environment nor a task brings tools.
+
+    Args:
+        scans: of the mixture's files. Sources made by code are not looked at.
+
+    Raises:
+        ConfigError: no source has tasks with tools.
+    """
+    given_tasks = (task for tasks in (setup.evaluation or {}).values() for task in tasks)
+    if lacks_tools(setup.mixture, scans) and not any(task.tools for task in given_tasks):
+        raise ConfigError(
+            "--tool-parser has no effect, as no task has tools, and no --env brings any",
+            hint="leave it out, name an --env with tools, or give rows a column of tools",
+        )
 
 
 def longest_example(config: RunConfig, model: Path) -> int:

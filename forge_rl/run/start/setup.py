@@ -85,6 +85,11 @@ class Rollouts:
         """Whether the model may be shown tools."""
         return self.world is not None and self.world is not SingleTurn
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the environment or an agent may show the model tools, whatever the tasks are."""
+        return isinstance(self.player, AgentPlayer) or self.uses_tools
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
