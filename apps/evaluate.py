@@ -35,7 +35,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from forge_rl.algorithms.evaluation import Comparison, compare_paired
+from forge_rl.algorithms.evaluation import Comparison
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
@@ -50,6 +50,7 @@ from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.agent_command import AgentCommand
 from forge_rl.gateway.agents import Agent, serving_agents
 from forge_rl.harness.benchmarks import benchmark, benchmark_source
+from forge_rl.harness.comparisons import compare, pairs_of, print_comparisons, score
 from forge_rl.harness.evaluated import keep_episodes, keep_scores
 from forge_rl.harness.lm_eval import (
     MOST_CONTEXT,
@@ -60,8 +61,8 @@ from forge_rl.harness.lm_eval import (
     run_lm_eval,
     scores_of,
 )
-from forge_rl.harness.results_file import Results, Sets, short_digest
-from forge_rl.harness.score_tables import plain_table, print_benchmarks, print_scores, short_names
+from forge_rl.harness.results_file import Results, Sets, check_settings, results_name, short_digest
+from forge_rl.harness.score_tables import print_benchmarks, print_scores, short_names
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import find_model
 from forge_rl.rewards.by_source import RewardBySource
@@ -69,7 +70,7 @@ from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.reward_flag import RewardTexts, build_reward
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure, score_set
+from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.interfaces import RunEpisode
 from forge_rl.rollout.placement import DeviceHandover
@@ -78,7 +79,8 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.launch import launch
 from forge_rl.run.live.attach import attach
-from forge_rl.run.records.run_dir import as_json, code_digests, versions, write_json
+from forge_rl.run.records.json_files import write_json
+from forge_rl.run.records.run_dir import as_json, code_digests, versions
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.environment import Environment
@@ -95,11 +97,6 @@ from forge_rl.types import Episode, Outcome, Sampling, Task
 
 from . import gateway
 
-_WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
-"""Files of a model that its results depend on."""
-
-_ALL_PAIRS = 3
-"""Number of models up to which each pair is compared."""
 _PROMPT_TOKENS = 2048
 """Room for a benchmark's prompt."""
 _COMMAND = "command:"
@@ -250,7 +247,7 @@ async def main(config: Config) -> None:
     config = with_room(config, folders)
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
-    _check_settings(out, config)
+    check_settings(out, config.digest, as_json(config))
     package_versions, caption = versions(), "± standard error, clustered by task"
     comparisons: list[tuple[str, str, str, Comparison]] = []
     with responsive_loop():
@@ -266,11 +263,14 @@ async def main(config: Config) -> None:
                 name: await _evaluate(config, name, folder, sets, out, console) for name, folder in folders.items()
             }
             models = {
-                name: {"folder": str(folders[name]), "sets": score(config, sets, model_results)}
+                name: {
+                    "folder": str(folders[name]),
+                    "sets": score(sets, model_results, k=config.episodes, success=config.success),
+                }
                 for name, model_results in results.items()
             }
             for name, model in models.items():
-                if (episodes_folder := out / _file_name(name, folders[name])).is_dir():
+                if (episodes_folder := out / results_name(name, folders[name])).is_dir():
                     keep_scores(episodes_folder, model["sets"])
             comparisons = [
                 (first, second, name, comparison)
@@ -320,13 +320,6 @@ def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
     return sets
 
 
-def pairs_of(models: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the models to compare: each pair, or if there are many, each model with the first."""
-    if len(models) <= _ALL_PAIRS:
-        return list(itertools.combinations(models, 2))
-    return [(models[0], other) for other in models[1:]]
-
-
 def with_room(config: Config, folders: Mapping[str, Path]) -> Config:
     """Return settings with room for the answers of benchmarks, up to the models' context, unless flags set it."""
     benchmark_tokens = max((benchmark(text)[0].max_tokens for text in config.benchmark), default=0)
@@ -361,51 +354,13 @@ def reward_of(config: Config) -> RewardFunction:
     return RewardBySource(benchmark_rewards, other)
 
 
-def score(config: Config, sets: Sets, results: Results) -> dict[str, dict[str, float]]:
-    """Return a model's scores by set."""
-    return {
-        name: score_set(name, results.of_set(name, tasks), k=config.episodes, success=config.success)
-        for name, tasks in sets.items()
-    }
-
-
-def compare(sets: Sets, first: Results, second: Results) -> dict[str, Comparison]:
-    """Compare two models, by set, on their mean rewards of the tasks that both have scores for."""
-    comparisons = {}
-    for name, tasks in sets.items():
-        means = zip(*(map(_mean, results.of_set(name, tasks)) for results in (first, second)), strict=True)
-        pairs = [(a, b) for a, b in means if a is not None and b is not None]
-        if pairs:
-            comparisons[name] = compare_paired([a for a, _ in pairs], [b for _, b in pairs])
-    return comparisons
-
-
-def print_comparisons(console: Console, comparisons: Sequence[tuple[str, str, str, Comparison]]) -> None:
-    """Print the table of differences, if there are any."""
-    if not comparisons:
-        return
-    table = plain_table("differences", "95% interval over tasks that both models have in common; bold if it excludes 0")
-    for column in ("set", "from", "to"):
-        table.add_column(column, overflow="fold")
-    for column in ("difference", "95% interval", "won", "lost", "tasks"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for first, second, name, comparison in comparisons:
-        is_certain = comparison.low > 0 or comparison.high < 0
-        table.add_row(
-            *(name, first, second, f"{comparison.difference:+.3f}", f"{comparison.low:+.3f} to {comparison.high:+.3f}"),
-            *(str(comparison.won), str(comparison.lost), str(comparison.tasks)),
-            style="bold" if is_certain else "",
-        )
-    console.print(table)
-
-
 async def _run_lm_eval(
     config: Config, name: str, folder: Path, out: Path, python: Path, console: Console
 ) -> dict[str, Any]:
     """Run lm-eval's tasks on a model, with a progress bar; return its folder, scores and lm-eval's own results."""
     console.print(f"{name}: starting", soft_wrap=True)
     async with _endpoint(config, folder, out) as endpoint:
-        results = out / f"{_file_name(name, endpoint.folder)}-lm-eval"
+        results = out / f"{results_name(name, endpoint.folder)}-lm-eval"
         settings = await asyncio.to_thread(lm_eval_settings, config.lm_eval, endpoint, results)
         longest = settings["model_args"]["max_length"]
         console.print(f"{name}: lm-eval, with prompts of up to {longest} tokens", soft_wrap=True)
@@ -457,7 +412,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
 
 async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Path, console: Console) -> Results:
     """Run a model's episodes of unfinished tasks, and store the results of each finished task."""
-    results = Results(out / f"{_file_name(name, folder)}.jsonl", sets)
+    results = Results(out / f"{results_name(name, folder)}.jsonl", sets)
     missing = results.missing(sets)
     if not any(missing.values()):
         console.print(f"{name}: finished before, in {out}", soft_wrap=True)
@@ -478,7 +433,7 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         on_task=keep,
     )
     console.print(f"{name}: starting", soft_wrap=True)
-    episodes_folder = out / _file_name(name, folder)
+    episodes_folder = out / results_name(name, folder)
     try:
         async with _rollouts(config, folder, out) as rollouts:
             with bar:
@@ -514,17 +469,12 @@ def _warn_of_episodes(config: Config, name: str, episodes: Sequence[Episode], co
 async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[RolloutExecutor]:
     """Run the services for a model inside the context, which their faults interrupt."""
     async with gateway.running_services(out, config.isolation) as services:
-        cluster_and_faults: Any = (services.cluster, services.faults)
         environment: Any = await asyncio.to_thread(build_environment, config.env)  # constructors may take long
         plays: AgentEnvironment | None = None if callable(environment) else environment
         function: Any = await asyncio.to_thread(reward_of, config) if plays is None else plays.reward
-        scorer = RewardService.start(
-            config.reward, *cluster_and_faults, function=function, deadline_s=gateway.START_DEADLINE_S
-        )
+        scorer = RewardService.start(config.reward, services.start, function=function)
         factory = SingleTurn if plays is not None or config.agent else environment
-        worlds = Environment.start(
-            config.environment, *cluster_and_faults, factory=factory, deadline_s=gateway.START_DEADLINE_S
-        )
+        worlds = Environment.start(config.environment, services.start, factory=factory)
         async with task_group() as group:
             starting = group.create_task(services.engines(config.generator, folder, config.seed, config.cache))
             starting_reward = group.create_task(services.started(scorer))
@@ -601,33 +551,6 @@ def _write_report(path: Path, report: Mapping[str, object]) -> None:
         write_json(path, report)
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}", hint="set another") from error
-
-
-def _check_settings(out: Path, config: Config) -> None:
-    """Check that the results in a folder have the same settings.
-
-    Raises:
-        ConfigError: the settings differ, or the folder cannot be read or written.
-    """
-    path = out / "settings.json"
-    try:
-        if path.exists() and json.loads(path.read_text()).get("digest") != config.digest:
-            raise ConfigError(f"{out} holds results with other settings", hint="set another --out, or leave it out")
-        write_json(path, {"digest": config.digest, "settings": as_json(config)})
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be used: {error}", hint="set another --out") from error
-
-
-def _file_name(name: str, folder: Path) -> str:
-    """Return the name of a model's results file, with a digest of its files, which may change."""
-    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{Path(name).name or 'model'}-{short_digest(json.dumps([str(folder), stamps]))}"
-
-
-def _mean(episodes: Sequence[Episode]) -> float | None:
-    rewards = [episode.reward for episode in episodes if episode.outcome.scored]
-    return sum(rewards) / len(rewards) if rewards else None
 
 
 if __name__ == "__main__":

@@ -166,6 +166,11 @@ class Services:
     faults: Faults
     stack: contextlib.AsyncExitStack
 
+    @property
+    def start(self) -> ServiceStart:
+        """Where services start."""
+        return ServiceStart(cluster=self.cluster, faults=self.faults, deadline_s=START_DEADLINE_S)
+
     async def started(self, starting: Awaitable[S]) -> S:
         """Return a service once it has started; it is stopped at the end."""
         service = await starting
@@ -176,8 +181,7 @@ class Services:
         """Start engines that serve the model in a folder; `cache` is where a bundled draft model is kept."""
         drafts = await asyncio.to_thread(resolve_draft_model, config.speculation, folder, cache)
         config = replace(config, speculation=drafts)
-        start = ServiceStart(cluster=self.cluster, faults=self.faults, deadline_s=START_DEADLINE_S)
-        generator = await self.started(Generator.start(config, start, model=folder, seed=seed))
+        generator = await self.started(Generator.start(config, self.start, model=folder, seed=seed))
         await generator.serve_model()
         return generator
 

@@ -339,20 +339,15 @@ async def _services(config: Config) -> AsyncIterator[Services]:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(responsive_loop())  # as in a run
             stack.push_async_callback(cluster.close)
-            environment = await Environment.start(
-                Environment.Config(), cluster, faults, factory=ManyTurnsFactory(config.turns), deadline_s=_DEADLINE_S
-            )
+            start = ServiceStart(cluster=cluster, faults=faults, deadline_s=_DEADLINE_S)
+            environment = await Environment.start(Environment.Config(), start, factory=ManyTurnsFactory(config.turns))
             stack.push_async_callback(environment.stop)
-            reward = await RewardService.start(
-                RewardService.Config(), cluster, faults, function=half_are_right, deadline_s=_DEADLINE_S
-            )
+            reward = await RewardService.start(RewardService.Config(), start, function=half_are_right)
             stack.push_async_callback(reward.stop)
-            single_turn = await Environment.start(
-                Environment.Config(), cluster, faults, factory=SingleTurn, deadline_s=_DEADLINE_S
-            )
+            single_turn = await Environment.start(Environment.Config(), start, factory=SingleTurn)
             generator = await Generator.start(
                 Generator.Config(replicas=2, max_tokens=ANSWER_TOKENS, max_num_seqs=512),
-                ServiceStart(cluster=cluster, faults=faults, deadline_s=_DEADLINE_S),
+                start,
                 model=resolve_model("smollm2-135m", default_cache()),
                 seed=0,
                 actor=PromptEngine,

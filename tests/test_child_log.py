@@ -6,7 +6,7 @@ from pathlib import Path
 
 CHILD = """
 import atexit, ctypes, sys
-from forge_rl.runtime.cluster import _start_child
+from forge_rl.runtime.children import start_child
 {started}
 libc = ctypes.CDLL(None)
 ctypes.pythonapi.Py_AtExit(libc.malloc_stats)  # prints "Arena 0: ..." to stderr
@@ -16,7 +16,7 @@ atexit.register(print, "the last error", file=sys.stderr, flush=True)
 
 def test_what_native_code_prints_after_python_has_ended_is_not_in_the_log(tmp_path: Path):
     log = tmp_path / "child.log"
-    for started, noisy in (("", True), (f"_start_child({str(log)!r}, (), (), {{}})", False)):
+    for started, noisy in (("", True), (f"start_child({str(log)!r}, (), (), {{}})", False)):
         ended = subprocess.run(
             [sys.executable, "-c", CHILD.format(started=started)], capture_output=True, text=True, check=True
         )

@@ -20,6 +20,7 @@ from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.environment import Environment, EnvSession, LocalSession
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.types import Task
 from tests.fake_actors import cluster
 from tests.fake_envs import NotingEnv, PlainlyClosed, Unclosed, task_of
@@ -35,7 +36,9 @@ async def environment(
 ) -> AsyncIterator[tuple[Environment, Faults]]:
     async with cluster(logs) as (made, faults):
         config = Environment.Config(replicas=replicas, deadline_s=deadline_s)
-        service = await Environment.start(config, made, faults, factory=factory, deadline_s=LONG_S)
+        service = await Environment.start(
+            config, ServiceStart(cluster=made, faults=faults, deadline_s=LONG_S), factory=factory
+        )
         try:
             yield service, faults
         finally:
@@ -55,7 +58,7 @@ def pid_of(observation: Observation) -> int:
 
 async def test_a_world_that_only_shows_its_task_runs_in_process():
     nowhere: Any = None  # neither cluster nor faults: nothing is started
-    service = await Environment.start(Environment.Config(), nowhere, nowhere, factory=SingleTurn, deadline_s=LONG_S)
+    service = await Environment.start(Environment.Config(), nowhere, factory=SingleTurn)
     task = task_of()
     session, seen = await service.open(task)
     assert seen == Observation(messages=task.messages)
@@ -228,7 +231,7 @@ async def test_an_environment_in_process_is_constructed_beside_the_event_loop():
             constructed_in.append(threading.get_ident())
 
     nowhere: Any = None
-    service = await Environment.start(Environment.Config(), nowhere, nowhere, factory=Shown, deadline_s=LONG_S)
+    service = await Environment.start(Environment.Config(), nowhere, factory=Shown)
     await service.open(task_of())
     assert threading.get_ident() not in constructed_in
 
@@ -428,7 +431,11 @@ async def test_a_task_that_kills_its_environments_is_refused_and_others_go_on(wh
 async def test_a_start_that_fails_leaves_nothing(tmp_path: Path):
     async with cluster(tmp_path) as (made, faults):
         with pytest.raises((ServiceError, TypeError)):
-            await Environment.start(Environment.Config(), made, faults, factory=Unpicklable(), deadline_s=LONG_S)
+            await Environment.start(
+                Environment.Config(),
+                ServiceStart(cluster=made, faults=faults, deadline_s=LONG_S),
+                factory=Unpicklable(),
+            )
 
 
 class Unpicklable:

@@ -20,11 +20,7 @@ from rich.console import Console
 from apps.evaluate import (
     Config,
     build_sets,
-    compare,
     main,
-    pairs_of,
-    print_comparisons,
-    score,
     with_room,
 )
 from forge_rl.algorithms.evaluation import compare_paired
@@ -32,6 +28,7 @@ from forge_rl.data.data_config import DataConfig
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.command_line import parse
+from forge_rl.harness.comparisons import compare, pairs_of, print_comparisons, score
 from forge_rl.harness.results_file import Results, _key
 from forge_rl.harness.score_tables import short_names
 from forge_rl.look.past_runs import read_run
@@ -97,7 +94,7 @@ def test_two_models_are_compared_on_the_tasks_that_both_have_scores_of(tmp_path:
     second.episodes[_key("a", SETS["a"][0])] = [episode_of(SETS["a"][0], 0.0, Outcome.JUDGE_ERROR)]
     assert compare(SETS, first, second)["a"].tasks == 2
     config = Config(models=("x",), episodes=2, temperature=1.0)
-    assert score(config, SETS, first)["a"]["avg@2"] == pytest.approx(1 / 3)
+    assert score(SETS, first, k=config.episodes, success=config.success)["a"]["avg@2"] == pytest.approx(1 / 3)
 
 
 def test_names_in_tables_are_as_short_as_can_be_told_apart() -> None:

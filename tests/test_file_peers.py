@@ -13,6 +13,7 @@ from forge_rl.envs.protocol import Observation, SharesFiles, Step
 from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.services.environment import Environment
 from forge_rl.services.file_peers import order_on_host
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.types import Task
 from forge_rl.worlds.harbor import HarborEnv
 from forge_rl.worlds.image_lookahead import ImageLookahead, image_lookahead
@@ -70,11 +71,8 @@ async def test_a_layer_comes_from_the_registry_to_one_host_and_from_there_to_the
         async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
             service = await Environment.start(
                 Environment.Config(replicas=2),
-                cluster,
-                faults,
+                ServiceStart(cluster=cluster, faults=faults, deadline_s=LONG_S, hosts=ServiceHosts(names=("a", "b"))),
                 factory=BySource({"s": Reading(tmp_path / "stores")}),
-                deadline_s=LONG_S,
-                hosts=ServiceHosts(names=("a", "b")),
             )
             service.prepare([Task(id="0", source="s", messages=(), truth={"image": ""})])
             await asyncio.gather(*service._closing)

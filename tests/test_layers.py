@@ -72,7 +72,12 @@ ONLY_IN = {
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway.vllm_internals", "forge_rl.tokens.vllm_parsers"),
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (
-        *("forge_rl.system.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
+        *(
+            "forge_rl.system.variables",
+            "forge_rl.runtime.children",
+            "forge_rl.runtime.cluster",
+            "forge_rl.runtime.monarch_log",
+        ),
         *("forge_rl.runtime.private_network", "forge_rl.engines.cpu"),
         *("forge_rl.runtime.fork_client", "forge_rl.runtime.fork_server"),  # of the processes that are forked
         *("forge_rl.jobs.allocation", "forge_rl.jobs.host"),  # the scheduler's; its own

@@ -16,6 +16,7 @@ from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.protocol import RewardFunction
 from forge_rl.rewards.reward_model import RewardModel
 from forge_rl.services.reward import RewardService
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.types import Episode, Task
 from tests.fake_actors import cluster
 from tests.fake_envs import length, negative, task_of
@@ -192,7 +193,11 @@ async def test_a_part_with_replicas_of_its_own_is_scored_there(classifier: Path,
         "apart": (Apart(1), 0.0), "length": (length, 1.0), "pid": (pid, 0.0), "model": (model, 0.0)
     }  # fmt: skip
     async with cluster(tmp_path) as (made, faults):
-        start = RewardService.start(RewardService.Config(), made, faults, function=WeightedSum(parts), deadline_s=120.0)
+        start = RewardService.start(
+            RewardService.Config(),
+            ServiceStart(cluster=made, faults=faults, deadline_s=120),
+            function=WeightedSum(parts),
+        )
         service = await start
         try:
             assert service.form == "episode"
@@ -225,7 +230,9 @@ async def test_scores_during_a_replacement_are_the_old_or_the_new_ones(tmp_path:
     old = WeightedSum({"length": (length, 1.0), "again": (length, 0.0)})
     async with cluster(tmp_path) as (made, faults):
         config = RewardService.Config(replicas=2)
-        service = await RewardService.start(config, made, faults, function=old, deadline_s=120.0)
+        service = await RewardService.start(
+            config, ServiceStart(cluster=made, faults=faults, deadline_s=120), function=old
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 scored = [group.create_task(service.score([episode_of("four", task_of())])) for _ in range(20)]

@@ -19,6 +19,7 @@ from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.reward import RewardService
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.types import Episode, Score, Task
 from tests import fake_envs
 from tests.fake_actors import cluster, send_signal
@@ -36,7 +37,9 @@ async def reward(
 ) -> AsyncIterator[tuple[RewardService, Faults]]:
     async with cluster(logs) as (made, faults):
         config = RewardService.Config(replicas=replicas, deadline_s=deadline_s)
-        service = await RewardService.start(config, made, faults, function=function, deadline_s=LONG_S)
+        service = await RewardService.start(
+            config, ServiceStart(cluster=made, faults=faults, deadline_s=LONG_S), function=function
+        )
         try:
             yield service, faults
         finally:

@@ -138,7 +138,7 @@ async def test_a_process_killed_during_a_call_is_named_with_its_cause(number: si
 
 def test_a_process_whose_log_cannot_be_written_goes_on():
     prints = "print('a' * 100_000); print('b', file=sys.stderr, flush=True); sys.stdout.flush(); os._exit(7)"
-    run = "import os, sys; from forge_rl.runtime.cluster import _start_child; _start_child('/dev/full', (), (), {}); "
+    run = "import os, sys; from forge_rl.runtime.children import start_child; start_child('/dev/full', (), (), {}); "
     assert subprocess.run([sys.executable, "-c", run + prints], cwd=ROOT, timeout=60).returncode == 7
 
 

@@ -50,9 +50,7 @@ def check_answer(message: Message, number: int, token_ids: TokenIds, tokenizer: 
     _check_shown([(number, passage) for passage in _of_answer(message, tokenizer)], token_ids, tokenizer, "trained")
 
 
-def check_context(
-    messages: Sequence[Message], token_ids: TokenIds, tokenizer: Tokenizer, *, first: int, use: str = "shown"
-) -> None:
+def check_context(messages: Sequence[Message], token_ids: TokenIds, tokenizer: Tokenizer, *, first: int) -> None:
     """Refuse messages whose text the model is not shown. Thoughts and calls of earlier answers may be left out.
 
     Args:
@@ -68,7 +66,7 @@ def check_context(
         for passage in _of_content(message, tokenizer)
         if passage.part != "thoughts"
     ]
-    _check_shown(passages, token_ids, tokenizer, use)
+    _check_shown(passages, token_ids, tokenizer, "shown")
 
 
 def _check_shown(

@@ -130,8 +130,8 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
 
 def general_layouts(architecture: Architecture) -> list[str]:
     """List the layouts of a model on transformers' code."""
-    from forge_rl.engines.families.general import inspected_model  # imports transformers
     from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
+    from forge_rl.engines.families.transformers_model import inspected_model  # imports transformers
 
     assert architecture.folder is not None, "read_general gives it"
     causal, layouts = inspected_model(architecture.folder), ["FSDP", "HSDP"]
@@ -143,8 +143,8 @@ def general_layouts(architecture: Architecture) -> list[str]:
 
 def _check_tensor_plan(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError unless tensor-parallel ranks can share a model on transformers' code."""
-    from forge_rl.engines.families.general import inspected_model  # imports transformers
     from forge_rl.engines.families.tensor_plan import uneven_part
+    from forge_rl.engines.families.transformers_model import inspected_model  # imports transformers
 
     assert architecture.folder is not None, "read_general gives it"
     ranks, name = settings.tensor_parallel_degree, architecture.family.model_type
@@ -165,8 +165,8 @@ def _check_tensor_plan(settings: TrainSettings, architecture: Architecture) -> N
 
 def _check_experts(settings: TrainSettings, architecture: Architecture) -> None:
     """Raise ConfigError unless ranks can each compute some experts of a model on transformers' code."""
-    from forge_rl.engines.families.general import inspected_model  # imports transformers
     from forge_rl.engines.families.tensor_plan import expert_modules
+    from forge_rl.engines.families.transformers_model import inspected_model  # imports transformers
 
     assert architecture.folder is not None, "read_general gives it"
     flag, name = _flag("expert_parallel_degree"), architecture.family.model_type

@@ -16,7 +16,7 @@ from forge_rl.engines.parts import EnginePart
 from forge_rl.engines.platform import cpu_cores
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.engines.remote import RemoteServer
-from forge_rl.runtime.cluster import visible_gpu
+from forge_rl.runtime.children import visible_gpu
 
 if TYPE_CHECKING:
     from forge_rl.engines.titan.plan import Traces

@@ -11,8 +11,9 @@ from forge_rl.errors import CheckpointError
 from forge_rl.metrics.episode_files import write_episodes
 from forge_rl.metrics.recorder import FOLDER, recorded_files
 from forge_rl.metrics.vocabulary import write_vocabulary
+from forge_rl.run.records.json_files import write_json
 from forge_rl.run.records.recording import evaluated_episodes
-from forge_rl.run.records.run_dir import as_json, versions, write_json
+from forge_rl.run.records.run_dir import as_json, versions
 from forge_rl.system.folders import make_private, write_whole
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode

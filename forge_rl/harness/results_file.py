@@ -7,8 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from forge_rl.errors import ConfigError
+from forge_rl.run.records.json_files import write_json
 from forge_rl.system.folders import is_there, write_whole
 from forge_rl.types import Episode, Outcome, Score, Task
+
+_WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
+"""Files of a model that its results depend on."""
 
 Sets = Mapping[str, Sequence[Task]]
 Key = tuple[str, str, str]
@@ -91,6 +96,28 @@ class Results:
 def short_digest(text: str) -> str:
     """Return 8 hexadecimal digits that identify a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def check_settings(out: Path, digest: str, settings: object) -> None:
+    """Check that the results in a folder have the same settings.
+
+    Raises:
+        ConfigError: the settings differ, or the folder cannot be read or written.
+    """
+    path = out / "settings.json"
+    try:
+        if path.exists() and json.loads(path.read_text()).get("digest") != digest:
+            raise ConfigError(f"{out} holds results with other settings", hint="set another --out, or leave it out")
+        write_json(path, {"digest": digest, "settings": settings})
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be used: {error}", hint="set another --out") from error
+
+
+def results_name(name: str, folder: Path) -> str:
+    """Return the name of a model's results file, with a digest of its files, which may change."""
+    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{Path(name).name or 'model'}-{short_digest(json.dumps([str(folder), stamps]))}"
 
 
 def _key(name: str, task: Task) -> Key:

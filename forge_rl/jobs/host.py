@@ -25,7 +25,7 @@ import psutil  # type: ignore[import-untyped]
 from forge_rl.errors import ForgeError
 from forge_rl.jobs.slurm_queue import requeue_without_controller
 from forge_rl.runtime.addresses import own_address, url
-from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.children import quiet_stderr, set_defaults
 from forge_rl.runtime.monarch_log import secure_monarch_log
 from forge_rl.runtime.processes import clean_up_after, cleans_up
 from forge_rl.runtime.scratch import make_scratch

@@ -25,7 +25,7 @@ from forge_rl.jobs.manifests import (
 )
 from forge_rl.jobs.pods import Pods, PodState, connect, deleted_with_this_process
 from forge_rl.runtime.addresses import own_address, url
-from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.children import quiet_stderr, set_defaults
 from forge_rl.runtime.job_protocol import JobListener
 from forge_rl.runtime.joining import host_log, join_command, last_line
 from forge_rl.system.tasks import ended

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from forge_rl.errors import ConfigError, InfrastructureError
 from forge_rl.jobs.host import MARK
 from forge_rl.runtime.addresses import is_trusted, url
-from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.children import quiet_stderr, set_defaults
 from forge_rl.runtime.job_protocol import JobListener
 from forge_rl.runtime.joining import identifier
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import check_flags
-from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.children import quiet_stderr, set_defaults
 from forge_rl.runtime.job_protocol import JobListener
 from forge_rl.runtime.joining import host_log, join_command, last_line
 from forge_rl.runtime.processes import clean_up_after, describe_exit

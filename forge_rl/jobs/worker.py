@@ -7,7 +7,7 @@ import os
 import sys
 
 from forge_rl.runtime.addresses import is_trusted, url
-from forge_rl.runtime.cluster import set_defaults
+from forge_rl.runtime.children import set_defaults
 from forge_rl.runtime.monarch_log import secure_monarch_log
 from forge_rl.runtime.processes import clean_up_after
 from forge_rl.runtime.scratch import make_scratch

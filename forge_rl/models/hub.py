@@ -57,7 +57,8 @@ def download(name: str, progress: Progress | None = None) -> Path:
         options["revision"] = revision
     if progress is not None:
         options["tqdm_class"] = _bars(name, progress)
-    with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({_bundled()})"):
+    bundled_names = ", ".join(BUNDLED)
+    with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({bundled_names})"):
         return Path(str(snapshot_download(hub_id, **options)))
 
 
@@ -109,10 +110,6 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
                 cause = without_credentials((str(error).splitlines() or [type(error).__name__])[0])
                 hint = "try again"
         raise ModelError(f"{problem}: {cause}", hint=f"{hint}, {way_out}") from error
-
-
-def _bundled() -> str:
-    return ", ".join(BUNDLED)
 
 
 def _bars(name: str, progress: Progress) -> type:

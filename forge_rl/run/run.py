@@ -316,8 +316,7 @@ class Run(Generic[C]):
             stats = await self.trainer.step(packed, self.loss, temperature=temperature)
         if self._generates:
             with self.phase("publish"):
-                version = await self.trainer.publish(self.weights, dtype=self.generator.dtype)
-                await self.generator.load(self.weights, version)
+                await self._rollout.publish(self.trainer)
         self.log(stats, batch, packed)
 
     @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.addresses import is_trusted
-from forge_rl.runtime.cluster import quiet_stderr
+from forge_rl.runtime.children import quiet_stderr
 from forge_rl.system.terminal import clipped
 
 if TYPE_CHECKING:

@@ -19,12 +19,9 @@ from forge_rl.envs.protocol import (
     Parsed,
     SharesFiles,
     Step,
-    close_env,
     fork_env,
     leaves_of,
     make_env_beside,
-    prepare_env,
-    replay_env,
     reset_env,
     sees_thoughts,
     step_env,
@@ -32,19 +29,14 @@ from forge_rl.envs.protocol import (
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.flags.categories import Operational
-from forge_rl.runtime.addresses import HostNetwork
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import Seats, ServiceHosts, check_bounds
-from forge_rl.runtime.service import Replica, Service, ServiceActor
+from forge_rl.runtime.service import Replica, Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
+from forge_rl.services.environment_actor import CONSTRUCTOR_STUCK, EnvironmentActor
 from forge_rl.services.file_peers import FilePeers, order_on_host
-from forge_rl.services.user_thread import StuckError, UserThread
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.types import Task
-
-CONSTRUCTOR_STUCK = 73
-"""Exit status of a process in which the constructor of an environment did not return."""
 
 
 class Environment:
@@ -101,26 +93,18 @@ class Environment:
         """Tasks that close abandoned sessions."""
 
     @classmethod
-    async def start(
-        cls,
-        config: Config,
-        cluster: Cluster,
-        faults: Faults,
-        *,
-        factory: EnvFactory,
-        deadline_s: float,
-        hosts: ServiceHosts | None = None,
-    ) -> Environment:
-        """Spawn the service with a factory of environments, on `hosts` or else on this one."""
+    async def start(cls, config: Config, start: ServiceStart, *, factory: EnvFactory) -> Environment:
+        """Spawn the service with a factory of environments."""
         if getattr(factory, "in_process", False):
             return cls(config, factory)
         # An environment's child processes may run model-written code and exit: no reason to end the replica.
         meanings = {CONSTRUCTOR_STUCK: "the constructor of an environment did not come back within its deadline"}
-        service = Service("environment", cluster, faults, descendants=False, blames=True, exit_meanings=meanings)
-
+        service = Service(
+            "environment", start.cluster, start.faults, descendants=False, blames=True, exit_meanings=meanings
+        )
         seats = Seats(
-            cluster,
-            hosts or ServiceHosts(),
+            start.cluster,
+            start.hosts or ServiceHosts(),
             replicas=config.replicas,
             min_replicas=config.min_replicas,
             max_replicas=config.max_replicas,
@@ -133,7 +117,7 @@ class Environment:
                 EnvironmentActor, factory, config.deadline_s, env=env, secrets=True, host=host, index=index
             )
             replica.may_block_s = config.deadline_s  # else one blocking environment would end its whole process early
-            await service.watch(replica, deadline_s=deadline_s)
+            await service.watch(replica, deadline_s=start.deadline_s)
 
         supervisor = Supervisor(service, start_one, config.restart, seats=seats)
         await supervisor.start(config.replicas)
@@ -452,56 +436,3 @@ class LocalSession:
 async def _make_local(factory: EnvFactory, task: Task) -> Env:
     """Make an environment for this process; one that only shows the task takes less time than a thread."""
     return SingleTurn(task) if factory is SingleTurn else await make_env_beside(factory, task)
-
-
-class EnvironmentActor(ServiceActor):
-    """One process that runs environments."""
-
-    def __init__(self, factory: EnvFactory, deadline_s: float) -> None:
-        self._factory = factory
-        self._envs: dict[int, Env] = {}
-        self._constructors = UserThread(deadline_s, exit_status=CONSTRUCTOR_STUCK)
-
-    async def reset(self, key: int, task: Task) -> tuple[Observation, bool, bool]:
-        env = self._envs[key] = await self._make(task)
-        return await reset_env(env), bool(getattr(env, "replayable", True)), hasattr(env, "fork")
-
-    async def _make(self, task: Task) -> Env:
-        in_thread = functools.partial(self._constructors.call, in_hand=self._link_end.in_hand)
-        try:
-            return await make_env_beside(self._factory, task, in_thread)
-        except StuckError as stuck:
-            raise ForgeError(
-                f"the constructor of the environment of {task.source} {task.id} did not return{stuck}",
-                hint="make it faster, or raise --environment.deadline-s",
-            ) from None
-
-    async def prepare(self, tasks: Sequence[Task]) -> dict[str, float]:
-        return dict(prepare_env(self._factory, tasks))
-
-    async def network(self) -> HostNetwork:
-        return HostNetwork.of_this_host()
-
-    async def serve_files(self, address: str, key: str) -> Sequence[str]:
-        assert isinstance(self._factory, SharesFiles)
-        return self._factory.serve_files(address, key)
-
-    async def ask_peers(self, urls: Sequence[str], key: str) -> None:
-        assert isinstance(self._factory, SharesFiles)
-        self._factory.ask_peers(urls, key)
-
-    async def fork(self, key: int, copy: int) -> None:
-        self._envs[copy] = await fork_env(self._envs[key])
-
-    async def replay(self, key: int, task: Task, observation: Observation, log: Sequence[Exchange]) -> str:
-        env = self._envs[key] = await self._make(task)
-        return await replay_env(env, observation, log)
-
-    async def step(self, key: int, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
-        step = await step_env(self._envs[key], answer, truncated, parsed)
-        if step.done:
-            await self.close(key)
-        return step
-
-    async def close(self, key: int) -> None:
-        await close_env(self._envs.pop(key, None))

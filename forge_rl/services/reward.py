@@ -18,14 +18,13 @@ from forge_rl.rewards.composition import WeightedSum, described
 from forge_rl.rewards.peers import as_reward
 from forge_rl.rewards.protocol import Form, form_of
 from forge_rl.rewards.scorer import with_score
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.reward_actor import REWARD_STUCK, RewardActor
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.system.listeners import Listeners
 from forge_rl.system.tasks import task_group
 from forge_rl.types import Episode, Score, Task
@@ -83,25 +82,21 @@ class RewardService:
     async def start(
         cls,
         config: Config,
-        cluster: Cluster,
-        faults: Faults,
+        start: ServiceStart,
         *,
         function: RewardFunction,
-        deadline_s: float,
         folder: Path | None = None,
-        hosts: ServiceHosts | None = None,
     ) -> RewardService:
         """Spawn the service with a reward function, and a pool for each part that requests its own replicas.
 
         Args:
             folder: storage for functions, such as for a judge's replies.
-            hosts: hosts of the processes; this one by default.
 
         Raises:
             ConfigError: the function cannot be called as a reward.
             ForgeError: raised by a function's `load`.
         """
-        reward = cls(_Setting(config, cluster, faults, folder, deadline_s, hosts or ServiceHosts()), function)
+        reward = cls(_Setting(config, start, folder), function)
         try:
             async with task_group() as group:
                 for pool in (reward._shared, *reward._own.values()):
@@ -266,11 +261,8 @@ class _Setting:
     """What all pools share."""
 
     config: RewardService.Config
-    cluster: Cluster
-    faults: Faults
+    start: ServiceStart
     folder: Path | None
-    deadline_s: float
-    hosts: ServiceHosts
     metrics: Counter[str] = field(default_factory=Counter)
     """Sums of what the processes counted since the last `Reward.pop_metrics`."""
 
@@ -294,8 +286,8 @@ class _ReplicaPool:
         self._versions = itertools.count(1)
         self.service = Service(
             name,
-            setting.cluster,
-            setting.faults,
+            setting.start.cluster,
+            setting.start.faults,
             descendants=False,
             blames=True,
             exit_meanings={REWARD_STUCK: "its reward function did not come back within its deadline"},
@@ -306,8 +298,8 @@ class _ReplicaPool:
 
     async def start(self) -> None:
         """Spawn the replicas, with the functions loaded."""
-        config = self._setting.config
-        seats = Seats(self._setting.cluster, self._setting.hosts)
+        config, start = self._setting.config, self._setting.start
+        seats = Seats(start.cluster, start.hosts or ServiceHosts())
 
         async def start_one(index: int) -> None:
             # The user's function may call a judge that needs an API key.
@@ -316,7 +308,7 @@ class _ReplicaPool:
             replica = self.service.spawn(
                 RewardActor, config.deadline_s, index, env=env, secrets=True, host=host, index=index
             )
-            await self.service.watch(replica, deadline_s=self._setting.deadline_s)
+            await self.service.watch(replica, deadline_s=start.deadline_s)
             functions_by_version = None
             while functions_by_version is not self.functions_by_version:  # replaced meanwhile
                 functions_by_version = self.functions_by_version
@@ -349,6 +341,7 @@ class _ReplicaPool:
         self.functions_by_version = {self.version: self.functions_by_version[self.version]}
 
     async def _tell(self, replica: Replica) -> None:
-        deadline_s = max(self._setting.deadline_s, self._setting.config.deadline_s)
-        folder = self._setting.folder if self._setting.cluster.shares_files(replica.host) else None
+        start = self._setting.start
+        deadline_s = max(start.deadline_s, self._setting.config.deadline_s)
+        folder = self._setting.folder if start.cluster.shares_files(replica.host) else None
         await replica.call("replace", self.functions_by_version, folder, deadline_s=deadline_s)

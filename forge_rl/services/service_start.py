@@ -11,7 +11,7 @@ from forge_rl.runtime.seats import ServiceHosts
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceStart:
-    """Where a service on devices starts, and within what time.
+    """Where a service starts, and within what time.
 
     start = ServiceStart(cluster=cluster, faults=faults, deadline_s=300)
     """

@@ -6,12 +6,10 @@ starts.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,7 +19,8 @@ from torch import nn
 
 from forge_rl.engines.families.family import Architecture, Experts, Family
 from forge_rl.engines.families.tensor_plan import expert_modules, expert_routers, stacked_projections
-from forge_rl.errors import ForgeError, ModelError
+from forge_rl.engines.families.transformers_model import inspected_model, load_config
+from forge_rl.errors import ModelError
 from forge_rl.models.hf_folder import HEAD, stored_bytes, tensor_files
 from forge_rl.models.quantized import refusal
 from forge_rl.weights.names import ROUTER_BIASES, SameNames
@@ -77,10 +76,12 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
     Raises:
         ModelError: transformers does not know the model, or it has parts that cannot be trained on packed rows.
     """
+    from transformers import AutoModelForCausalLM
+
     model_type = values.get("model_type")
     _check_kind(path, values)
-    config = _load_config(path)
-    _check_layers(path, config, _class_of(config))
+    config = load_config(path)
+    _check_layers(path, config, AutoModelForCausalLM._model_mapping[type(config)])
     shapes = weight_shapes(path.parent)
     heads = _largest(config, "num_attention_heads") or _whole(path, config, "num_attention_heads")
     dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
@@ -292,64 +293,6 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     )
 
 
-def inspected_model(folder: Path) -> Any:
-    """Return transformers' model of a folder as `causal_model` builds it, kept for callers that only look at its parts.
-
-    Raises:
-        ModelError: transformers cannot build the model.
-    """
-    return _inspected_model(folder, (folder / "config.json").stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=2)
-def _inspected_model(folder: Path, modified_ns: int) -> Any:
-    return causal_model(folder)
-
-
-def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
-    """Build transformers' model of a folder with its weights on the meta device and its buffers in memory.
-
-    Weights have torch's default dtype. Buffers that the files hold become weights that are not trained, except biases
-    that choose experts: these are buffers in float32, which no pass casts.
-
-    Args:
-        tied: whether embedding and head are one weight; by default as config.json says.
-        implementation: name of the attention function.
-
-    Raises:
-        ModelError: transformers cannot build the model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = _load_config(folder / "config.json")
-    if tied is not None:
-        config.tie_word_embeddings = tied
-    try:
-        with _weights_on_meta():
-            causal = AutoModelForCausalLM.from_config(
-                config, attn_implementation=implementation, dtype=torch.get_default_dtype(), trust_remote_code=False
-            )
-    except ForgeError:
-        raise
-    except Exception as error:
-        raise _unreadable(folder / "config.json", error) from error
-    for parameter in causal.parameters():  # routers may ask for float32
-        parameter.data = parameter.to(torch.get_default_dtype())
-    if torch.get_default_dtype() == torch.float64:
-        causal.set_experts_implementation("eager")  # torch's product of groups has no float64
-    if config.tie_word_embeddings:
-        causal.lm_head.weight = causal.get_input_embeddings().weight
-    for module in causal.modules():
-        for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
-            buffer = module._buffers.pop(name)
-            if buffer is not None:
-                module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
-        for name in [name for name in module._parameters if name.endswith(ROUTER_BIASES)]:
-            bias = cast(nn.Parameter, module._parameters.pop(name))
-            module.register_buffer(name, torch.zeros(bias.shape, dtype=torch.float32))
-    return causal
-
-
 def _check_kind(path: Path, values: Mapping[str, Any]) -> None:
     """Raise ModelError unless transformers itself has a causal language model of this type."""
     from transformers import __version__
@@ -444,7 +387,7 @@ def has_states(folder: Path, *, convolutions: bool = True) -> bool:
         convolutions: whether the last inputs of a convolution count as a state.
     """
     try:
-        config = _load_config(folder / "config.json")
+        config = load_config(folder / "config.json")
     except ModelError:
         return False
     kinds = _RECURRENT_KINDS if convolutions else _RECURRENT_KINDS[:1]
@@ -492,31 +435,6 @@ def _rope_types(config: Any) -> set[str]:
     return {str(part["rope_type"]) for part in parts if "rope_type" in part}
 
 
-def _load_config(path: Path) -> Any:
-    """Load a config of a type that transformers has; the model's own code is not run."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path.parent, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        raise _unreadable(path, error) from error
-
-
-def _class_of(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM._model_mapping[type(config)]
-
-
-def _unreadable(path: Path, error: Exception) -> ModelError:
-    # A config that its class does not accept has the reason in the cause.
-    cause = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
-    return ModelError(
-        f"transformers cannot build the model that {path} describes: {cause:.300}",
-        hint="download or export the model again",
-    )
-
-
 def _whole(path: Path, config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if type(value) is not int or not 0 < value < 2**31:
@@ -528,20 +446,3 @@ def _whole(path: Path, config: Any, name: str) -> int:
 
 def _unused(*_: Any, **__: Any) -> Any:
     raise AssertionError("only native families have it")
-
-
-@contextlib.contextmanager
-def _weights_on_meta() -> Iterator[None]:
-    """Have the modules that this thread makes put their weights on the meta device, and their buffers in memory."""
-    original, thread = nn.Module.register_parameter, threading.get_ident()
-
-    def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and threading.get_ident() == thread:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        original(module, name, parameter)
-
-    nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]

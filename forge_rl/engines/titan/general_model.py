@@ -18,8 +18,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.families.family import Architecture
-from forge_rl.engines.families.general import causal_model, recurrent_mixers
+from forge_rl.engines.families.general import recurrent_mixers
 from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
+from forge_rl.engines.families.transformers_model import causal_model
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.adapter_switch import AdapterSwitch
 from forge_rl.engines.titan.general_attention import IMPLEMENTATION, register

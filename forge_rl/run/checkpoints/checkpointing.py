@@ -18,8 +18,8 @@ from forge_rl.run.checkpoints.kept import KeptObjects
 from forge_rl.run.checkpoints.parts import RunParts
 from forge_rl.run.live.settings import is_live_state
 from forge_rl.run.lora_settings import checkpoint_bytes
+from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.run.records.model_card import write_card
-from forge_rl.run.records.run_dir import read_object, write_json
 from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
 

@@ -29,7 +29,7 @@ import xxhash
 
 from forge_rl.errors import CheckpointError
 from forge_rl.models.resolve import checkpoints_in
-from forge_rl.run.records.run_dir import read_object, write_json
+from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_rl.models.hf_folder import RECORD
 from forge_rl.models.hub import CARD, is_hub_model
-from forge_rl.run.records.run_dir import read_object, write_json
+from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.system.folders import write_whole
 from forge_rl.system.variables import without_secrets
 

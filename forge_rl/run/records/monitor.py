@@ -27,7 +27,7 @@ from forge_rl.metrics import (
 from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.metrics.status import event_of
 from forge_rl.metrics.step_lines import writing
-from forge_rl.run.records.run_dir import write_json
+from forge_rl.run.records.json_files import write_json
 from forge_rl.runtime.faults import Faults
 from forge_rl.system.redaction import without_credentials
 

@@ -29,8 +29,7 @@ from forge_rl.flags.fields import categories_of
 from forge_rl.flags.retired import current_path, retired_default
 from forge_rl.models.digests import file_digest, model_digests
 from forge_rl.models.resolve import model_in
-from forge_rl.run.records.json_files import read_object as read_object
-from forge_rl.run.records.json_files import write_json as write_json
+from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.run.records.started_from import read_records, record_model, where_moved
 from forge_rl.system.folders import is_there, make_private, reading
 from forge_rl.system.redaction import is_secret, without_credentials

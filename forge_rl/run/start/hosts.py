@@ -19,7 +19,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.plan.host_checks import failed_hosts, judge_facts
 from forge_rl.run.plan.placing import PlacedServices, place
-from forge_rl.run.records.run_dir import write_json
+from forge_rl.run.records.json_files import write_json
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.start.preparation import PreparedRun
 from forge_rl.run.start.replacements import Replacements, replacing

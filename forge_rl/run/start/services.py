@@ -103,10 +103,17 @@ async def _start_services(
         if reward is not None:
             generator = begin("generator", _engines(config), _start_generator(checked, hosts, prepared, handover))
             weights = begin("weights", config.weights.transport, _start_store(checked, hosts, prepared))
-            scorer = begin("reward", type(reward).__name__, _start_reward(checked, hosts, prepared, reward))
+            reward_start = RewardService.start(
+                config.reward,
+                _service_start(hosts, prepared, hosts.placed.of("reward")),
+                function=reward,
+                folder=(prepared.folder / "reward").resolve(),
+            )
+            scorer = begin("reward", type(reward).__name__, reward_start)
             if environment is not None:
                 kind = getattr(environment, "func", environment)  # a partial of a class
-                env_start = _start_environment(checked, hosts, prepared, environment)
+                env_hosts = _service_start(hosts, prepared, hosts.placed.of("environment"))
+                env_start = Environment.start(config.environment, env_hosts, factory=environment)
                 envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), env_start)
             if checked.models.teachers is not None:
                 models = ", ".join(checked.models.teachers.models)
@@ -168,33 +175,6 @@ async def _start_store(checked: CheckedRun[C], hosts: RunHosts, prepared: Prepar
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.with_weights,
         expected_bytes=stored_bytes(checked.models.policy) * resolve_dtype(config.generator.dtype).itemsize // 2,
-    )
-
-
-async def _start_reward(
-    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, function: RewardFunction
-) -> RewardService:
-    return await RewardService.start(
-        checked.config.reward,
-        hosts.cluster,
-        prepared.monitor.faults,
-        function=function,
-        deadline_s=_START_DEADLINE_S,
-        folder=(prepared.folder / "reward").resolve(),
-        hosts=hosts.placed.of("reward"),
-    )
-
-
-async def _start_environment(
-    checked: CheckedRun[C], hosts: RunHosts, prepared: PreparedRun, factory: EnvFactory
-) -> Environment:
-    return await Environment.start(
-        checked.config.environment,
-        hosts.cluster,
-        prepared.monitor.faults,
-        factory=factory,
-        deadline_s=_START_DEADLINE_S,
-        hosts=hosts.placed.of("environment"),
     )
 
 
