@@ -30,7 +30,7 @@ def hint_of(group: Group, index: int, kind: Hint) -> str | None:
             episode for place, episode in enumerate(group.episodes) if place != index and episode.reward >= _SUCCESS
         ]
         best = max(successes, key=lambda episode: episode.reward, default=None)
-        if best is not None and (answer := best.text.rpartition("</think>")[2].strip()):
+        if best is not None and (answer := _answer(best.text)):
             return f"This is a correct answer:\n\n{answer}\n\nNow answer the question correctly yourself."
         score = group.episodes[index].score
         if score is None or not score.feedback:
@@ -53,6 +53,11 @@ def with_hint(messages: tuple[Message, ...], hint: str) -> tuple[Message, ...] |
     if last.get("role") != "user" or not isinstance(content, str):
         return None
     return (*before, {**last, "content": f"{content}\n\n{hint}"})
+
+
+def _answer(text: str) -> str:
+    """Return an answer without the thinking before it."""
+    return text.rpartition("</think>")[2].strip()
 
 
 def _text(truth: Mapping[str, object], name: str) -> str:

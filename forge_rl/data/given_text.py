@@ -50,7 +50,9 @@ def check_answer(message: Message, number: int, token_ids: TokenIds, tokenizer: 
     _check_shown([(number, passage) for passage in _of_answer(message, tokenizer)], token_ids, tokenizer, "trained")
 
 
-def check_context(messages: Sequence[Message], token_ids: TokenIds, tokenizer: Tokenizer, *, first: int) -> None:
+def check_context(
+    messages: Sequence[Message], token_ids: TokenIds, tokenizer: Tokenizer, *, first: int, use: str = "shown"
+) -> None:
     """Refuse messages whose text the model is not shown. Thoughts and calls of earlier answers may be left out.
 
     Args:
@@ -66,7 +68,7 @@ def check_context(messages: Sequence[Message], token_ids: TokenIds, tokenizer: T
         for passage in _of_content(message, tokenizer)
         if passage.part != "thoughts"
     ]
-    _check_shown(passages, token_ids, tokenizer, "shown")
+    _check_shown(passages, token_ids, tokenizer, use)
 
 
 def _check_shown(

@@ -13,6 +13,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.flags.options import build
 from forge_rl.flags.texts import parse, suggest
+from forge_rl.models.cache import Progress
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.tokens.same_tokens import check_same_tokens
@@ -110,12 +111,12 @@ def check_speculation(text: str, *, routed_experts: bool, devices: int) -> None:
         )
 
 
-def resolve_draft_model(text: str, policy: Path, cache: Path) -> str:
+def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress | None = None) -> str:
     """Return the flag's text with the folder of its draft model in place of the model's name, if there is one.
 
     Args:
         policy: the policy's folder, whose tokenizer the draft model must have.
-        cache: as for `resolve_model`.
+        cache, progress: as for `resolve_model`.
 
     Raises:
         ConfigError: the draft model has another tokenizer.
@@ -127,9 +128,9 @@ def resolve_draft_model(text: str, policy: Path, cache: Path) -> str:
     if speculation is None or not speculation.model:
         return text
     try:
-        folder = resolve_model(speculation.model, cache).resolve()
+        folder = resolve_model(speculation.model, cache, progress).resolve()
         check_same_tokens(f"the draft model {speculation.model}", folder, policy)
-        folder = dequantized(folder, cache) if read_architecture(folder).quantized else folder
+        folder = dequantized(folder, cache, progress) if read_architecture(folder).quantized else folder
     except ModelError as error:
         raise ModelError(f"the draft model {speculation.model}: {error.message}", hint=error.hint) from error
     quote = "'" if '"' in str(folder) else '"'

@@ -104,15 +104,16 @@ def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]
     return id, cluster
 
 
-def find_job(name: str) -> JobState | None:
-    """Return the state of this user's latest job of a name; None once Slurm has forgotten it."""
+def find_job(name: str, id: str = "") -> JobState | None:
+    """Return the state of this user's latest job of a name, or of the one with an id; None once Slurm has forgotten
+    it."""
     answer = ask_slurm(
         *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
     )
     jobs = []
     for line in answer.splitlines():
         number, state, partition, nodes, start, reason = [*line.strip().split("|", 5), *[""] * 6][:6]
-        if number.isdecimal():
+        if number.isdecimal() and id in ("", number):
             start = "" if start in ("N/A", "(null)") else start
             jobs.append(JobState(id=number, state=state, partition=partition, nodes=nodes, start=start, reason=reason))
     # An earlier job that has ended is not the one that waits or runs.

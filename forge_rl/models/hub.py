@@ -57,8 +57,7 @@ def download(name: str, progress: Progress | None = None) -> Path:
         options["revision"] = revision
     if progress is not None:
         options["tqdm_class"] = _bars(name, progress)
-    bundled_names = ", ".join(BUNDLED)
-    with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({bundled_names})"):
+    with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({_bundled()})"):
         return Path(str(snapshot_download(hub_id, **options)))
 
 
@@ -110,6 +109,10 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
                 cause = without_credentials((str(error).splitlines() or [type(error).__name__])[0])
                 hint = "try again"
         raise ModelError(f"{problem}: {cause}", hint=f"{hint}, {way_out}") from error
+
+
+def _bundled() -> str:
+    return ", ".join(BUNDLED)
 
 
 def _bars(name: str, progress: Progress) -> type:

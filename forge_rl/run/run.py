@@ -316,7 +316,8 @@ class Run(Generic[C]):
             stats = await self.trainer.step(packed, self.loss, temperature=temperature)
         if self._generates:
             with self.phase("publish"):
-                await self._rollout.publish(self.trainer)
+                version = await self.trainer.publish(self.weights, dtype=self.generator.dtype)
+                await self.generator.load(self.weights, version)
         self.log(stats, batch, packed)
 
     @contextlib.asynccontextmanager

@@ -359,8 +359,7 @@ def is_live_state(state: object) -> bool:
             "mixture": {"given": {"weights": dict(weights), "adapting": dict()}, "changes": dict()},
             **other_knobs,
         }:
-            are_numbers = all(type(weight) in (int, float) for weight in weights.values())
-            return are_numbers and all(_is_knob_state(name, knob) for name, knob in other_knobs.items())
+            return _are_numbers(weights) and all(_is_knob_state(name, knob) for name, knob in other_knobs.items())
     return False
 
 
@@ -373,3 +372,7 @@ def _is_knob_state(name: object, state: object) -> bool:
         case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:
             return not changes
     return False
+
+
+def _are_numbers(values: Mapping[str, object]) -> bool:
+    return all(type(number) in (int, float) for number in values.values())

@@ -47,8 +47,7 @@ def judge_facts(facts: Mapping[str, HostFacts], clocks: Mapping[str, Clock]) -> 
         clocks: clocks of the other hosts, by host.
     """
     reference = next(iter(facts.values()))
-    drivers = [sample.driver for sample in facts.values() if sample.driver]
-    usual_driver = statistics.mode(drivers) if drivers else ""
+    usual_driver = _most_common([sample.driver for sample in facts.values() if sample.driver])
     findings = []
     for host, host_facts in facts.items():
         findings.append(_versions(host, host_facts, reference))
@@ -111,6 +110,10 @@ def failed_hosts(findings: list[Finding]) -> dict[str, str]:
         if finding.status == "fail":
             failures.setdefault(finding.host, []).append(f"{finding.check}: {finding.detail}")
     return {host: "; ".join(causes) for host, causes in failures.items()}
+
+
+def _most_common(values: list[str]) -> str:
+    return statistics.mode(values) if values else ""
 
 
 def _versions(host: str, facts: HostFacts, reference: HostFacts) -> Finding:
