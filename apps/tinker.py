@@ -20,6 +20,7 @@ import tyro
 from apps.gateway import START_DEADLINE_S, running_services
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import with_longest_context
+from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.lora_config import LoRAConfig, check_shared_base
 from forge_rl.errors import ConfigError
@@ -29,6 +30,7 @@ from forge_rl.models.bundled import default_cache
 from forge_rl.models.hub import is_hub_model
 from forge_rl.models.resolve import find_model
 from forge_rl.run.launch import launch
+from forge_rl.run.lora_settings import check_served_targets
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
@@ -97,6 +99,13 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
         trainer_config = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
         architecture = read_architecture(folder, trainer_config.modelling)
         check_model(trainer_config, trainer_config.ranks, architecture)
+        check_served_targets(config.lora, folder, architecture)
+        settings = replace(
+            config.generator,
+            max_loras=config.generator.max_loras or _LOADED,
+            max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
+        )
+        check_decode_layout(folder, settings, engines=settings.replicas)
         if config.mix_rows and (trainer_config.ranks > 1 or architecture.experts is not None):
             raise ConfigError(
                 "--mix-rows takes a trainer of one rank, and a model without experts",
@@ -106,11 +115,6 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
         run = TrainingRun(seed=config.seed, total_steps=1, skipped=config.out / "skipped")
         trainer = await services.started(
             Trainer.start(trainer_config, start, model=TrainedModel(folder=folder), run=run)
-        )
-        settings = replace(
-            config.generator,
-            max_loras=config.generator.max_loras or _LOADED,
-            max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
         )
         settings = with_longest_context(settings, folder, min_tokens=settings.max_tokens)
         engines = await services.engines(settings, folder, config.seed, config.cache)

@@ -69,10 +69,6 @@ OTHER_RESULTS = {"chaos_images", "models_native"}
 COPIED = {"evaluation"}
 """Figures that were copied from a page, which had some of the results."""
 NOT_IN_FIGURES = {
-    "adapters": {
-        *("lora_memory_over_full", "publish_bytes_share", "update_s", "peft_update_s", "update_over_peft"),
-        *("memory_N_over_N", "tokens_N_over_N", "worst_deviation"),
-    },
     "intervals": {"lowest_coverage_score", "lowest_coverage_difference"},
 }
 """Results of benchmarks whose page has no figures."""

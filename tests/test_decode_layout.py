@@ -19,7 +19,7 @@ SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, 
 MOE = {**SMALL, "num_experts": 6, "moe_intermediate_size": 36}
 
 
-def check(folder: Path, config: dict[str, int], *, engines: int = 1, **settings: Any) -> None:
+def check(folder: Path, config: dict[str, Any], *, engines: int = 1, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     check_decode_layout(folder, DecodeSettings(**settings), engines=engines)
 
@@ -97,11 +97,13 @@ def test_an_engine_decodes_more_requests_at_a_time_on_a_gpu(
         ("cuda", SMALL, {"quantization": "fp8", "dtype": "float32"}, "computes in bfloat16, not in float32"),
         ("cuda", SMALL, {"quantization": "fp8", "batch_invariant": True}, ""),
         ("cuda", MOE, {"quantization": "int8"}, ""),
+        ("cuda", {**SMALL, "model_type": "stablelm"}, {"max_loras": 1}, "vLLM serves no adapters of a 'stablelm'"),
+        ("cuda", {**MOE, "model_type": "qwen3_moe"}, {"max_loras": 1}, ""),
     ],
 )
 def test_kernels_that_vllm_lacks_are_refused(
     device: str,
-    config: dict[str, int],
+    config: dict[str, Any],
     settings: dict[str, Any],
     message: str,
     tmp_path: Path,

@@ -1,5 +1,6 @@
 """Adapters of models without a native family: gradients of peft, files that peft reads, layouts, refusals."""
 
+import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
+from apps import gateway, tinker
 from benchmarks import models
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
@@ -24,14 +26,13 @@ from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.models.adapters import Adapter
-from forge_rl.run.lora_settings import check_served_versions
 from forge_rl.services.generator_config import GeneratorConfig
-from recipes.grpo import Config
 from tests import test_adapter_engine as of_native
 from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.lora_engines import check_rounding, in_peft, saved
 from tests.test_general_models import EP, MIXTURES, TP, check_layouts, on_transformers, zoo_folder
 from tests.test_row_states import install
+from tests.test_run import run_here
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
 from tests.zoo.packed import engine_of, reference_of, rows_of, run_rows
@@ -308,10 +309,24 @@ def test_a_whole_run_trains_publishes_and_saves_adapters(name: str, adapters: st
     assert all(bool(b.any()) for _, b in adapter.factors().values()), "all adapters were trained"
 
 
-def test_adapters_of_a_model_with_experts_are_not_served_on_cpu(tmp_path: Path):
+def test_adapters_of_a_model_with_experts_are_refused_on_cpu_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """vLLM would compute the experts by Triton, and die in the first rollout."""
-    folder = write("mistralai/Mixtral-8x7B-Instruct-v0.1", tmp_path / "hf")
-    generator = GeneratorConfig(adapters="served", max_model_len=128, kv_cache_gib=0.1)
-    config = Config(model=str(folder), out=tmp_path / "run", generator=generator, lora=LoRAConfig(rank=4))
-    with pytest.raises(ConfigError, match="on CPU, vLLM serves no adapters of a model with experts"):
-        check_served_versions(config, folder, read_architecture(folder))
+    model, out = str(write("mistralai/Mixtral-8x7B-Instruct-v0.1", tmp_path / "hf")), tmp_path / "run"
+    message = "on CPU, vLLM serves no adapters of a model with experts"
+    engine = GeneratorConfig(max_model_len=128, kv_cache_gib=0.1)
+    shared = ("--model", model, "--out", str(out), "--display", "plain")
+    shared += ("--generator.max-model-len", "128", "--generator.kv-cache-gib", "0.1", "--lora.rank", "4")
+    for flags in (("--generator.adapters", "served"), ("--generator.max-loras", "2")):
+        for plan in ((), ("--plan",)):
+            assert run_here("grpo", *shared, *flags, *plan, monkeypatch=monkeypatch) != 0
+            printed = capsys.readouterr()
+            assert message in " ".join((printed.out + printed.err).split()), (flags, plan)
+    for main, config in (
+        (gateway.main, gateway.Config(model=model, adapter_folders=(tmp_path,), generator=engine, out=out, port=0)),
+        (tinker.main, tinker.Config(model=model, generator=engine, out=out, port=0)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            asyncio.run(main(config))
+    assert not list(out.glob("logs/*")), "no service has started"

@@ -49,7 +49,15 @@ _VERSIONS = (
     "forge_rl/services/weight_store.py",
 )
 _WATCH = _files("runtime", "host_agent", "host_watcher", "pauses", "processes", "supervision", "supervisor", "watchdog")
+_ADAPTERS = (
+    *("forge_rl/models/adapter_products.py", "forge_rl/engines/vllm/adapters.py"),
+    *_files("engines/titan", "adapter_switch", "factor_pairs", "lora"),
+)
 DEPENDENCIES: dict[str, tuple[str, ...]] = {
+    "adapters": (
+        *(*_PASSES, *_ADAPTERS, *_files("engines/titan", "adapter_engine", "expert_adapters")),
+        *("forge_rl/rollout/version_probes.py", "forge_rl/weights/effects.py"),
+    ),
     "answers": ("forge_rl/rewards",),
     "chaos": (*_SESSIONS, *_EPISODES),
     "chaos_images": (*_SESSIONS, "forge_rl/sandbox/images"),
@@ -59,10 +67,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "containers": (*_SESSIONS, "forge_rl/sandbox/images"),
     "data": ("forge_rl/data/sources", *_files("data", "mixture", "task_stream")),
     "demo": ("recipes/grpo.py", *_files("algorithms", "advantages", "aggregation", "losses"), *_SCHEDULE),
-    "demo_adapters": (
-        *("recipes/grpo.py", "forge_rl/models/adapter_products.py", "forge_rl/engines/vllm/adapters.py"),
-        *_files("engines/titan", "adapter_switch", "factor_pairs", "lora"),
-    ),
+    "demo_adapters": ("recipes/grpo.py", *_ADAPTERS),
     "engine_start": (
         *_files("runtime", "fork_client", "fork_server", "replica", "replica_processes", "service"),
         *_files("engines/vllm", "engine", "preloaded", "transfer"),

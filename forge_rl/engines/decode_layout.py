@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from forge_rl.engines.devices import device_type, gpus
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, ModelError
+from forge_rl.models.adapter_limits import has_experts
 
+_WITHOUT_LORA = ("stablelm",)
+"""Types of models of which vLLM applies no adapters; of all other types that can be trained, it does."""
 _WORD_ITEMS = 4
 """A worker's part of a row must be a multiple of this many elements, 8 bytes of bfloat16, to be fingerprinted."""
 
@@ -30,6 +34,7 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         ModelError: config.json cannot be read.
     """
     _check_kernels(settings)
+    check_adapters(folder, settings)
     if device_type() == "cuda" and engines * settings.devices > gpus():
         raise ConfigError(
             f"{engines} x an engine of {settings.tensor_parallel_size} x {settings.data_parallel_size} devices needs "
@@ -41,8 +46,7 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
     if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts or rounds_weights):
         return
     try:
-        config = json.loads((folder / "config.json").read_text())
-        config = config.get("text_config") or config
+        config = _read_config(folder)
         experts = _experts(config)
         heads, key_heads, widths = _dimensions(config, settings)
     except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
@@ -73,6 +77,37 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
             f"and layers of width {' and '.join(map(str, widths))} evenly",
             hint=f"set --generator.tensor-parallel-size to one of {sizes}",
         )
+
+
+def check_adapters(folder: Path, settings: DecodeSettings) -> None:
+    """Check that vLLM can apply adapters to the model on this device, if the settings have room for any.
+
+    Args:
+        folder: Hugging Face model folder.
+
+    Raises:
+        ConfigError: it cannot.
+        ModelError: the folder cannot be read.
+    """
+    if not settings.max_loras:
+        return
+    hint = "merged adapters work: leave out --generator.max-loras and --generator.adapters, or merge by forge_rl merge"
+    # vLLM would compute the experts by Triton, for adapters that none of them has.
+    if device_type() == "cpu" and has_experts(folder):
+        raise ConfigError(f"on CPU, vLLM serves no adapters of a model with experts, as {folder} is", hint=hint)
+    try:
+        kind = _read_config(folder).get("model_type")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {error!r}", hint="give a model folder") from error
+    if kind in _WITHOUT_LORA:
+        raise ConfigError(f"vLLM serves no adapters of a {kind!r}, as {folder} is", hint=hint)
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    """Return config.json, or its part for the language model."""
+    config = json.loads((folder / "config.json").read_text())
+    text_config: Mapping[str, Any] = config.get("text_config") or config
+    return text_config
 
 
 def _check_kernels(settings: DecodeSettings) -> None:

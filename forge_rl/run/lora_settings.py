@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from forge_rl.engines.devices import device_type
 from forge_rl.engines.lora_config import EXPERTS, HEAD, LR_FACTOR, LoRAConfig, adapted_modules, adapter_parameters
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import flags_of
 from forge_rl.flags.given import is_given
-from forge_rl.models.adapter_limits import has_experts, served_modules, served_rank
+from forge_rl.models.adapter_limits import served_modules, served_rank
 
 if TYPE_CHECKING:
     from forge_rl.engines.architecture import Architecture
@@ -90,19 +89,26 @@ def check_served_versions(config: AdaptedRun, model: Path, architecture: Archite
             f"--generator.adapters served applies adapters, and versions with {flag} have none",
             hint=f"leave out one of {flag} and --generator.adapters",
         )
+    check_served_targets(config.lora, model, architecture)
+
+
+def check_served_targets(lora: LoRAConfig, model: Path, architecture: Architecture) -> None:
+    """Refuse adapters of modules that engines cannot serve.
+
+    Args:
+        model: folder of the model.
+
+    Raises:
+        ConfigError: vLLM cannot serve an adapter of one of the targets.
+    """
     modules = {name.removesuffix(".weight").rpartition(".")[2] for name in served_modules(model)}
-    targets = {name.rpartition(".")[2] for name in adapted_modules(architecture, config.lora).values()}
-    targets |= {EXPERTS, HEAD} & set(config.lora.targets)
+    targets = {name.rpartition(".")[2] for name in adapted_modules(architecture, lora).values()}
+    targets |= {EXPERTS, HEAD} & set(lora.targets)
     if unserved := sorted(targets - modules):
         raise ConfigError(
-            f"--generator.adapters served: engines cannot serve an adapter of {unserved[0]}",
-            hint=f"leave it out of --lora.targets: {' '.join(sorted(targets & modules))}; or leave out "
-            "--generator.adapters",
-        )
-    if device_type() == "cpu" and has_experts(model):
-        raise ConfigError(
-            f"--generator.adapters served: on CPU, vLLM serves no adapters of a model with experts, as {model} is",
-            hint="leave out --generator.adapters: merged adapters work",
+            f"engines cannot serve an adapter of {unserved[0]}, which is among the targets {' '.join(lora.targets)}",
+            hint=f"set --lora.targets {' '.join(sorted(targets & modules))}; a run with --generator.adapters merged "
+            "trains the others, too",
         )
 
 

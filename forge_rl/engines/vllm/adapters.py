@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from vllm.lora.request import LoRARequest
 
-from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, WeightsError
-from forge_rl.models.adapter_limits import check_served, has_experts, served_modules, served_rank
+from forge_rl.models.adapter_limits import check_served, served_modules, served_rank
 from forge_rl.models.adapters import CONFIG, WEIGHTS, Adapter, write_factors
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, factor_names
@@ -246,17 +245,9 @@ def lora_arguments(model: Path, *, max_loras: int, max_rank: int) -> dict[str, A
     """Return vLLM's arguments for an engine that serves adapters; none if `max_loras` is 0.
 
     vLLM wraps only modules that adapters may have, so that embeddings, heads, routers and experts stay as they are.
-
-    Raises:
-        ConfigError: vLLM would not serve them on this device.
     """
     if not max_loras:
         return {}
-    if device_type() == "cpu" and has_experts(model):  # its experts would be Triton's, for adapters that none has
-        raise ConfigError(
-            f"on CPU, vLLM serves no adapters of a model with experts, as {model} is",
-            hint="leave out --generator.max-loras and --generator.adapters: merged adapters work",
-        )
     modules = {name.removesuffix(".weight").rpartition(".")[2] for name in served_modules(model)}
     return {
         "enable_lora": True,

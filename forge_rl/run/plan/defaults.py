@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context, positions
-from forge_rl.engines.decode_layout import check_decode_layout
+from forge_rl.engines.decode_layout import check_adapters, check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.devices import gpus
 from forge_rl.engines.factory import plan_training
@@ -100,6 +100,8 @@ def with_defaults(
     architecture = read_architecture(model, config.trainer.modelling)
     if config.generator.adapters == "served":
         check_served_versions(config, model, architecture)
+    if config.starts_engines:
+        check_adapters(model, config.generator)
     if critic is not None:
         check_critic(config, critic, read_architecture(Path(critic.model or model), critic.modelling))
 
