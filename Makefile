@@ -87,7 +87,7 @@ fast: $(STAMP)
 test: $(STAMP)  ## all tests except the long ones
 	$(PYTEST) $(ARGS)
 
-# Tests that are for a machine of their own: a Slurm of three nodes, an installation of 9 GB.
+# Tests that need a machine to themselves: a Slurm of three nodes, an installation of 9 GB.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,slurm check_cuda))
 
 test-long: $(STAMP)  ## whole runs under faults, over hosts, on a real Slurm

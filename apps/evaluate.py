@@ -199,7 +199,7 @@ class Config:
             "only lm-eval's tasks read it, and --lm-eval names none": () if has_lm_eval else _OF_LM_EVAL,
             "the engines are the live run's": ("generator",) if live else (),
             "--temperature, or lm-eval's tasks, set it": ("generator.temperature",),
-            "no trainer lends devices, and no host comes or goes": gateway.OF_RUNS,
+            "no trainer lends devices, and no host comes or goes": gateway.RUN_FIELDS,
             "pass@k takes several episodes of a task": ("success",) if self.episodes == 1 else (),
             "no --env has processes that play episodes": () if in_processes else ("environment",),
             "--benchmark and --env have tasks of their own": () if self.sets else ("data",),
@@ -311,8 +311,8 @@ def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
     sets = {name: source.held_out(config.evaluation.tasks) for name, source in sources.items()}
     if empty := [name for name, tasks in sets.items() if not tasks]:
         raise ConfigError(f"--tasks {empty[0]} has no tasks for evaluation", hint="leave it out, or set others")
-    is_plain = not (config.env or config.agent)
-    if config.tool_parser and is_plain and not any(task.tools for tasks in sets.values() for task in tasks):
+    may_show_tools = bool(config.env or config.agent)
+    if config.tool_parser and not may_show_tools and not any(task.tools for tasks in sets.values() for task in tasks):
         raise ConfigError(
             "--tool-parser has no effect, as no task has tools, and no --env or --agent brings any",
             hint="leave it out, name an --env with tools, or give rows a column of tools",

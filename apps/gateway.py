@@ -49,9 +49,9 @@ KEY_VARIABLE = "FORGE_RL_API_KEY"
 START_DEADLINE_S = 900.0
 _STEP_ADAPTERS = 4
 """Adapters in a step of an engine, if --generator.max-loras is not set."""
-OF_RUNS = tuple(f"generator.{name}" for name in ("guests", "min_replicas", "max_replicas"))
-"""Settings of engines that act beside a trainer, or on hosts that come and go."""
-_OF_AGENTS = ("agent_sampling", "agent_deadline_s", "agent_limits", "session_turns", "session_tokens")
+RUN_FIELDS = tuple(f"generator.{name}" for name in ("guests", "min_replicas", "max_replicas"))
+"""Settings of engines that act only beside a trainer, or on hosts that come and go."""
+_AGENT_FIELDS = ("agent_sampling", "agent_deadline_s", "agent_limits", "session_turns", "session_tokens")
 
 
 class _Service(Protocol):
@@ -122,9 +122,9 @@ class Config(GatewayConfig):
             ConfigError: names the first of them.
         """
         idle_groups = {
-            "it is of the sessions of a run's agents": _OF_AGENTS,
+            "it is of the sessions of a run's agents": _AGENT_FIELDS,
             "requests set their temperature": ("generator.temperature",),
-            "no trainer lends devices, and no host comes or goes": OF_RUNS,
+            "no trainer lends devices, and no host comes or goes": RUN_FIELDS,
             "no adapters are served": () if self.serves_adapters else ("max_adapters",),
         }
         check_idle(self, idle_groups)
@@ -168,7 +168,7 @@ class Services:
 
     @property
     def start(self) -> ServiceStart:
-        """Where services start."""
+        """Cluster, faults and deadline with which services start."""
         return ServiceStart(cluster=self.cluster, faults=self.faults, deadline_s=START_DEADLINE_S)
 
     async def started(self, starting: Awaitable[S]) -> S:

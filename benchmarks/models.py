@@ -9,7 +9,7 @@ For each published checkpoint, a small random model with the quirks of its folde
     gradient_deviation  of the gradients, relative to each weight's largest entry
     files_equal         whether a saved folder has the names, shapes, config and tokenizer of the one it was loaded from
     round_trips         whether the tokenizer's stops are the folder's, and a rendered chat decodes to its text
-    layouts             in which two ranks train a model on transformers' code, and
+    layouts             the layouts in which two ranks train a model on transformers' code, and
     layout_deviation    the largest deviation of their loss, gradient norms and weights from one process, in float64, as
                         in benchmarks.layouts, which measures native families
     refusal             why vLLM does not serve it, which leaves out the following
@@ -21,7 +21,7 @@ For each published checkpoint, a small random model with the quirks of its folde
                         version
     run_rounding        for an engine in bfloat16, the same difference of transformers in bfloat16 from itself in
                         float32, on the saved folder
-    seconds             that all of this took
+    seconds             how long all of this took
 
 `--rows` writes each model's results to a folder, so that several processes can share the work and an interrupted one
 resumes:
@@ -101,7 +101,7 @@ class Config(BenchmarkConfig):
     whole_runs: bool = True
     """Do a whole run of each model."""
     layouts: bool = True
-    """Train each model on transformers' code on two ranks."""
+    """Train each model on transformers' code in its layouts of two ranks."""
     timeout_s: int = 900
     """Seconds that an engine or a run may take."""
     native: bool = False

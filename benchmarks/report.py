@@ -38,10 +38,10 @@ class BenchmarkError(ForgeError):
 
 
 def check_repeats(count: int, flag: str = "--repeats") -> None:
-    """Check that a median of so many measurements is meaningful.
+    """Check that there are enough measurements for a median.
 
     Raises:
-        BenchmarkError: there are fewer than `LEAST_REPEATS`; names the flag that sets their number.
+        BenchmarkError: there are fewer than `LEAST_REPEATS`; names the flag to raise.
     """
     if count < LEAST_REPEATS:
         raise BenchmarkError(f"{flag} is {count}, too few for a median", hint=f"set {flag} to {LEAST_REPEATS} or more")

@@ -84,7 +84,7 @@ def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "whole_type", "vision"),
+    ("name", "tied", "full_type", "vision"),
     [
         ("Qwen/Qwen3.5-4B, its text model", True, "qwen3_5", {"depth": 1, "num_heads": 2, "out_hidden_size": 64}),
         (
@@ -96,7 +96,7 @@ def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path
     ],
 )
 def test_the_text_model_of_a_folder_with_images_trains_as_the_page_says(
-    name: str, tied: bool, whole_type: str, vision: dict, tmp_path: Path
+    name: str, tied: bool, full_type: str, vision: dict, tmp_path: Path
 ):
     """The page's own lines take it out of the folder."""
     source, target = write(name, tmp_path / "source", tie_word_embeddings=tied), tmp_path / "target"
@@ -104,17 +104,17 @@ def test_the_text_model_of_a_folder_with_images_trains_as_the_page_says(
     for path in source.glob("model*"):
         path.unlink()
     config = AutoConfig.for_model(
-        whole_type,
+        full_type,
         text_config=text_config,
         vision_config={"hidden_size": 32, "intermediate_size": 32, "patch_size": 14, "image_size": 28, **vision},
         tie_word_embeddings=tied,
     )
-    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    full_model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in whole.parameters():
+        for parameter in full_model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
-    whole.save_pretrained(source)
-    with pytest.raises(ModelError, match=f"'{whole_type}': the model also takes images") as refused:
+    full_model.save_pretrained(source)
+    with pytest.raises(ModelError, match=f"'{full_type}': the model also takes images") as refused:
         read_architecture(source)
     assert f"its text model, a {GENERAL[name].family!r}" in refused.value.hint
     page = (Path(models.__file__).parents[1] / "docs" / "running" / "models.md").read_text()
@@ -126,7 +126,7 @@ def test_the_text_model_of_a_folder_with_images_trains_as_the_page_says(
     alone = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     token_ids = torch.arange(1, 40)[None]
     with torch.no_grad():
-        assert torch.equal(alone(token_ids).logits, whole.eval()(input_ids=token_ids).logits)
+        assert torch.equal(alone(token_ids).logits, full_model.eval()(input_ids=token_ids).logits)
     deviation = compare(engine_of(target), target, rows_of(share_prefixes=True))
     assert max(deviation.forward, deviation.gradient) < 1e-9
 

@@ -71,9 +71,9 @@ def test_adapters_have_ten_times_the_learning_rate_unless_set(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text("[lora]\nrank = 16\n[trainer.optimizer]\nlr = 3e-5\n")
     for words in (["--lora.rank", "16", "--trainer.optimizer.lr", "3e-5"], ["--config", str(file)]):
-        same = parse(grpo.Config, "grpo", words)
-        assert same.trainer.optimizer.lr == 3e-5, "as given, though it is the default"
-        assert replace(same, seed=3).trainer.optimizer.lr == 3e-5
+        config_as_given = parse(grpo.Config, "grpo", words)
+        assert config_as_given.trainer.optimizer.lr == 3e-5, "as given, though it is the default"
+        assert replace(config_as_given, seed=3).trainer.optimizer.lr == 3e-5
     assert grpo.Config().trainer.optimizer.lr == 3e-5
     with pytest.raises(ConfigError, match="value model"):
         lora_lines(config, values=True)
@@ -82,9 +82,11 @@ def test_adapters_have_ten_times_the_learning_rate_unless_set(tmp_path: Path):
 def test_a_plan_of_adapters_has_no_reference_and_few_moments(tmp_path: Path):
     make_tiny = make_model(tmp_path, hidden_size=64, intermediate_size=256)
     count = sum(parameter.numel() for parameter in make_tiny.parameters())
-    whole = TrainSettings(dtype="float32", seq_len=64)
-    adapted = replace(whole, lora=LoRAConfig(rank=2))
-    before, after = (plan_training(tmp_path, settings, ranks=1, reference=True) for settings in (whole, adapted))
+    full_settings = TrainSettings(dtype="float32", seq_len=64)
+    adapted = replace(full_settings, lora=LoRAConfig(rank=2))
+    before, after = (
+        plan_training(tmp_path, settings, ranks=1, reference=True) for settings in (full_settings, adapted)
+    )
     adapters = after.gradients // 4
     assert 0 < adapters < count / 5
     assert after.weights == 4 * (count + adapters)

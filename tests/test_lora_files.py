@@ -75,9 +75,9 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_from_them(family: str, lo
     other = engine_of(tmp_path / "hf", lora)
     assert other.load_training_state(folder / "training") == 2
     laid = packed(random_batch(2, vocab=43))
-    for each in (engine, other):
-        train_batch(each, laid, LOSS, total_updates=5)
-    ends = [{shard.name: shard.values.clone() for shard in each.local_shards()} for each in (engine, other)]
+    for trainer in (engine, other):
+        train_batch(trainer, laid, LOSS, total_updates=5)
+    ends = [{shard.name: shard.values.clone() for shard in trainer.local_shards()} for trainer in (engine, other)]
     assert all(torch.equal(values, ends[1][name]) for name, values in ends[0].items())
     other.reset(OptimizerConfig(lr=1e-2))
     weights = load_file(tmp_path / "hf" / "model.safetensors")

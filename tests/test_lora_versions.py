@@ -93,18 +93,18 @@ def test_products_of_adapters_have_the_same_bits_in_any_order_and_part(rank: int
     generator = torch.Generator().manual_seed(rank)
     weight, a, b = (torch.randn(size, generator=generator) for size in ((70, 48), (rank, 48), (70, rank)))
     for values in (weight, weight.bfloat16()):
-        whole, order = merged_weight(values, a, b, 0.7), torch.randperm(rank, generator=generator)
+        merged, order = merged_weight(values, a, b, 0.7), torch.randperm(rank, generator=generator)
         exact = values.double() + 0.7 * (b.double() @ a.double())
         rounding = rank * float(a.abs().max() * b.abs().max()) / 2**23
-        error = (whole.double() - exact).abs() - exact.abs() * torch.finfo(values.dtype).eps
+        error = (merged.double() - exact).abs() - exact.abs() * torch.finfo(values.dtype).eps
         assert float(error.max()) < rounding
-        assert merged_weight(values, a[order], b[:, order], 0.7).equal(whole)
+        assert merged_weight(values, a[order], b[:, order], 0.7).equal(merged)
         product = AdapterProduct(a, b, 0.7)
         parts = [
             torch.cat([product.added_to(part, 14 * row, 16 * column) for column, part in enumerate(row_parts)], dim=1)
             for row, row_parts in enumerate(rows.split(16, dim=1) for rows in values.split(14))
         ]
-        assert torch.cat(parts).equal(whole)
+        assert torch.cat(parts).equal(merged)
 
 
 class ProductCounts(TorchDispatchMode):

@@ -417,8 +417,8 @@ def test_a_head_on_cpu_is_packed_once_a_load_and_computes_in_float32(
         packings.append(dtype)
         return original(layer, weight, dtype)
 
-    original = cpu._packed
-    monkeypatch.setattr(cpu, "_packed", counted)
+    original = cpu._packed_product
+    monkeypatch.setattr(cpu, "_packed_product", counted)
     head: Any = torch.nn.Module()
     head.quant_method = UnquantizedEmbeddingMethod()
     head.weight = torch.nn.Parameter(torch.randn(512, 64).to(dtype), requires_grad=False)

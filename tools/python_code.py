@@ -14,7 +14,7 @@ _Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.Gene
 _Import: TypeAlias = ast.Import | ast.ImportFrom
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *_Comprehension.__args__)
 _READERS = {"locals", "vars", "eval", "exec"}
-"""Functions by which code may read its variables by name."""
+"""Functions by which code may read its local variables by name."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Code:
     """What a Python file computes."""
 
     text: str
-    """Its syntax tree as text, in which each name that is imported is only a place in `origins`."""
+    """Its syntax tree as text, without imported names, whose origins are in `origins`."""
     origins: tuple[str, ...]
-    """Where what the file imports and uses comes from, as MODULE:NAME, or MODULE: for a module."""
+    """Origins of unused imports, then of each use of an import, as MODULE:NAME, or MODULE: for a module."""
 
 
 def read_code(text: str, module: str = "") -> Code:
@@ -41,7 +41,7 @@ def read_code(text: str, module: str = "") -> Code:
         SyntaxError: it is not Python.
     """
     tree = ast.parse(text)
-    reader = _Reader(module, renames=_READERS.isdisjoint(_loaded_names(tree)))
+    reader = _Reader(module, renames=_READERS.isdisjoint(_called_names(tree)))
     return Code(ast.dump(reader.read(tree)), tuple(reader.origins))
 
 
@@ -58,7 +58,7 @@ def definition(text: str, name: str, module: str = "") -> str | None:
 
 @dataclass
 class _Reader(ast.NodeTransformer):
-    """Rewrites a syntax tree without what computes nothing."""
+    """Drops from a syntax tree what computes nothing, and numbers local variables."""
 
     module: str
     renames: bool
@@ -72,7 +72,7 @@ class _Reader(ast.NodeTransformer):
 
     def read(self, tree: ast.Module) -> ast.AST:
         """Return the rewritten tree."""
-        self._globals = self._imported(tree.body)
+        self._globals = self._imported_names(tree.body)
         self._names = self._enclosing = self._globals
         used_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for part in tree.body:  # imports for what they do, or for others to import
@@ -130,14 +130,14 @@ class _Reader(ast.NodeTransformer):
         node.name = self._names.get(node.name, node.name) if not self._in_class else node.name
         parameters = _parameters(node.args)
         with self._scope(self._local_names(node.body, parameters)):
-            node.args = self._bare(node.args)
+            node.args = self._without_annotations(node.args)
             node.body = list(itertools.chain(*(_as_list(self.visit(part)) for part in node.body)))
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         self._visit_defaults(node.args)
         with self._scope(self._local_names([], _parameters(node.args))):
-            node.args, node.body = self._bare(node.args), self.visit(node.body)
+            node.args, node.body = self._without_annotations(node.args), self.visit(node.body)
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
@@ -146,7 +146,7 @@ class _Reader(ast.NodeTransformer):
         node.keywords = [self.visit(part) for part in node.keywords]
         outer_names, outer_in_class = self._names, self._in_class
         self._names = self._names | {name: name for part in node.body for name in _bound_names(part)}
-        self._names |= self._imported(node.body)
+        self._names |= self._imported_names(node.body)
         self._in_class = True
         node.body = list(itertools.chain(*(_as_list(self.visit(part)) for part in node.body)))
         self._names, self._in_class = outer_names, outer_in_class
@@ -169,7 +169,7 @@ class _Reader(ast.NodeTransformer):
         first_iterable = self.visit(node.generators[0].iter)
         node.generators[0].iter = ast.Constant(None)
         walrus_names = {part.target.id for part in ast.walk(node) if isinstance(part, ast.NamedExpr)}
-        names = self._numbered([name for name in targets if name not in walrus_names])
+        names = self._numbered_names([name for name in targets if name not in walrus_names])
         with self._scope(names):
             self.generic_visit(node)
         node.generators[0].iter = first_iterable
@@ -208,30 +208,35 @@ class _Reader(ast.NodeTransformer):
         arguments.defaults = [self.visit(value) for value in arguments.defaults]
         arguments.kw_defaults = [value and self.visit(value) for value in arguments.kw_defaults]
 
-    def _bare(self, arguments: ast.arguments) -> ast.arguments:
-        """Drop the annotations of parameters."""
+    def _without_annotations(self, arguments: ast.arguments) -> ast.arguments:
+        """Drop the annotations of parameters, and return the arguments."""
         for parameter in _parameter_nodes(arguments):
             parameter.annotation = None
         return arguments
 
     def _local_names(self, body: list[ast.stmt], parameters: list[str]) -> dict[str, str]:
         """Return what the names that a function binds stand for."""
-        declared = [part for part in _within(body) if isinstance(part, ast.Global | ast.Nonlocal)]
+        declared = [part for part in _scope_nodes(body) if isinstance(part, ast.Global | ast.Nonlocal)]
         outer_names = {name for part in declared for name in part.names} | {*parameters}
         names = [name for part in body for name in _bound_names(part) if name not in outer_names]
         global_names = {name for part in declared if isinstance(part, ast.Global) for name in part.names}
         shared_names = {name: self._globals.get(name, name) for name in global_names}
-        return {name: name for name in parameters} | self._numbered(names) | self._imported(body) | shared_names
+        return (
+            {name: name for name in parameters}
+            | self._numbered_names(names)
+            | self._imported_names(body)
+            | shared_names
+        )
 
-    def _numbered(self, names: list[str]) -> dict[str, str]:
+    def _numbered_names(self, names: list[str]) -> dict[str, str]:
         if not self.renames:
             return {name: name for name in names}
         first = sum(name.startswith("local ") for name in {*self._enclosing.values(), *self._names.values()})
         return {name: f"local {first + index}" for index, name in enumerate(dict.fromkeys(names))}
 
-    def _imported(self, body: list[ast.stmt]) -> dict[str, str]:
+    def _imported_names(self, body: list[ast.stmt]) -> dict[str, str]:
         """Return the origin of each name that the statements of a scope import."""
-        imports = [part for part in _within(body) if isinstance(part, _Import)]
+        imports = [part for part in _scope_nodes(body) if isinstance(part, _Import)]
         return {
             name: f"import {origin}"
             for part in imports
@@ -266,24 +271,24 @@ def _parameters(arguments: ast.arguments) -> list[str]:
     return [parameter.arg for parameter in _parameter_nodes(arguments)]
 
 
-def _loaded_names(tree: ast.AST) -> set[str]:
-    """Return the functions without arguments, and all others but `vars`, that a tree calls by name."""
+def _called_names(tree: ast.AST) -> set[str]:
+    """Return the functions that a tree calls by name; `vars` only without arguments, as it then reads local names."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     return {call.func.id for call in calls if call.func.id != "vars" or not call.args}  # type: ignore[attr-defined]
 
 
-def _within(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
+def _scope_nodes(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
     """Yield the nodes of a scope in order, without those of scopes inside it."""
     for node in nodes:
         yield node
         if not isinstance(node, _SCOPES):
-            yield from _within(list(ast.iter_child_nodes(node)))  # type: ignore[arg-type]
+            yield from _scope_nodes(list(ast.iter_child_nodes(node)))  # type: ignore[arg-type]
 
 
 def _bound_names(node: ast.AST) -> list[str]:
     """Return the names that a statement or target binds in its scope, in order."""
     names: list[str] = []
-    for part in _within([node]):  # type: ignore[list-item]
+    for part in _scope_nodes([node]):  # type: ignore[list-item]
         match part:
             case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.FunctionDef(name=name):
                 names.append(name)

@@ -3,8 +3,8 @@
     python -m tools.figures --stale
 
 A figure's file states the commit that was measured. It is stale if the code of its benchmark, or of a path that the
-figure depends on, is another now: Python files are compared as `python_code` reads them, so that prose, annotations
-and names of local variables make no figure stale, nor do files that moved, or imports of what moved unchanged.
+figure depends on, computes something else now. Python files are compared as `python_code` reads them, so prose,
+annotations, names of local variables, moved files and imports of code that moved unchanged make no figure stale.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ _ORIGIN = re.compile(r"[\w.]+:\w*")
 
 
 def stale(folder: Path) -> Iterator[str]:
-    """Describe each figure of a folder in a Git checkout whose paths hold other code now, or may."""
+    """Describe each figure of a folder in a Git checkout whose code has changed since, or may have."""
     (head,) = _git(folder, "rev-parse", "HEAD")
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())
@@ -173,14 +173,14 @@ class _Comparison:
     def __init__(self, folder: Path, old: str, new: str) -> None:
         self._folder, self._old, self._new = folder, old, new
         self._pairs: dict[str, tuple[str, str]] = {}
-        """Old and new name of each changed file, by both if it moved; "" for the one that it does not have."""
+        """Old and new name of each changed file, keyed by both if it moved; "" in a commit without the file."""
         for line in _git(folder, "diff", "--find-renames=40%", "-l0", "--name-status", old, new):
             status, *names = line.split("\t")
             pair = ("" if status == "A" else names[0], "" if status == "D" else names[-1])
             self._pairs |= dict.fromkeys(names, pair)
 
     def changed(self, paths: Sequence[str]) -> list[str]:
-        """Return the changed files, those below a path included, whose code is another, or nowhere any more."""
+        """Return the files at or below the paths whose code computes something else now, or is gone."""
         names = [name for name in self._pairs if any(f"{name}/".startswith(f"{path}/") for path in paths)]
         return [name for name in names if not name.endswith(".md") and not self._is_same(*self._pairs[name])]
 
@@ -217,7 +217,7 @@ class _Comparison:
 
 @functools.cache
 def _text(folder: Path, commit: str, name: str) -> str | None:
-    """Return the text of a commit's file; None if there is none."""
+    """Return the text of a file in a commit; None if the commit has no such file."""
     command = ["git", "-C", str(folder), "show", f"{commit}:{name}"]
     result = subprocess.run(command, capture_output=True, check=False)
     return None if result.returncode else result.stdout.decode(errors="surrogateescape")
@@ -233,7 +233,7 @@ def _code(text: str, name: str) -> Code | None:
 
 
 def _module(name: str) -> str:
-    """Return the dotted name of a file; of a package's own, with __init__ at the end."""
+    """Return the dotted module name of a file; that of a package's own file ends in __init__."""
     return name.removesuffix(".py").replace("/", ".")
 
 

@@ -14,7 +14,7 @@ from forge_rl.types import Group
 _FLOOR = 1e-9
 """Minimum score of a source, as a share of the highest."""
 _ROUNDING = 1e-12
-"""Difference of shares, as a share of a batch, up to which they are the same."""
+"""Share of a batch up to which a shift is only rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class AdaptiveShares:
         return {name: shares[name] for name in self.base}
 
     def shift(self) -> float:
-        """Return the share of a batch that other sources get than the given weights would have, from 0 to 1."""
+        """Return the share of a batch, from 0 to 1, that success moves from some sources to others."""
         total = math.fsum(self.base.values())
         shares = self.shares()
         shift = math.fsum(abs(shares[name] - weight / total) for name, weight in self.base.items()) / 2

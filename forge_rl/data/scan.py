@@ -58,7 +58,7 @@ class Scan:
     duplicates: int = 0
     """Number of rows whose problem occurred before."""
     with_tools: int = 0
-    """Number of rows that bring tools for the model."""
+    """Number of usable rows that bring tools for the model."""
     too_long: tuple[int, ...] = ()
     """Rows that are too long, such as prompts that leave no room for an answer; see `ReadRow.row`."""
     overlap: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -173,7 +173,7 @@ def check_tasks(
 
 
 def lacks_tools(mixture: Mixture, scans: Mapping[str, Scan]) -> bool:
-    """Return whether no task of a mixture brings tools; False if a source made by code may have some.
+    """Return whether a mixture is known to have no task with tools; False if a source made by code may have some.
 
     Args:
         scans: findings of `check_tasks`.

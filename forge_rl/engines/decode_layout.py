@@ -13,7 +13,7 @@ from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.adapter_limits import has_experts
 
 _WITHOUT_LORA = ("stablelm",)
-"""Types of models of which vLLM applies no adapters; of all other types that can be trained, it does."""
+"""Model types for which vLLM has no adapters; it has them for all other types that can be trained."""
 _WORD_ITEMS = 4
 """A worker's part of a row must be a multiple of this many elements, 8 bytes of bfloat16, to be fingerprinted."""
 
@@ -91,8 +91,8 @@ def check_adapters(folder: Path, settings: DecodeSettings) -> None:
     """
     if not settings.max_loras:
         return
-    hint = "merged adapters work: leave out --generator.max-loras and --generator.adapters, or merge by forge_rl merge"
-    # vLLM would compute the experts by Triton, for adapters that none of them has.
+    hint = "merged adapters work: leave out --generator.max-loras and --generator.adapters, or run forge_rl merge"
+    # If adapters are enabled, vLLM computes experts with Triton, even though none of them has an adapter.
     if device_type() == "cpu" and has_experts(folder):
         raise ConfigError(f"on CPU, vLLM serves no adapters of a model with experts, as {folder} is", hint=hint)
     try:

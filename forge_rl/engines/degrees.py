@@ -79,7 +79,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
             "--trainer.expert-balance is least_loaded, and each rank has all experts",
             hint="set --trainer.expert-parallel-degree, or leave --trainer.expert-balance out",
         )
-    if settings.prefix_states != "shared" and not _has_states(a):
+    if settings.prefix_states != "shared" and not _has_branching_states(a):
         raise ConfigError(
             f"--trainer.prefix-states is {settings.prefix_states}, and no layer of a {a.family.model_type!r} has a "
             "state that branches could share",
@@ -244,13 +244,15 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
         )
 
 
-def _has_states(architecture: Architecture) -> bool:
+def _has_branching_states(architecture: Architecture) -> bool:
+    """Return whether layers have a state that branches could share, as convolutions have not."""
     from forge_rl.engines.families.general import has_states  # imports transformers
 
     return architecture.folder is not None and has_states(architecture.folder, convolutions=False)
 
 
 def _has_experts(architecture: Architecture) -> bool:
+    """Return whether a model has experts, even if their routers are of an unknown kind."""
     if architecture.experts is not None or architecture.folder is None:
         return architecture.experts is not None
     from forge_rl.engines.families.general import has_experts  # imports transformers

@@ -216,7 +216,7 @@ def base_bytes(architecture: Architecture, lora: LoRAConfig, itemsize: int) -> i
 
 
 def dequantized_bytes(architecture: Architecture, lora: LoRAConfig, itemsize: int) -> int:
-    """Return the bytes of the dequantised matrices of a quantised base, all at once; 0 if the base is not quantised.
+    """Return the bytes of all matrices of a quantised base once dequantised; 0 if the base is not quantised.
 
     Args:
         itemsize: as for `base_bytes`.

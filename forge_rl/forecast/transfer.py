@@ -1,10 +1,10 @@
 """Predicts the seconds of publishing a version and loading it into engines, part by part, from measured costs.
 
 A part takes a time of its own, one for each tensor, one for each batch of tensors of one shape that share a device's
-launches, and one for its bytes: call_s + tensors * tensor_s + batches * batch_s + bytes / rate. To an engine's loaders
-the part of a stack of experts that is in one bucket is a tensor. Bytes count as passes through memory or a link, whose
-rate is the device's, so that costs measured on one machine serve on another; calls and tensors take Python's time and
-kernel launches', which differ less.
+launches, and one for its bytes: call_s + tensors * tensor_s + batches * batch_s + bytes / rate. An engine's
+loaders take the part of a stack of experts that lies in one bucket as one tensor. Bytes count as passes through memory
+or a link, whose rate is the device's, so that costs measured on one machine serve on another; calls and tensors take
+Python's time and kernel launches', which differ less.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class Version:
     stacked: int = 0
     """Tensors that the trainer's model keeps in stacks, such as experts', of which each rank has some."""
     stacks: int = 0
-    """Number of these stacks."""
+    """Number of stacks that engines load these as."""
     shapes: int = 1
-    """Number of shapes of its tensors."""
+    """Number of distinct shapes of its tensors."""
     shards: int = 1
     """Ranks among which the model is split."""
     rank_share: float = 1.0

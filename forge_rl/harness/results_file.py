@@ -99,7 +99,7 @@ def short_digest(text: str) -> str:
 
 
 def check_settings(out: Path, digest: str, settings: object) -> None:
-    """Check that the results in a folder have the same settings.
+    """Check that results already in a folder have the same settings, and write the settings there.
 
     Raises:
         ConfigError: the settings differ, or the folder cannot be read or written.
@@ -114,7 +114,7 @@ def check_settings(out: Path, digest: str, settings: object) -> None:
 
 
 def results_name(name: str, folder: Path) -> str:
-    """Return the name of a model's results file, with a digest of its files, which may change."""
+    """Return the name of a model's results without a suffix; it includes a digest of its files, as they may change."""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{Path(name).name or 'model'}-{short_digest(json.dumps([str(folder), stamps]))}"

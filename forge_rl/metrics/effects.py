@@ -136,7 +136,7 @@ EFFECTS: dict[str, Effect] = {
         is_asked_for=_differs("mixture.adapt", "off"),
         counted_with="data/mixture_shift",
         amount=_of("data/mixture_shift"),
-        cause="shares are those of the given weights, as sources have the same success, or their bounds leave no room; "
+        cause="shares equal the given weights, as sources succeed equally often or the bounds leave no room; "
         "widen --mixture.least and --mixture.most, or set it to off",
     ),
     "over_sampling": Effect(
@@ -183,8 +183,8 @@ EFFECTS: dict[str, Effect] = {
         counted_with="generator/prefix_hits",
         amount=_of("generator/transferred_tokens"),
         steps=20,
-        cause="its connector brought no keys and values back, as they are still in the engines' own caches, or as a "
-        "version's are forgotten before a prompt comes again; leave it out",
+        cause="its connector brought no keys and values back: they were still in the engines' own caches, or new "
+        "weights made them stale before a prompt came again; leave it out",
     ),
     "offloaded_activations": Effect(
         flag="--trainer.enable-activation-offload",

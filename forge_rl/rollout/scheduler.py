@@ -48,7 +48,7 @@ class Scheduler:
     starts and the others are reserved for its branches; those left over when it has ended start another tree.
 
     Args:
-        ahead_requests: an engine's requests up to which episodes of batches after the awaited one start.
+        ahead_requests: requests per engine below which episodes of batches after the awaited one start, too.
 
     See EngineCapacity and BatchPlanner for the other arguments.
     """

@@ -1,4 +1,4 @@
-"""A spawned process: how its environment differs from the controller's, and what it does before its actors start."""
+"""How a spawned process's environment differs from the controller's, and what it does before its actors start."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _CHILDREN_DEFAULTS = {
 """Defaults of environment variables in spawned processes."""
 
 
-def changed_variables(*, is_near: bool) -> dict[str, str | None]:
+def changed_variables(*, on_this_host: bool) -> dict[str, str | None]:
     """Return how a child's environment differs from this process's; None removes a variable.
 
     Monarch logs these values if its log level is info.
 
     Args:
-        is_near: whether the child is on this host.
+        on_this_host: whether the child is on this host.
     """
     changes: dict[str, str | None] = {name: os.environ[name] for name in _DEFAULTS}
     changes |= dict.fromkeys(os.environ.keys() - handed_on().keys())
     if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
         changes[_COMPILED] = None  # torch's own choice, set once it has compiled something
-    if is_near:
+    if on_this_host:
         # Not set in the process itself, where Monarch's threads already read the environment: libc could crash.
         for name, value in _CHILDREN_DEFAULTS.items():
             if changes.get(name, os.environ.get(name)) is None:

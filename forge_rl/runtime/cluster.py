@@ -277,7 +277,11 @@ class Cluster:
 
 def _environment(env: Mapping[str, str], host: str, scratch: str) -> dict[str, str | None]:
     """Return how the environment of a process with additional variables differs from this one's; None removes one."""
-    return {**changed_variables(is_near=host == THIS_HOST), **({"TMPDIR": scratch} if host == THIS_HOST else {}), **env}
+    return {
+        **changed_variables(on_this_host=host == THIS_HOST),
+        **({"TMPDIR": scratch} if host == THIS_HOST else {}),
+        **env,
+    }
 
 
 def _forked(

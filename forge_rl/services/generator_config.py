@@ -18,7 +18,7 @@ from forge_rl.runtime.supervision import Restart
 from forge_rl.system.redaction import without_credentials
 
 _AHEAD_ON_CPU = 8
-"""An engine's requests up to which it works ahead on a CPU."""
+"""Requests of an engine on a CPU below which it works ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class GeneratorConfig(DecodeSettings):
 
     @property
     def ahead_requests(self) -> int:
-        """An engine's requests up to which it takes one for a later batch than the awaited one.
+        """Requests per engine below which episodes of batches after the awaited one start, too.
 
         Whatever is in flight at a publish is prefilled again. Decoding one more request costs a GPU next to nothing,
         but a CPU, beyond a few requests, as much as decoding it later.

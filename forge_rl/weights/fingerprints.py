@@ -29,7 +29,7 @@ from forge_rl.weights.slices import TensorSlice
 
 _MASK = 0xFFFFFFFF
 CHUNK_WORDS = 1 << 22
-"""Words that the torch loop handles at a time, of one block or of several: bounds its temporaries, a few of 32 MiB."""
+"""Words that the torch loop handles at a time, from one block or several; bounds its temporaries, a few of 32 MiB."""
 _TASK_WORDS = 1 << 19  # of one thread's turn: 4 MiB
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -82,7 +82,7 @@ def move(moves: Sequence[Move]) -> list[int]:
     """
     totals = [0] * len(moves)
     cpu_numbers: list[int] = []
-    batches: dict[tuple[object, ...], _EqualBlocks] = {}
+    batches: dict[tuple[object, ...], _BlockBatch] = {}
     results: list[tuple[list[int], torch.Tensor]] = []
     for number, (target, source, shape, tensor_slice) in enumerate(moves):
         dtype = source.dtype if target is None else target.dtype
@@ -96,7 +96,7 @@ def move(moves: Sequence[Move]) -> list[int]:
             if target is not None:
                 target.copy_(values, non_blocking=values.is_cuda)
             key = (shape, tensor_slice, dtype, values.device)
-            batch = batches.setdefault(key, _EqualBlocks(shape, tensor_slice, [], []))
+            batch = batches.setdefault(key, _BlockBatch(shape, tensor_slice, [], []))
             batch.numbers.append(number)
             batch.blocks.append(values)
             if len(batch.blocks) * values.nbytes >= CHUNK_WORDS * _word_bytes(shape, dtype):
@@ -114,8 +114,8 @@ def move(moves: Sequence[Move]) -> list[int]:
     return totals
 
 
-class _EqualBlocks(NamedTuple):
-    """Blocks of equal place in tensors of one shape, such as a layer's experts, which share a device's launches."""
+class _BlockBatch(NamedTuple):
+    """Blocks at the same place in tensors of one shape, such as a layer's experts, which share a device's launches."""
 
     shape: tuple[int, ...]
     tensor_slice: TensorSlice

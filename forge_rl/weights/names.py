@@ -75,7 +75,7 @@ class SameNames:
         templates = self.stacks[name]
         count = shape[1] // len(templates)
         source_slice = TensorSlice.whole((count, *shape[2:]))
-        for number, template in enumerate(templates):  # of each, all experts together: readers copy them at once
+        for number, template in enumerate(templates):  # its experts follow one another, to be read at once
             for index in range(tensor_slice.size[0]):
                 yield Part(
                     name=template.format(tensor_slice.start[0] + index),

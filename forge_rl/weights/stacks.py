@@ -14,11 +14,11 @@ _EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 
 
 class Stack(NamedTuple):
-    """Published tensors of one shape at equal distances in memory; a tensor that has no such neighbours is one too."""
+    """Published tensors of one shape at equal distances in memory; one without such neighbours is a stack of one."""
 
     entries: tuple[TensorEntry, ...]
     values: torch.Tensor
-    """[tensors, *shape]."""
+    """`[tensors, *shape]`, a view of their memory."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> Iterator[Stack]:
-    """Join each run of entries that are the same weight of consecutive experts and lie one after the other.
+    """Yield entries as stacks: the same weight of consecutive experts is one where its tensors are adjacent in memory.
 
     Args:
         entries: in the order in which they lie in a bucket.
@@ -49,6 +49,7 @@ def stacks_of(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor
 
 
 def _continues(run: Sequence[TensorEntry], entry: TensorEntry, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether an entry is the next tensor of the stack that a run begins."""
     last, match, last_match = run[-1], _EXPERT.fullmatch(entry.name), _EXPERT.fullmatch(run[-1].name)
     if match is None or last_match is None or (entry.shape, entry.dtype) != (last.shape, last.dtype):
         return False

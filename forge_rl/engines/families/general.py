@@ -231,7 +231,7 @@ def expert_features(folder: Path) -> int:
 
 
 def has_experts(folder: Path) -> bool:
-    """Return whether some layer of a model has experts, also if their routers are of an unknown kind."""
+    """Return whether a layer of a model has experts, even if their routers are of an unknown kind."""
     return any(_has_experts(layer) for layer in inspected_model(folder).model.layers)
 
 

@@ -1,4 +1,4 @@
-"""Builds transformers' model of a folder, without its weights: to train it, or only to look at its parts."""
+"""Builds transformers' model of a folder without loading its weights, to train it or only to inspect its parts."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class PolicyModel(Decoder):
     offloads: HostCopies | None = None
     """Copies of layers' inputs in host memory, if they are kept there."""
     recomputed_tokens: int | None = None
-    """Tokens of prefixes whose states were computed again in rows' passes; None without layers with a state."""
+    """Prefix tokens computed again for branches, in the passes of an update; None without layers with a state."""
     adapters: AdapterSwitch | None = None
     """Shared state of its adapters; None if all weights are trained."""
     masters: MasterWeights | None = None

@@ -60,9 +60,9 @@ class MemoryTrace:
     stacked: int
     """Number of those that the model keeps in stacks, such as experts', of which a rank has some."""
     stacks: int
-    """Number of stacks of experts that hold them, each of one tensor an expert."""
+    """Number of stacks that engines load these as: one for each projection of a layer's experts."""
     shapes: int
-    """Number of shapes of its tensors."""
+    """Number of distinct shapes of its tensors."""
 
 
 Traces = MutableMapping[tuple[object, ...], MemoryTrace]

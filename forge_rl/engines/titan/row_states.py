@@ -56,7 +56,7 @@ class Schedule(NamedTuple):
     places: torch.Tensor
     """[L] int64, each token's index among the outputs of all calls; their number for padding, whose output is 0."""
     recomputed_tokens: int
-    """Tokens that calls compute once more, for a branch that begins with them."""
+    """Prefix tokens that calls compute again, for a branch that begins with them."""
 
 
 class Halo(NamedTuple):
@@ -136,7 +136,7 @@ class RowStates:
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens of prefixes that a recurrence has computed again for a branch, in any layer."""
+        """Prefix tokens computed again for branches, by the recurrence that computes most of them again."""
         return max((schedule.recomputed_tokens for schedule in self._schedules.values()), default=0)
 
     @cached_property

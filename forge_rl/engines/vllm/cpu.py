@@ -36,7 +36,7 @@ _WHOLE_VECTORS = 64
 """A multiple of every vector length of vLLM's norm kernels, which refuse other widths."""
 
 _MOST_SHAPES = 32
-"""Maximum numbers of rows for which oneDNN keeps a product's kernel; vLLM's own number."""
+"""Maximum number of input shapes for which oneDNN keeps a product's kernel, as in vLLM."""
 
 
 def patch(model: nn.Module) -> None:
@@ -83,7 +83,7 @@ def _heed_biases(router: Any) -> None:
 
 
 def _pack_when_used(layer: Any) -> None:
-    """Have an embedding pack its weights for products at its first one, as a head, in the dtype of its input.
+    """Make an embedding pack its weights at its first product, as a head, in the dtype of its input.
 
     vLLM packs every embedding at each load, although most compute no product.
     """
@@ -91,14 +91,14 @@ def _pack_when_used(layer: Any) -> None:
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dtype not in linears:
-            linears[x.dtype] = _packed(layer, weight, x.dtype)
+            linears[x.dtype] = _packed_product(layer, weight, x.dtype)
             layer.cpu_linear = linear
         return linears[x.dtype](x, weight, bias)
 
     layer.cpu_linear = linear
 
 
-def _packed(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _packed_product(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """Return a product with a layer's weights packed for it: `(x, weight, bias) -> y`, with `x` and `y` in `dtype`."""
     if dtype == weight.dtype:
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
@@ -112,7 +112,7 @@ def _packed(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Callable[..
 
 
 def _with_packed_head(original: Any) -> Any:
-    """Have a head that computes in another dtype than the model pack weights of that dtype once a load.
+    """Make a head that computes in another dtype than the model pack its weights in that dtype once per load.
 
     vLLM converts and packs them at each step: a quarter of the time of a small bfloat16 model with a float32 head.
     """

@@ -269,13 +269,13 @@ def begin_reload(model: torch.nn.Module) -> None:
     check_names(get_layerwise_info(model), _OF_LAYER)
 
 
-def load_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor | None]) -> None:
-    """Have a layer's parameters of experts load stacks. Does nothing to other layers.
+def accept_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor | None]) -> None:
+    """Make the loaders of a layer's experts accept stacks; other layers stay as they are.
 
     Args:
         layer: a layer of the model, once a reload has begun.
-        stack_of: returns a stack, [experts, ...], by the first expert's values, [...], and number; None for values that
-            are loaded alone.
+        stack_of: returns the stack, `[experts, ...]`, that begins with an expert, by the expert's values, `[...]`, and
+            number; None for values that are loaded alone.
     """
     if not isinstance(layer, RoutedExperts) or not get_layerwise_info(layer).can_load():
         return
@@ -285,14 +285,14 @@ def load_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor
         parameter: Any = layer._parameters.get(name)
         original: Any = getattr(parameter, "weight_loader", None)
         while getattr(original, "__name__", "") in ("online_process_loader", "load_stack"):
-            original = original.__wrapped__  # that of an earlier reload, among others
+            original = original.__wrapped__  # an earlier reload has wrapped it, too
         if getattr(original, "__func__", None) is RoutedExperts.weight_loader and parameter.ndim == 3:
             parameter.weight_loader = _stack_loader(layer, original)
             parameter.weight_loader = _stack_collector(make_online_process_loader(layer, name), stack_of)
 
 
 def _stack_loader(layer: Any, original: Any) -> Any:
-    """Return a loader of a single expert, as `original`, or of a stack, of which it copies this worker's experts."""
+    """Return a loader that takes one expert, as `original` does, or a stack, and copies this worker's experts."""
 
     @functools.wraps(original)
     def load_stack(
@@ -317,7 +317,7 @@ def _stack_loader(layer: Any, original: Any) -> Any:
 
 
 def _stack_collector(collect: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor | None]) -> Any:
-    """Return a reload's loader that collects the stack of a tensor, or the tensor alone."""
+    """Return a loader that collects, for a reload, the stack that a tensor begins, or the tensor alone."""
 
     @functools.wraps(collect)
     def online_process_loader(
@@ -328,7 +328,7 @@ def _stack_collector(collect: Any, stack_of: Callable[[torch.Tensor, int], torch
         result: bool | None = collect(param, values, weight_name, shard_id, expert_id, return_success)
         return result
 
-    online_process_loader.__name__ = "online_process_loader"  # vLLM tells collecting loaders by this name
+    online_process_loader.__name__ = "online_process_loader"  # vLLM recognises collecting loaders by this name
     return online_process_loader
 
 

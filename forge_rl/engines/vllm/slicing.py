@@ -45,10 +45,11 @@ class _SliceValues(NamedTuple):
     memory: _Memory
     tensor_slice: TensorSlice
     values: torch.Tensor
-    """[tensors, *size]."""
+    """`[tensors, ...]`: the same part of each tensor."""
 
     @property
     def key(self) -> tuple[str, TensorSlice]:
+        """Stack and slice, by which copies and fingerprints are recorded."""
         return self.memory.name, self.tensor_slice
 
     def are_shown_by(self, view: torch.Tensor) -> bool:
@@ -63,7 +64,7 @@ class _Place(NamedTuple):
 
     parameter: str
     size: tuple[int, ...]
-    """[tensors, *size]."""
+    """`[tensors, ...]`."""
     stride: tuple[int, ...]
     offset: int
 
@@ -78,8 +79,8 @@ class SliceWatch(TorchDispatchMode):
 
     vLLM runs each loader twice: on meta tensors, to count elements, and, once a layer is complete, on its parameters.
     The first run shows which slices go to which parameters. Slices whose parameters keep the published bytes are
-    fingerprinted there at the end; those that vLLM repacks, while they are copied. A slice of a stack counts as one
-    until it is reported: each of its tensors has a fingerprint.
+    fingerprinted there at the end; those that vLLM repacks, while they are copied. A slice of a stack is tracked as
+    one, but reported with a fingerprint for each of its tensors.
 
     Args:
         model: vLLM's model, once a reload has begun.
@@ -145,7 +146,7 @@ class SliceWatch(TorchDispatchMode):
         return [
             ShardReport(name=entry.name, tensor_slice=inner_slice, fingerprint=value)
             for (name, tensor_slice), values in (self._fingerprints | _fingerprints(moves)).items()
-            for inner_slice in [_inner(tensor_slice)]
+            for inner_slice in [_inner_slice(tensor_slice)]
             for entry, value in zip(self._entries_of(name, tensor_slice), values, strict=True)
         ]
 
@@ -244,14 +245,14 @@ class SliceWatch(TorchDispatchMode):
             self._fingerprints |= _fingerprints({located.key: self._moves(*located.key, located.values, target)})
 
     def _entries_of(self, name: str, tensor_slice: TensorSlice) -> tuple[TensorEntry, ...]:
-        """Return the tensors of which a slice of a stack holds a part."""
+        """Return the entries of the tensors that a slice of a stack covers."""
         return self._entries[name][tensor_slice.start[0] : tensor_slice.start[0] + tensor_slice.size[0]]
 
     def _moves(
         self, name: str, tensor_slice: TensorSlice, values: torch.Tensor, target: torch.Tensor | None = None
     ) -> list[Move]:
-        """Return what fingerprints each tensor of a slice of a stack, and copies it to its target if there is one."""
-        entries, inner_slice = self._entries_of(name, tensor_slice), _inner(tensor_slice)
+        """Return the moves that fingerprint each tensor of a slice of a stack, and copy it to its target, if any."""
+        entries, inner_slice = self._entries_of(name, tensor_slice), _inner_slice(tensor_slice)
         targets: Sequence[torch.Tensor | None] = [None] * len(entries) if target is None else target.unbind()
         return [
             Move(place, part, entry.shape, inner_slice)
@@ -286,9 +287,9 @@ class SliceWatch(TorchDispatchMode):
 
 
 def _copy_parts(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a slice of a stack; to another device, tensor by tensor unless it is one run of memory.
+    """Copy a slice of a stack; to another device, tensor by tensor unless the slice is contiguous.
 
-    torch would gather its rows first, in memory from which a device copies at a fraction of the link's rate.
+    torch would first gather its rows in memory from which a device copies at a fraction of the link's rate.
     """
     if target.device == source.device or source.is_contiguous():
         target.copy_(source)
@@ -303,8 +304,8 @@ def _fingerprints(moves: Mapping[tuple[str, TensorSlice], list[Move]]) -> dict[t
     return {key: list(itertools.islice(values, len(slice_moves))) for key, slice_moves in moves.items()}
 
 
-def _inner(tensor_slice: TensorSlice) -> TensorSlice:
-    """Return the slice of each tensor that a slice of a stack holds."""
+def _inner_slice(tensor_slice: TensorSlice) -> TensorSlice:
+    """Return the slice of each of its tensors that a slice of a stack covers."""
     return TensorSlice(start=tensor_slice.start[1:], size=tensor_slice.size[1:])
 
 

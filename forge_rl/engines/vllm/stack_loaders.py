@@ -1,4 +1,4 @@
-"""Loads whole stacks of experts into the parameters in which vLLM holds them, with one copy for each parameter."""
+"""Loads stacks of experts into vLLM's parameters, with one copy for each stack instead of one for each expert."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from forge_rl.weights.stacks import Stack
 
 
 class StackLoaders:
-    """Loaders of the parameters in which vLLM holds a layer's experts, which then take whole stacks.
+    """Makes the loaders of vLLM's experts take whole stacks, and feeds them.
 
         loaders = StackLoaders(model)
         model.load_weights(loaders.tensors(stacks))
 
-    Where vLLM's own code passes on the first tensor of a stack, or a view of it, to the loader of such a parameter, the
-    same view of all its tensors is loaded. A stack whose first tensor goes elsewhere is loaded tensor by tensor.
+    vLLM's `load_weights` gets the first tensor of a stack. If it passes this tensor, or a view of it, to the loader of
+    an expert, that loader takes the same view of the whole stack. Otherwise the stack is loaded tensor by tensor.
 
     Args:
         model: vLLM's model, once a reload has begun.
@@ -28,10 +28,10 @@ class StackLoaders:
         """Stack whose first tensor vLLM is loading."""
         self._is_taken = False
         for layer in model.modules():
-            internals.load_stacks(layer, self._expand)
+            internals.accept_stacks(layer, self._expand)
 
     def tensors(self, stacks: Sequence[Stack]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and values for vLLM's `load_weights`: of each stack the first, and others if it is not taken."""
+        """Yield names and values for `load_weights`: a stack's first tensor, and the rest unless a loader took all."""
         for stack in stacks:
             self._stack, self._is_taken = stack, False
             try:
@@ -43,7 +43,7 @@ class StackLoaders:
                     yield entry.name, values
 
     def _expand(self, values: torch.Tensor, expert: int) -> torch.Tensor | None:
-        """Return the same view of all tensors of the stack as `values` is of the first; None for any other tensor."""
+        """Return the view of the whole stack that `values` is of its first tensor; None for any other tensor."""
         stack = self._stack
         if stack is None or len(stack.entries) == 1 or expert != stack.expert:
             return None

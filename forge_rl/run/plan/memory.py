@@ -178,7 +178,7 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
         check_context(architecture, config.generator)
     parts = _parts(trainer, rank_memory)
     if config.starts_engines:
-        parts[_DEQUANTIZED] = _beyond_step(trainer, architecture, rank_memory)
+        parts[_DEQUANTIZED] = _dequantized_excess(trainer, architecture, rank_memory)
     on_gpu, host = device_type() == "cuda", {}
     if config.checkpoint_every:
         host["copy of the state, while a checkpoint is written"] = rank_memory.copy
@@ -239,9 +239,11 @@ def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
     }
 
 
-def _beyond_step(trainer: TrainerConfig, architecture: Architecture, rank_memory: TrainMemory) -> int:
-    """Return by how many bytes a rank's part of the dequantised base exceeds what a step needs beside the state: the
-    first version has it all, before a step."""
+def _dequantized_excess(trainer: TrainerConfig, architecture: Architecture, rank_memory: TrainMemory) -> int:
+    """Return by how many bytes a rank's part of the dequantised base exceeds what a step needs beside the state.
+
+    Writing the first version, before any step, holds that whole part at once.
+    """
     shards = max(1, trainer.ranks // trainer.data_parallel_replicate_degree)
     itemsize = resolve_dtype(trainer.dtype).itemsize
     part = dequantized_bytes(architecture, trainer.lora, itemsize) // shards

@@ -276,8 +276,8 @@ async def _check_use(
 async def _check_tasks(
     config: RunConfig, prepared: PreparedRun, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
 ) -> dict[str, Scan]:
-    """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found, and
-    return it."""
+    """Refuse task files that cannot be used or, in a resumed run, have changed; log and return
+    what the scan of each found."""
     match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
         case {"rollouts": {"mixture": dict(saved)}}:
             mixture.restore_sources(saved)
@@ -302,13 +302,13 @@ def _check_tools(setup: RunSetup, scans: Mapping[str, Scan]) -> None:
     """Refuse a parser of tool calls where neither an environment nor a task brings tools.
 
     Args:
-        scans: of the mixture's files. Sources made by code are not looked at.
+        scans: findings of `check_tasks`. A source made by code may bring tools, so with one nothing is refused.
 
     Raises:
-        ConfigError: no source has tasks with tools.
+        ConfigError: no task has tools.
     """
-    given_tasks = (task for tasks in (setup.evaluation or {}).values() for task in tasks)
-    if lacks_tools(setup.mixture, scans) and not any(task.tools for task in given_tasks):
+    evaluation_tasks = (task for tasks in (setup.evaluation or {}).values() for task in tasks)
+    if lacks_tools(setup.mixture, scans) and not any(task.tools for task in evaluation_tasks):
         raise ConfigError(
             "--tool-parser has no effect, as no task has tools, and no --env brings any",
             hint="leave it out, name an --env with tools, or give rows a column of tools",

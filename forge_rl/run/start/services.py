@@ -112,8 +112,11 @@ async def _start_services(
             scorer = begin("reward", type(reward).__name__, reward_start)
             if environment is not None:
                 kind = getattr(environment, "func", environment)  # a partial of a class
-                env_hosts = _service_start(hosts, prepared, hosts.placed.of("environment"))
-                env_start = Environment.start(config.environment, env_hosts, factory=environment)
+                env_start = Environment.start(
+                    config.environment,
+                    _service_start(hosts, prepared, hosts.placed.of("environment")),
+                    factory=environment,
+                )
                 envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), env_start)
             if checked.models.teachers is not None:
                 models = ", ".join(checked.models.teachers.models)
