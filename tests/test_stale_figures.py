@@ -184,6 +184,21 @@ def test_a_name_of_an_outer_scope_is_not_that_of_an_inner_one() -> None:
     assert read_code(by_name) != read_code(by_name.replace("x", "y"))
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "{name: [x for x in rows] + [other] for name in rows}",
+            "{name: [name for x in rows] + [other] for name in rows}",
+        ),
+        ("def f():\n    import forge_rl.a\n", "def f():\n    import forge_rl.b\n"),
+        ("try:\n    import forge_rl.a\nfinally:\n    pass\n", "try:\n    import forge_rl.b\nfinally:\n    pass\n"),
+    ],
+)
+def test_scopes_that_shadow_names_and_imports_within_blocks_are_code(before: str, after: str) -> None:
+    assert read_code(before) != read_code(after)
+
+
 def test_moved_code_is_the_same_and_changed_code_is_not(repository: Repository) -> None:
     repository.write("forge_rl/sandbox/pool.py", "from forge_rl.system.sums import add\n\ntotal = add(1, 2)\n")
     repository.write("forge_rl/sandbox/host.py", "HOST = 1\n")

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import json
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -412,10 +414,13 @@ def test_a_head_on_cpu_is_packed_once_a_load_and_computes_in_float32(
     from forge_rl.engines.vllm import cpu
 
     packings: list[torch.dtype] = []
+    products: list[weakref.ref[Any]] = []
 
     def counted(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Any:
+        product = original(layer, weight, dtype)
         packings.append(dtype)
-        return original(layer, weight, dtype)
+        products.append(weakref.ref(product))
+        return product
 
     original = cpu._packed_product
     monkeypatch.setattr(cpu, "_packed_product", counted)
@@ -429,8 +434,13 @@ def test_a_head_on_cpu_is_packed_once_a_load_and_computes_in_float32(
     hidden, bias = torch.randn(5, 64).to(dtype), torch.randn(512).to(dtype)
     for load in range(2):
         head.weight.data.copy_(torch.randn(512, 64).to(dtype))
-        for layer in (head, embedding):
-            layer.quant_method.process_weights_after_loading(layer)
+        gc.disable()
+        try:
+            for layer in (head, embedding):
+                layer.quant_method.process_weights_after_loading(layer)
+            assert [product() for product in products] == [None] * load, "what was packed before is freed at once"
+        finally:
+            gc.enable()
         for rows in (1, 5):
             logits = LogitsProcessor._apply_head(processor, head, hidden[:rows], bias)
             expected = torch.nn.functional.linear(hidden[:rows].double(), head.weight.double(), bias.double())

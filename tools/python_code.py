@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -75,7 +75,7 @@ class _Reader(ast.NodeTransformer):
         self._globals = self._imported_names(tree.body)
         self._names = self._enclosing = self._globals
         used_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        for part in tree.body:  # imports for what they do, or for others to import
+        for part in _executed(tree.body):  # imports for what they do, or for others to import
             if isinstance(part, _Import):
                 names = [name for name in _bound_names(part) if name not in used_names]
                 self.origins += sorted(_origins(part, self.module, names))
@@ -231,7 +231,9 @@ class _Reader(ast.NodeTransformer):
     def _numbered_names(self, names: list[str]) -> dict[str, str]:
         if not self.renames:
             return {name: name for name in names}
-        first = sum(name.startswith("local ") for name in {*self._enclosing.values(), *self._names.values()})
+        visible_names = {*self._enclosing.values(), *self._names.values()}
+        numbers = [int(name.removeprefix("local ")) for name in visible_names if name.startswith("local ")]
+        first = max(numbers, default=-1) + 1
         return {name: f"local {first + index}" for index, name in enumerate(dict.fromkeys(names))}
 
     def _imported_names(self, body: list[ast.stmt]) -> dict[str, str]:
@@ -305,13 +307,22 @@ def _bound_names(node: ast.AST) -> list[str]:
     return names
 
 
+def _executed(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield all nodes below `nodes` in order, without those that only type checkers read."""
+    for node in nodes:
+        yield node
+        for_checkers = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        yield from _executed(node.orelse if for_checkers else ast.iter_child_nodes(node))
+
+
 def _origins(node: _Import, module: str, names: list[str]) -> Iterator[str]:
     """Yield where a statement imports names from, as in `Code.origins`."""
     for alias in node.names:
-        if (alias.asname or alias.name.partition(".")[0]) not in names:
+        is_nested = isinstance(node, ast.Import) and "." in alias.name and not alias.asname  # bound by its first part
+        if not is_nested and (alias.asname or alias.name) not in names:
             continue
         if isinstance(node, ast.Import):
-            yield f"{alias.name if alias.asname else alias.name.partition('.')[0]}:"
+            yield f"{alias.name}:"
             continue
         package = module.rsplit(".", node.level)[0] + "." if node.level else ""
         yield f"{package}{node.module or ''}".rstrip(".") + f":{alias.name}"

@@ -44,7 +44,9 @@ _SESSIONS = (*_files("sandbox", "bodies", "host", "pool", "session", "shared"), 
 """A sandbox's sessions on this machine, without images, workspaces and rented ones."""
 _EPISODES = _files("envs", "play", "tool", "tools", "worker")
 _VERSIONS = (
-    *_files("weights", "fingerprints", "kernels", "line_loops", "manifest", "segment", "slices", "volume"),
+    *_files(
+        "weights", "fingerprints", "kernels", "line_loops", "manifest", "names", "segment", "slices", "stacks", "volume"
+    ),
     "forge_rl/weights/transports",
     "forge_rl/services/weight_store.py",
 )
@@ -82,7 +84,13 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         *_files("gateway", "reading", "request_state", "requests", "server", "sessions", "vllm_handlers"),
         "forge_rl/services/generator.py",
     ),
-    "gpu": (*_PASSES, *_KERNELS, *_DECODING, "forge_rl/engines/vllm/transfer.py", *_VERSIONS),
+    "gpu": (
+        *_PASSES,
+        *_KERNELS,
+        *_DECODING,
+        *_files("engines/vllm", "slicing", "stack_loaders", "transfer"),
+        *_VERSIONS,
+    ),
     "grpo_step": (*_files("algorithms", "advantages", "logprobs", "losses"), *_PASSES, *_DECODING, "forge_rl/packing"),
     "host_deaths": _WATCH,
     "hosts": (*_VERSIONS, *_files("weights", "delta_codec", "delta_files", "deltas", "fanout")),
@@ -102,7 +110,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         *_SCHEDULE,
         *_files("rollout", "episode_runner", "tally"),
         *_files("runtime", "actor", "link", "replica", "service"),
-        *_files("services", "environment", "generator", "reward"),
+        *_files("services", "environment", "environment_actor", "generator", "reward"),
         *("forge_rl/metrics", "forge_rl/packing"),
     ),
     "recording": (
@@ -132,7 +140,7 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         "forge_rl/engines/families",
     ),
     "weights": _VERSIONS,
-    "weights_model": (*_VERSIONS, *_files("engines/vllm", "slicing", "transfer")),
+    "weights_model": (*_VERSIONS, *_files("engines/vllm", "internals", "slicing", "stack_loaders", "transfer")),
 }
 """Paths, besides the benchmark itself, whose changes may move a figure; by the name of the figure's file."""
 

@@ -68,7 +68,7 @@ class GeneratorConfig(DecodeSettings):
 
     @property
     def ahead_requests(self) -> int:
-        """Requests per engine below which episodes of batches after the awaited one start, too.
+        """Requests per engine below which the pipelined schedule starts episodes of batches after the awaited one.
 
         Whatever is in flight at a publish is prefilled again. Decoding one more request costs a GPU next to nothing,
         but a CPU, beyond a few requests, as much as decoding it later.

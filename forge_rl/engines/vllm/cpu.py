@@ -91,8 +91,9 @@ def _pack_when_used(layer: Any) -> None:
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dtype not in linears:
+            current = layer.cpu_linear  # by its own name, this function would outlive its replacement by the next load
             linears[x.dtype] = _packed_product(layer, weight, x.dtype)
-            layer.cpu_linear = linear
+            layer.cpu_linear = current
         return linears[x.dtype](x, weight, bias)
 
     layer.cpu_linear = linear
@@ -119,7 +120,8 @@ def _with_packed_head(original: Any) -> Any:
 
     @functools.wraps(original)
     def apply_head(self: Any, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> Any:
-        if self.head_dtype is None or not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
+        is_converted = self.head_dtype not in (None, hidden_states.dtype)
+        if not is_converted or not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
             return original(self, lm_head, hidden_states, embedding_bias)
         bias = None if embedding_bias is None else embedding_bias.to(self.head_dtype)
         return lm_head.quant_method.apply(lm_head, hidden_states.to(self.head_dtype), bias=bias)

@@ -304,6 +304,8 @@ def _stack_loader(layer: Any, original: Any) -> Any:
         is_local = False
         numbers, expert_map = range(expert_id, expert_id + len(loaded_weight)), layer.expert_map_manager.expert_map
         places = list(numbers) if expert_map is None else expert_map[expert_id : numbers.stop].tolist()
+        if len(places) < len(numbers):
+            raise ValueError(f"the layer has {expert_id + len(places)} experts, and the version {numbers.stop} or more")
         for _, run in itertools.groupby(enumerate(places), lambda item: item[1] - item[0] if item[1] >= 0 else None):
             (first, place), *rest = run
             if place >= 0:
