@@ -257,7 +257,9 @@ def test_rows_of_several_adapters_are_computed_together_and_equal_each_alone(bas
         for adapter_pass, result in zip(adapter_passes, mixed, strict=True):
             assert isinstance(result, PassResult)
             expected = alone.run(adapter_pass.name, adapter_pass.minibatch, adapter_pass.loss)
-            assert reduce(result.metrics) == pytest.approx(reduce(expected.metrics), rel=1e-9, abs=1e-12)
+            metrics = reduce(expected.metrics)
+            metrics.pop("states/recomputed_tokens", None)  # of rows, which are no single adapter's when mixed
+            assert reduce(result.metrics) == pytest.approx(metrics, rel=1e-9, abs=1e-12)
             for scores, alone_scores in zip(result.logprobs, expected.logprobs, strict=True):
                 torch.testing.assert_close(scores, alone_scores, rtol=1e-9, atol=1e-9)
             assert worst_deviation(gradients(together, adapter_pass.name), gradients(alone, adapter_pass.name)) < 1e-9

@@ -1,7 +1,8 @@
-"""A whole run that trains two adapters over one base, through the deaths of an engine and of the trainer."""
+"""Whole runs that train adapters over one base, through the deaths of an engine, the trainer and the controller."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,9 +15,13 @@ from tests.commands import Command, actor_of, metrics, processes_of, tiny_run
 
 pytestmark = pytest.mark.long
 
-TASKS = ("sums=chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1", "letters=letter_counting:max_words=6")
-NAMES = ("sums", "letters")
-STEPS = 6
+TASKS = (
+    "sums=chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1",
+    "letters=letter_counting:max_words=6",
+    "legs=leg_counting:max_animals=3",
+)
+NAMES = ("sums", "letters", "legs")
+STEPS = 8
 LORA = ("--reward", "tests.tiny:share_of_vowels", "--lora.rank", "4", "--evaluation.every", "0")
 
 
@@ -27,28 +32,35 @@ def read_sources(out: Path, step: int) -> list[str]:
 
 
 @pytest.mark.timeout(1800)
-def test_two_adapters_train_on_through_the_deaths_of_an_engine_and_of_the_trainer(
+def test_three_adapters_train_on_through_the_deaths_of_an_engine_the_trainer_and_the_controller(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     flags = ["--tasks", *TASKS, *LORA, "--trainer.optimizer.lr", "0.03"]
-    flags += ["--groups-per-batch", "4", "--group-size", "4", "--steps", str(STEPS), "--checkpoint-every", "2"]
+    flags += ["--groups-per-batch", "6", "--group-size", "4", "--steps", str(STEPS), "--checkpoint-every", "2"]
     command = tiny_run(commands, tiny_model, out, *flags, recipe="recipes.adapters")
     command.wait_for("step +3/")
     processes_of(command, "generator", 0)[-1].kill()
     actor_of(command, "trainer").kill()
-    assert command.end(900) == 0, command.output
-    assert "the trainer was restarted; the run continues from step" in command.output
+    command.wait_for("the trainer was restarted; the run continues from step")
+    command.wait_for("step +5/")
+    command.clean_up()  # with SIGKILL, first of all the controller
+    resumed_run = tiny_run(commands, tiny_model, out, *flags, recipe="recipes.adapters")
+    assert resumed_run.end(900) == 0, resumed_run.output
+    assert "continued from" in resumed_run.output
     rows = {row["step"]: row for row in metrics(out) if "sums/updates" in row}
     assert rows.keys() == set(range(1, STEPS + 1))
     for step, row in rows.items():
         for name in NAMES:
             assert row[f"{name}/updates"] == step, "no update is lost, and none is taken twice"
             assert row[f"{name}/logprob_drift"] < 1e-5, "episodes are of the adapter's own latest version"
+            assert row.get(f"weights/probe_gap/{name}", 0.0) < 1e-3, "and so is what engines answer to probes"
+    assert all(f"weights/probe_gap/{name}" in rows[STEPS] for name in NAMES)
     last = out / "checkpoints" / f"step-{STEPS:06d}" / "adapters"
     factors = [load_file(last / name / "adapter_model.safetensors") for name in NAMES]
     assert all(json.loads((last / name / "training.json").read_text())["updates"] == STEPS for name in NAMES)
-    assert any(not factors[0][key].equal(factors[1][key]) for key in factors[0]), "each learns from its own source"
+    for first, second in itertools.combinations(factors, 2):
+        assert any(not first[key].equal(second[key]) for key in first), "each learns from its own source"
 
 
 @pytest.mark.timeout(900)

@@ -54,8 +54,7 @@ class RewardActor(ServiceActor):
             version: functions for version, functions in self._functions.items() if version in functions_by_version
         }
         self._functions = kept_functions | {
-            version: {name: (function, form_of(function)) for name, function in functions.items()}
-            for version, functions in new_functions.items()
+            version: _with_forms(functions) for version, functions in new_functions.items()
         }
 
     async def score(
@@ -127,6 +126,10 @@ class RewardActor(ServiceActor):
             call="score",
             hint="make the reward function faster, or raise --reward.deadline-s",
         )
+
+
+def _with_forms(functions: Mapping[str, RewardFunction]) -> dict[str, tuple[RewardFunction, Form]]:
+    return {name: (function, form_of(function)) for name, function in functions.items()}
 
 
 def _sandbox_metrics() -> dict[str, float]:
