@@ -311,8 +311,10 @@ def _executed(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Yield all nodes below `nodes` in order, without those that only type checkers read."""
     for node in nodes:
         yield node
-        for_checkers = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        yield from _executed(node.orelse if for_checkers else ast.iter_child_nodes(node))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield from _executed(node.orelse)
+        else:
+            yield from _executed(ast.iter_child_nodes(node))
 
 
 def _origins(node: _Import, module: str, names: list[str]) -> Iterator[str]:
