@@ -50,7 +50,7 @@ START_DEADLINE_S = 900.0
 _STEP_ADAPTERS = 4
 """Adapters in a step of an engine, if --generator.max-loras is not set."""
 RUN_FIELDS = tuple(f"generator.{name}" for name in ("guests", "min_replicas", "max_replicas"))
-"""Settings of engines that act only beside a trainer, or on hosts that come and go."""
+"""Settings of engines that have no effect without a trainer, or without hosts that come and go."""
 _AGENT_FIELDS = ("agent_sampling", "agent_deadline_s", "agent_limits", "session_turns", "session_tokens")
 
 

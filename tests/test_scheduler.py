@@ -14,6 +14,8 @@ from forge_rl.errors import ConfigError
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.services import generator_config
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.types import Episode, Group, Outcome, Sampling, Score, Task, Turn
 
 
@@ -274,6 +276,17 @@ def test_engines_work_ahead_only_beside_few_requests():
     assert kinds(begin(scheduler)) == ["eval"], "evaluations are not work ahead"
     end(scheduler, episodes[9])
     assert kinds(begin(scheduler)) == [1], "three requests remain, of four on both engines together"
+
+
+@pytest.mark.parametrize(
+    ("device", "urls", "expected"),
+    [("cpu", (), 8), ("cuda", (), sys.maxsize), ("cpu", ("http://10.0.0.7:8000",), sys.maxsize)],
+)
+def test_only_engines_on_cpu_work_ahead_beside_few_requests(
+    device: str, urls: tuple[str, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator_config, "device_type", lambda: device)
+    assert GeneratorConfig(urls=urls).ahead_requests == expected
 
 
 def test_engines_keep_their_budgets_and_episodes_their_engines():

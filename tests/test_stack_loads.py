@@ -41,7 +41,11 @@ def workers_reports(scratch: Path, cases: list[dict[str, object]], ranks: int) -
         )
         for rank in range(ranks)
     ]
-    outputs = [worker.communicate(timeout=600)[0] for worker in workers]
+    try:
+        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     assert not any(worker.returncode for worker in workers), [output[-3000:] for output in outputs]
     return [pickle.loads((scratch / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
 

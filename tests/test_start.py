@@ -146,6 +146,7 @@ def test_an_open_run_is_complete_and_its_close_stops_everything_once(
         parts = (run.trainer, run.generator, run.weights, run.reward, run.environment)
         assert [getattr(part, "name", None) for part in parts] == list(NAMES)
         assert (run.step, run.scores, run.last_batch, list(run.mixture)) == (0, {}, None, ["chain_sum"])
+        assert run.rollouts._scheduler._ahead_requests == config_of(tmp_path).generator.ahead_requests
         assert stopped == []
         line.run(run.close())
         line.run(run.close())

@@ -280,7 +280,7 @@ def _called_names(tree: ast.AST) -> set[str]:
 
 
 def _scope_nodes(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield the nodes of a scope in order, without those of scopes inside it."""
+    """Yield the nodes of a scope in order, without nodes of nested scopes."""
     for node in nodes:
         yield node
         if not isinstance(node, _SCOPES):

@@ -212,7 +212,7 @@ class _Comparison:
         return old_code is not None and old_code == self._definition(self._new, new)
 
     def _definition(self, commit: str, origin: str, hops: int = 5) -> str | None:
-        """Return the code that defines what is imported, through modules that only pass it on."""
+        """Return the code that defines an imported name; modules that only import it from elsewhere are followed."""
         module, _, name = origin.partition(":")
         for file in (f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/__init__.py"):
             text = _text(self._folder, commit, file)
@@ -241,7 +241,7 @@ def _code(text: str, name: str) -> Code | None:
 
 
 def _module(name: str) -> str:
-    """Return the dotted module name of a file; that of a package's own file ends in __init__."""
+    """Return the dotted module name of a file; a package's `__init__.py` keeps its last part, `__init__`."""
     return name.removesuffix(".py").replace("/", ".")
 
 

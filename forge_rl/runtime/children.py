@@ -1,4 +1,4 @@
-"""How a spawned process's environment differs from the controller's, and what it does before its actors start."""
+"""Environment variables of spawned processes, and their setup before actors start."""
 
 from __future__ import annotations
 

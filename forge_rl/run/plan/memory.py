@@ -240,9 +240,9 @@ def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
 
 
 def _dequantized_excess(trainer: TrainerConfig, architecture: Architecture, rank_memory: TrainMemory) -> int:
-    """Return by how many bytes a rank's part of the dequantised base exceeds what a step needs beside the state.
+    """Return the bytes of a rank's part of the dequantised base above a step's activations and other temporaries.
 
-    Writing the first version, before any step, holds that whole part at once.
+    The rank holds that whole part while it writes the first version, before any step.
     """
     shards = max(1, trainer.ranks // trainer.data_parallel_replicate_degree)
     itemsize = resolve_dtype(trainer.dtype).itemsize

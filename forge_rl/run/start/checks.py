@@ -276,8 +276,7 @@ async def _check_use(
 async def _check_tasks(
     config: RunConfig, prepared: PreparedRun, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
 ) -> dict[str, Scan]:
-    """Refuse task files that cannot be used or, in a resumed run, have changed; log and return
-    what the scan of each found."""
+    """Refuse task files that cannot be used or, in a resumed run, have changed; log each one's scan, and return all."""
     match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
         case {"rollouts": {"mixture": dict(saved)}}:
             mixture.restore_sources(saved)

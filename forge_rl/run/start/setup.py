@@ -87,7 +87,7 @@ class Rollouts:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the environment or an agent may show the model tools, whatever the tasks are."""
+        """Whether the environment or an agent may show tools to the model, even if no task has any."""
         return isinstance(self.player, AgentPlayer) or self.uses_tools
 
 
