@@ -35,7 +35,7 @@ _ABSENT = {
 
 
 def with_adapters(config: C, loss: Loss, names: Sequence[str]) -> C:
-    """Return a run's settings with room in its engines for adapters of these names.
+    """Return a run's settings with room in its engines for adapters with these names.
 
         config = with_adapters(config, loss, ["math", "code"])
 
@@ -46,11 +46,13 @@ def with_adapters(config: C, loss: Loss, names: Sequence[str]) -> C:
     if not config.lora.rank:
         raise ConfigError("--lora.rank is 0, and the recipe trains adapters", hint="set it to their rank, such as 16")
     check_shared_base(config.lora)
+    # Engines hold an adapter by name in one version at a time, so no episode may outlive a publish.
     if config.schedule.lag:
         raise ConfigError(
             f"--schedule.kind {config.schedule.kind} has episodes of several versions, which adapters by name lack",
             hint="set --schedule.kind synchronous",
         )
+    # Unlike `Trainer.step`, a pass of an adapter takes no temperature.
     if config.generator.temperature != 1:
         raise ConfigError(
             f"--generator.temperature is {config.generator.temperature:g}, and adapters by name are trained at 1",
@@ -61,6 +63,7 @@ def with_adapters(config: C, loss: Loss, names: Sequence[str]) -> C:
             f"the loss needs {_ABSENT[absent[0]]}, which training adapters by name does not compute",
             hint="choose --loss clipped without kl_coef, or train one adapter with recipes.grpo --lora.rank",
         )
+    # Engines reserve slots for adapters when they start: room for all of them has to be known by then.
     generator = replace(
         config.generator,
         max_loras=max(config.generator.max_loras, len(set(names))),
@@ -90,24 +93,24 @@ class RunAdapter:
     name: str
     """Name in samples and metrics, and name of the source whose episodes are sampled with it."""
     updates: int = 0
-    """Number of its optimizer steps."""
+    """Number of optimizer steps that it has taken."""
     version: int = -1
-    """Number of updates of what engines sample with; -1 before the first publish."""
+    """Number of updates of the values that engines sample with; -1 before the first publish."""
     skipped: int = 0
-    """Number of updates in a row that were skipped, as they failed or were not finite."""
+    """Number of consecutive updates that were skipped because they failed or were not finite."""
     failure: str = ""
     """Why its training has ended; "" before."""
 
 
 class RunAdapters:
-    """The adapters of a run, which are opened by name; see `Run.adapter`.
+    """The adapters of a run, opened by name; see `Run.adapter`.
 
         await run.adapters.open("math", "code")
         stats = await run.adapters.step({"math": packed, "code": other}, run.loss)
         await run.adapters.publish()
 
-    Engines write the episodes of a source with the adapter of its name. Trainer and engines that die get back the
-    values that belong to the run's step.
+    Engines generate the episodes of a source with the adapter of the same name. After a death, trainer and engines get
+    back the values that belong to the run's step.
     """
 
     def __init__(
@@ -131,7 +134,9 @@ class RunAdapters:
         self._adapters: dict[str, RunAdapter] = {}
         self._held: set[str] = set()
         """Adapters that the trainer's ranks have."""
+        # A larger number later means that the ranks were restarted, without adapters.
         self._loads = trainer.loads
+        # Whether rows of several adapters are computed together; cleared once the model turns out not to allow it.
         self._mixes = config.trainer.ranks == 1
 
     def __getitem__(self, name: str) -> RunAdapter:
@@ -157,12 +162,14 @@ class RunAdapters:
                 hint="let `with_adapters(config, loss, names)` set both",
             )
         for name in names:
+            # In a resumed run `load_state_dict` has made it, with the counts of the checkpoint.
             self._adapters.setdefault(name, RunAdapter(name=name))
         await self._load([name for name in self._adapters if name not in self._held])
 
     async def restore(self) -> None:
         """Bring trainer and engines to the state of the run's last checkpoint, or to the first one without any."""
-        if self._loads != self._trainer.loads:  # the ranks were restarted
+        # Restarted ranks have no adapters; living ones still hold values of later steps.
+        if self._loads != self._trainer.loads:
             self._loads = self._trainer.loads
             self._held.clear()
         for name in sorted(self._held):
@@ -181,11 +188,14 @@ class RunAdapters:
             updates, saved = 0, None if folder is None else folder / FOLDER / name
             if saved is not None and saved.is_dir():
                 updates = await trained.load(name, saved, optimizer=True)
+            # Counts come from the controller's state, values from the adapter's folder: together they must be of one
+            # step.
             if updates != adapter.updates:
                 raise CheckpointError(
                     f"{folder} holds {updates} updates of adapter {name!r:.80}, but a state of {adapter.updates}",
                     hint=f"delete {folder} to resume from the previous checkpoint",
                 )
+            # Engines may hold values of a step that was rolled back under the same number, so all are published again.
             adapter.version = -1
         await self.publish()
         self._rollouts.adapters = {name: name for name in self._adapters}
@@ -198,15 +208,15 @@ class RunAdapters:
     async def step(
         self, batches: Mapping[str, PackedBatch], loss: Loss | Mapping[str, Loss], *, mix_rows: bool = True
     ) -> dict[str, float]:
-        """Train adapters on a batch each, packed with the trainer's layout; the metrics of each begin with its name.
+        """Train each adapter on its batch, packed with the trainer's layout; names of metrics begin with the adapter's.
 
-        Each minibatch takes one update per epoch, or none if that leaves no rows. What fails or is not finite in one
-        adapter skips its update, and touches no other; after --trainer.max-skipped-updates in a row, it is trained no
-        more, and no episodes are generated for the source of its name.
+        Each minibatch takes one update per epoch, or none if it has no rows. If one adapter's update fails or is not
+        finite, only that update is skipped. After --trainer.max-skipped-updates in a row, the adapter is no longer
+        trained, and no episodes are generated for its source.
 
         Args:
-            mix_rows: compute rows of several adapters together, if the trainer has one rank and a model that can;
-                results then equal separate trainings within rounding; with rows of their own, bit for bit.
+            mix_rows: compute rows of several adapters together, if the trainer has one rank and the model supports it.
+                Results then equal separate trainings within rounding; without it, bit for bit.
 
         Raises:
             ForgeError: no adapter is left to train.
@@ -216,11 +226,14 @@ class RunAdapters:
         for name, packed in batches.items():
             adapter_loss = loss[name] if isinstance(loss, Mapping) else loss
             trained = packed if adapter_loss.keeps_uniform else packed.without_uniform
+            # `pack` may lay out each epoch by itself; the minibatches are then repeated only for the epochs it left.
             epochs = max(1, self._trainer.config.epochs // packed.epochs)
             passes_of.append(
                 [AdapterPass(name=name, minibatch=minibatch, loss=adapter_loss) for minibatch in trained.minibatches]
                 * epochs
             )
+        # The adapters' minibatches go side by side: one pass of each, then one optimizer step of each, so that their
+        # rows can share a pass.
         for turn in zip_longest(*passes_of):
             passes = [part for part in turn if part and part.minibatch.rows and not self[part.name].failure]
             for adapter_pass, result in zip(passes, await self._run(passes, mix_rows), strict=True):
@@ -241,18 +254,18 @@ class RunAdapters:
         return self._metrics(updates)
 
     async def _run(self, passes: Sequence[AdapterPass], mix_rows: bool) -> list[Pass | ForgeError]:
-        """Run a pass of each adapter, together where the trainer can."""
+        """Run one pass of each adapter, over shared rows if the trainer can; returns results or errors in order."""
         if mix_rows and self._mixes and len(passes) > 1:
             try:
                 return await self._trainer.adapters.run_many(passes)
-            except ConfigError:  # such as of a model with experts
+            except ConfigError:  # the model cannot, for example as it has experts
                 self._mixes = False
         results: list[Pass | ForgeError] = []
         for adapter_pass in passes:
             name, minibatch, loss = adapter_pass.name, adapter_pass.minibatch, adapter_pass.loss
             try:
                 results.append(await self._trainer.adapters.run(name, minibatch, loss))
-            except ServiceError:
+            except ServiceError:  # dead ranks concern all adapters: the run recovers
                 raise
             except ForgeError as error:
                 results.append(error)
@@ -262,6 +275,7 @@ class RunAdapters:
         """Take an adapter's optimizer step; returns its metrics, or why there was none."""
         optimizer = self._trainer.config.optimizer
         total = self._config.steps * self._trainer.config.updates_per_batch
+        # Each adapter follows the learning rate's schedule by its own count of updates, whatever the others have taken.
         adam = AdamStep(
             lr=optimizer.lr_at(adapter.updates, total),
             beta1=optimizer.beta1,
@@ -285,7 +299,7 @@ class RunAdapters:
             self._warn(f"adapter {adapter.name} is trained no more, after {adapter.skipped} skipped updates in a row")
 
     def _metrics(self, updates: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
-        """Return means over an adapter's updates, of tokens the sum, under its name; and the sum of all tokens."""
+        """Average each adapter's metrics over its updates, but sum its tokens; add the tokens of all adapters."""
         stats = {"tokens/trained": 0.0}
         for name, rows in updates.items():
             for key in dict.fromkeys(key for row in rows for key in row):
@@ -298,7 +312,7 @@ class RunAdapters:
         return stats
 
     async def publish(self) -> None:
-        """Load the adapters that were updated into all engines, where their sources' next episodes sample with them."""
+        """Load updated adapters into all engines; the next episodes of their sources are generated with them."""
         for adapter in self._adapters.values():
             if adapter.version == adapter.updates:
                 continue
@@ -306,6 +320,7 @@ class RunAdapters:
                 await self._trainer.adapters.save(adapter.name, Path(folder))
                 self._trainer.adapters_probed.pop(adapter.name, None)  # engines are about to leave that version
                 await self._generator.load_adapter(adapter.name, Path(folder))
+            # Scored last: probes compare engines with the trainer only once the engines have loaded this version.
             adapter.version = adapter.updates
             await self._trainer.probe_adapter(adapter.name, adapter.version)
 
@@ -323,7 +338,8 @@ class RunAdapters:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over counts; `restore` then brings trainer and engines to them."""
+        """Adopt the counts; `restore` then brings trainer and engines to the same updates."""
+        # An adapter that the state lacks was opened after it was saved, and returns to its first values.
         for name in {*self._adapters, *state}:
             counts = state.get(name, {})
             adapter = self._adapters.setdefault(name, RunAdapter(name=name))

@@ -72,10 +72,11 @@ class Run(Generic[C]):
         """The last step's batch, for inspection."""
         self.close = close
         """Closes a run that was opened with `open`: stops the services and flushes the logs."""
+        # Recorded episodes show the trainer's logprobs and entropies, which ranks send only on request.
         self.trainer.keeps_logprobs = config.recording.share > 0
         self._services = parts.services
         self.batches = parts.batches
-        """What gives the run its batches: `rollouts`, or `examples`."""
+        """Source of the run's batches: `rollouts` or `examples`."""
         self._live = parts.live
         self._evaluator = parts.evaluator
         self._checkpointer = checkpointer
@@ -136,7 +137,7 @@ class Run(Generic[C]):
 
     @property
     def generator(self) -> Generator:
-        """The engines; errors as of `rollouts`, also of what else generates and scores episodes."""
+        """The engines; raises a ConfigError if the run trains on given examples, as do the properties that follow."""
         return self._rollout.generator
 
     @property
@@ -156,7 +157,7 @@ class Run(Generic[C]):
 
     @property
     def adapters(self) -> RunAdapters:
-        """Adapters by name, each trained apart over the one base; errors as of `generator`.
+        """Adapters by name, trained separately over one base model; see `generator` for errors.
 
         await run.adapters.open("math", "code")  # before the first step
         """
@@ -170,6 +171,8 @@ class Run(Generic[C]):
                 checkpoint=self._last_checkpoint,
                 warn=self._log.warn,
             )
+            # Their counts are saved with the controller's state, their weights in folders of the checkpoint: two
+            # places, which a restore compares.
             self.keep("adapters", self._adapters)
             self._checkpointer.beside.append(self._adapters.save)
         return self._adapters
@@ -257,6 +260,7 @@ class Run(Generic[C]):
         Raises:
             DeadlineError: the phase takes longer than phase_deadline_s.
         """
+        # While ranks train, this process only waits: a collection delays nobody. See `responsive_loop`.
         collection = idle_collection() if name == "train" else contextlib.nullcontext()
         deadline = self._monitor.faults.deadline(name, self.config.phase_deadline_s)
         with self._metrics.phase(name), deadline, collection:
@@ -276,13 +280,16 @@ class Run(Generic[C]):
             All metrics of the step.
         """
         if packed is not None and self.trainer.spares_uniform:
-            packed = packed.without_uniform  # what was computed
+            # Counts are of the rows that were computed; the trainer keeps its scores by this same object.
+            packed = packed.without_uniform
         values = self._metrics.end_step(stats, batch, packed)
+        # From here on `self.step` counts this step, under whose number the rest is logged.
         self._checkpointer.end_step()
         self._metrics.warn(self.step, stats, packed)
         self._log.log(self.step, values, batch)
         if batch is not None:
             self.last_batch = batch
+            # Scores are of one packed batch; a recipe may log another than it trained on last.
             scored, self.trainer.scored = self.trainer.scored, None
             logprobs = scored[1] if scored is not None and scored[0] is packed else None
             self._log.record(
@@ -311,7 +318,11 @@ class Run(Generic[C]):
                 hint="pass them: run.train_on(batch, rl.batch_advantages(batch))",
             )
         with self.phase("train"):
+            # Packing takes time that grows with the tokens. In a thread, it does not hold up the event loop, which
+            # serves engines and environments meanwhile.
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)
+            # Engines report logprobs at the sampling temperature; the trainer scales its logits alike, or ratios would
+            # be off.
             temperature = self.generator.sampling.temperature if self._generates else 1.0
             stats = await self.trainer.step(packed, self.loss, temperature=temperature)
         if self._generates:
@@ -333,27 +344,33 @@ class Run(Generic[C]):
         """
         trainers = self._services.trainers
         for trainer in trainers:
-            if not trainer.alive or self._checkpointer.rolling_back:  # a session may continue after an interrupt
+            # An interactive session may continue after an interrupt that came before a recovery or in the middle of it.
+            if not trainer.alive or self._checkpointer.rolling_back:
                 await self._recover(trainer.name)
 
         async def raise_death(trainer: Trainer) -> None:
             cause = await trainer.death()
-            await asyncio.sleep(0.5)  # a call in flight fails by itself
-            if trainer.restarts_left:  # else the run ends with it
+            # A call in flight on the dead ranks may fail first, with a better message.
+            await asyncio.sleep(0.5)
+            if trainer.restarts_left:  # otherwise, that call's error ends the run
                 raise ReplicaError(cause, service=trainer.name)
 
         try:
             with contextlib.ExitStack() as stack:
                 for trainer in trainers:
                     stack.enter_context(interrupted_by(functools.partial(raise_death, trainer)))
-                if self._evaluator.blocking:  # one that was restarted: training must not overtake it
+                # A rollback or a resumed run has restarted a pending evaluation, which training must not overtake.
+                if self._evaluator.blocking:
                     await self.finish_evaluation()
                 yield
+                # Attached clients' work waits for this point, where no phase is under way.
                 await self._after_step.run()
                 if self.paused:
                     async with self.rollouts.holding() if self._generates else contextlib.nullcontext():
                         await self._after_step.run_while(self._hold)
         except ReplicaError as error:
+            # Only trainers are rolled back. Other services replace their own replicas before an error of theirs gets
+            # here.
             if error.service not in {trainer.name for trainer in trainers}:
                 raise
             await self._recover(str(error.service))
@@ -413,7 +430,7 @@ class Run(Generic[C]):
         """Evaluate the current weights on all sets; returns the first set's score, or None if it does not wait.
 
         By default its episodes run alongside the next batches' episodes, and its results are logged under this step, at
-        the end of the step in which they complete. A pending evaluation is finished first. Of given examples, the score
+        the end of the step in which they complete. A pending evaluation is finished first. On given examples, the score
         is the negative loss.
 
         Args:
@@ -425,6 +442,7 @@ class Run(Generic[C]):
         """
         if not self._evaluator.sets or self.config.evaluation.every == 0:
             return None
+        # Otherwise this step's evaluation is under way already, and a second call only waits for it.
         if self._evaluator.step != self.step:
             await self.finish_evaluation()
             self._evaluator.start(self.step, self.trainer.version)
@@ -437,6 +455,8 @@ class Run(Generic[C]):
             return None
         with self.phase("evaluate"):
             await self._evaluator.finish()
+        # The row of the evaluated step is written already if that step is the current one: its times then amend the
+        # row.
         return self._pop_evaluation(ends_step=self._evaluator.step == self.step)
 
     async def explain_gap(self, prompts: int = 16) -> GapReport:
@@ -494,8 +514,8 @@ class Run(Generic[C]):
         kept objects and `last_batch` are as at the start, episodes in flight are dropped, and the engines get the
         weights as a new version: versions continue to increase. Scores of step 0 stay, as they are of the same weights,
         and so do live changes of mixture, schedule and reward. The folder's metrics and episodes after step 0 are
-        dropped. `run.loss` may be changed between resets to one that needs nothing that `start` was not told of, such
-        as a reference.
+        dropped. Between resets, `run.loss` may be replaced by one that needs nothing the run was started without, such
+        as a frozen reference.
 
         Args:
             seed: seed of sampling, of the order of tasks, and of the split into minibatches; by default the last
@@ -550,13 +570,15 @@ class Run(Generic[C]):
     async def _recover(self, name: str) -> None:
         """Roll back after the death of the trainer or the critic, by its name."""
         with self.phase("recover"):
+            # An evaluation whose episodes are complete keeps its score; the rollback starts pending ones again.
             self._pop_evaluation()
             step = await self._checkpointer.rollback()
             while self._adapters is not None:
                 try:
                     await self._adapters.restore()
                     break
-                except ReplicaError as error:  # the trainer died again; with no restart left, the error is another one
+                except ReplicaError as error:
+                    # The trainer died again. Once no restart is left, `rollback` raises another error, which ends this.
                     if error.service != self.trainer.name:
                         raise
                     step = await self._checkpointer.rollback()

@@ -32,7 +32,7 @@ class StepState:
     updates: tuple[int, ...]
     """Updates taken by the trainer and, if there is one, the critic."""
     rollouts: dict[str, Any]
-    """State of the batches after the step's, which soon run ahead."""
+    """State of the batches just after the step's own; the batches themselves soon run ahead of it."""
     objects: dict[str, Any]
     """States of the recipe's own objects."""
 
@@ -87,11 +87,12 @@ class Checkpointer:
         """Step of the newest complete checkpoint; None if there is none."""
         self.rolling_back = False
         """Whether a rollback has begun and not ended: until then, the run's parts are of different steps."""
+        # A rollback without a checkpoint, and a reset, return to this state.
         self._first = parts.batches.state()
         self.kept = KeptObjects()
         """The recipe's own objects."""
         self.beside: list[Callable[[Path], Awaitable[None]]] = []
-        """What else writes into a checkpoint's folder, such as adapters by name; called while the trainer stands."""
+        """Further writers into a checkpoint's folder, such as adapters by name; called while the trainer is idle."""
         self._note()
         parts.live.changed.add(self._save_changes)
 
@@ -117,6 +118,7 @@ class Checkpointer:
 
     def _note(self) -> None:
         """Record the state that a checkpoint of this step holds."""
+        # Copied now: by the time a checkpoint is written, the batches of later steps are being drawn.
         self._ended = StepState(
             step=self.step, updates=self._updates(), rollouts=self._batches.state(), objects=self.kept.state()
         )
@@ -142,12 +144,13 @@ class Checkpointer:
             self.step = self.saved = checkpoint.step
         with reading(self._changes):
             has_changes = is_there(self._changes)
+        # `live.json` holds all live changes and not only new ones, so the later of the two replaces the other.
         live = (self._unsaved_changes() if has_changes else None) or live
         if live is not None:
             await self._batches.restore(_with_changes(rollouts, live))
             await self._live.resume(live)
         if has_changes:
-            self._save_changes()  # with the current flags
+            self._save_changes()  # with this command's flags, against which the next one compares its own
         self._first = self._batches.state()
         self._note()
         self.mark_best()
@@ -172,6 +175,7 @@ class Checkpointer:
             ReplicaError: the trainer died.
         """
         if self._saving is not None:
+            # `wait` and not `await self._saving`: a caller that is interrupted must not cancel the write.
             await asyncio.wait([self._saving])
             self._saving.result()
         if self.rolling_back:
@@ -184,6 +188,7 @@ class Checkpointer:
                 f"a checkpoint was asked for within step {self.step + 1}, after updates of the {self.trained[0]}",
                 hint="call run.checkpoint() after run.log(), which ends the step",
             )
+        # Training may go on as soon as the ranks have copied their state; files are written from the copy.
         copied = asyncio.get_running_loop().create_future()
         self._saving = asyncio.create_task(self._save(copied))
         await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
@@ -220,6 +225,7 @@ class Checkpointer:
             return error
 
     async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
+        # Taken before the first await: changes and scores that come during the write belong to the next checkpoint.
         trainers, step_state = self._services.trainers, self._ended
         (updates, *critic_updates), step = step_state.updates, step_state.step
         state = {"step": step, "updates": updates, "batches": step_state.rollouts.get("batches")}
@@ -239,6 +245,7 @@ class Checkpointer:
         )
         async with writing as folder:
             places = [folder, folder / "critic"][: len(trainers)]
+            # `writing` makes the policy's folders; a critic has the same two in one of its own.
             for place in places[1:]:
                 for part in ("model", "training"):
                     (place / part).mkdir(parents=True)
@@ -246,6 +253,7 @@ class Checkpointer:
                 await trainer.save(place, model=model)
             for write in self.beside:
                 await write(folder)
+            # Weights would be of another step than the controller's state, which no reader could tell from the files.
             if self._updates() != step_state.updates:
                 raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
             copied.set_result(None)
@@ -253,6 +261,7 @@ class Checkpointer:
                 await trainer.finish_save()
                 if trainer.lora.rank:
                     await asyncio.to_thread(name_base, place / "model", model)
+            # In a thread, as all disk work here: a file server that is away would stop the event loop.
             run, scores = self.checkpoints.folder.parent, dict(self._evaluator.scores)
             await asyncio.to_thread(write_card, folder / "model", run, step=step, scores=scores)
         self.saved = step
@@ -278,6 +287,7 @@ class Checkpointer:
             CheckpointError: a checkpoint cannot be read at the moment, or none is left undamaged.
             ServiceError: no trainer restart is left.
         """
+        # Stays set if this is interrupted: nothing may be saved from parts of different steps.
         self.rolling_back = True
         if self._saving is not None:  # its writers are gone; wait for any remaining disk operations
             self._saving.cancel()
@@ -286,10 +296,12 @@ class Checkpointer:
         while True:
             checkpoint = await asyncio.to_thread(self.checkpoints.set_damaged_aside, self._warn)
             if checkpoint is None:
+                # Checkpoints were written, and all are damaged or gone: starting over silently would lose the run.
                 self.checkpoints.check_new()
             self.saved = checkpoint.step if checkpoint else None
             try:
                 if self._services.rollout is not None:
+                    # Trainers restart with all their state on the devices, which engines may hold at the moment.
                     await self._services.rollout.devices.free_devices()
                 states = [checkpoint.training, checkpoint.critic] if checkpoint else [None, None]
                 for trainer, state in zip(self._services.trainers, states, strict=False):
@@ -297,7 +309,7 @@ class Checkpointer:
                         state.resolve() if state else None, cause="it is rolled back to the checkpoint"
                     )
                 await self._follow(checkpoint)
-            except ReplicaError as error:  # it died again; with no restart left, the error is another one
+            except ReplicaError as error:  # a trainer died again; with no restart left, it raises another error
                 if error.service not in {trainer.name for trainer in self._services.trainers}:
                     raise
             else:
@@ -307,9 +319,11 @@ class Checkpointer:
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
         """Bring everything except trainer and critic to the checkpoint's step."""
         state = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
+        # Live changes made since the checkpoint stay: the user has not taken them back.
         await self._batches.restore(_with_changes(state["rollouts"], self._live.state()))
         self.kept.restore(state.get("kept", {}))
         if self._services.rollout is not None:
+            # The restarted trainer publishes its version again: the store forgets that one and all later ones.
             await self._services.rollout.weights.rollback(self._services.trainer.version - 1)
         self.step = checkpoint.step if checkpoint else 0
         self._evaluator.rollback(self.step)
@@ -359,6 +373,7 @@ class Checkpointer:
         """Read and check the controller's state."""
         state, (updates, *critic_updates) = checkpoint.controller_state(), self._updates()
         match state:
+            # Written by an earlier process, perhaps by an earlier version of forge_rl: checked before anything uses it.
             case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live) and isinstance(
                 state.get("kept", {}), dict
             ):
@@ -366,6 +381,7 @@ class Checkpointer:
             case _:
                 message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"
                 raise CheckpointError(message, hint=checkpoint.hint)
+        # Each part states its own number, so that folders that were mixed by hand or by a copy are refused.
         parts = {"step": ("the name of step {}", checkpoint.step), "batches": ("rollouts of {} batches", batches)}
         parts |= {"updates": ("a training state of {} updates", updates)}
         if critic_updates:
@@ -394,6 +410,7 @@ class Checkpointer:
         hint = f"delete {self._changes} to resume without the changes since the last checkpoint"
         match read_object(self._changes, error=CheckpointError, hint=hint):
             case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
+                # A later checkpoint has them, or has seen them taken back.
                 return live if made_at >= self.step else None
         raise CheckpointError(f"{self._changes} cannot be read: it lacks something", hint=hint)
 

@@ -41,6 +41,7 @@ _LATEST = "last_checkpoint.json"
 would silently start at step 0."""
 _REPLACED = ".replaced"
 _ASIDE = re.compile(r"step-\d{6,}\.damaged-\d+")
+# Errors that mean absence. Any other, such as a file server that is away, says nothing about the file.
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _READ_BYTES = 8 << 20
 _HASHING_THREADS = 8
@@ -79,6 +80,7 @@ class Checkpoint:
         hint = f"repeat the command once it can be read; if its disk is broken, move {self.folder} away"
         with reading(self.folder, hint):
             files = _files(self.folder)
+            # The file may hold anything after damage: whatever it lacks is damage too, and no error of this program.
             try:
                 manifest = json.loads((self.folder / MANIFEST).read_text())
                 _check_format(self.folder, manifest)
@@ -106,13 +108,14 @@ class Checkpoint:
             CheckpointError: the file is missing or invalid, or of a newer format.
         """
         state = read_object(self.folder / "controller.json", error=CheckpointError, hint=self.hint)
+        # One converter for each older format, applied in turn.
         for number in range(_check_format(self.folder, state), FORMAT):
             state = _CONVERTERS[number](state)
         return state
 
 
 class Checkpoints:
-    """All checkpoints of a run, in a folder created with the first one; keeps the newest `keep` and the best.
+    """All checkpoints of a run, in a folder created with the first one; keeps the newest `keep` and the best one.
 
     Args:
         keeps_best: mark the checkpoint with the best score, and keep it.
@@ -138,7 +141,7 @@ class Checkpoints:
         """List all completely written checkpoints, oldest first.
 
         Raises:
-            CheckpointError: the folder exists and cannot be read; also of the methods that follow.
+            CheckpointError: the folder exists and cannot be read; the methods that follow raise it too.
         """
         with reading(self.folder):
             return [Checkpoint(step=step, folder=path) for step, path in checkpoints_in(self.folder).items()]
@@ -157,6 +160,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there was one, and none is left to resume from.
         """
+        # The marker lies outside of the folder, so that it outlives the folder's loss.
         marker = self.folder.with_name(_LATEST)
         with reading(self.folder):
             names = os.listdir(self.folder) if is_there(self.folder) else []
@@ -214,6 +218,7 @@ class Checkpoints:
             if best is None:
                 self._best.unlink(missing_ok=True)
                 return
+            # A link cannot be changed in place: a rename over it leaves readers the old one or the new one.
             partial = self._best.with_name(".best.partial")
             partial.unlink(missing_ok=True)
             partial.symlink_to(best.folder.name)
@@ -245,7 +250,7 @@ class Checkpoints:
             yield partial
             await _in_thread(lambda: self._commit(partial, final, controller_state, unscored))
         except (OSError, CheckpointError) as error:
-            # Free its space for other files.
+            # Free its space for other files, such as the log on a full disk.
             await _in_thread(lambda: shutil.rmtree(partial, ignore_errors=True))
             if isinstance(error, CheckpointError):
                 raise
@@ -257,6 +262,7 @@ class Checkpoints:
     def _begin(self, partial: Path, bytes_needed: int) -> None:
         """Remove leftovers of interrupted writes, and create the folders to fill."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Before leftovers go: a step that was being replaced may exist only under its temporary name.
         self._put_back()
         for leftover in self.folder.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)  # the next write tries again
@@ -279,6 +285,7 @@ class Checkpoints:
                 hint="sources and kept objects must give numbers and texts",
             ) from error
         (partial / "controller.json").write_text(f"{state}\n")
+        # The manifest is made last: it lists every other file as it will stay.
         files = _files(partial)
         digests = _digests(files)
         listed = {name: [path.stat().st_size, digests[name]] for name, path in files.items()}
@@ -294,18 +301,20 @@ class Checkpoints:
             self._put_back()
             raise
         _sync(self.folder)
+        # The checkpoint is complete: what fails from here on costs disk space or a warning, and not the checkpoint.
         self.unremoved = ""
         try:
             write_json(self.folder.with_name(_LATEST), {"checkpoint": final.name})
             self._remove_old(unscored)
-        except (OSError, CheckpointError) as error:  # the new one is complete all the same
+        except (OSError, CheckpointError) as error:
             self.unremoved = str(error)
 
     def _remove_old(self, unscored: int | None) -> None:
         best = self.best()
         protected_steps = {unscored if self._keeps_best else None, best.step if best else None}
         for checkpoint in self.all()[: -self.keep]:
-            if checkpoint.step not in protected_steps:  # renamed first: one that is half removed would seem damaged
+            # Renamed first: a process killed halfway through the removal would leave one that seems damaged.
+            if checkpoint.step not in protected_steps:
                 checkpoint.folder.rename(self.folder / f".{checkpoint.folder.name}.removed")
         for folder in self.folder.glob(".step-*"):
             shutil.rmtree(folder)
@@ -347,7 +356,7 @@ def _stating_batches(state: dict[str, Any]) -> dict[str, Any]:
 
 
 _CONVERTERS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _stating_batches}
-"""Makes a controller's state of each older format one of the next."""
+"""Converters of a controller's state, each from the format that is its key to the next one."""
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -357,6 +366,7 @@ def _files(folder: Path) -> dict[str, Path]:
         OSError: a folder or a file's status cannot be read; Path.rglob may take that for an absence.
     """
 
+    # os.walk skips what it cannot list unless it is given a function that raises.
     def refuse(error: OSError) -> None:
         if not isinstance(error, _ABSENT):
             raise error

@@ -32,7 +32,7 @@ class KeptObjects:
         self._first: dict[str, Any] = {}
         """State of each object when it was added."""
         self._waiting: dict[str, Any] = {}
-        """States of objects that were not added yet."""
+        """Restored states of objects that have not been added yet."""
 
     def add(self, name: str, thing: Stateful) -> None:
         """Add an object, and load its state if there is one.
@@ -40,6 +40,7 @@ class KeptObjects:
         Raises:
             ConfigError: its state is not JSON.
         """
+        # A round trip through JSON: a copy, and of exactly the form that a resumed run loads.
         try:
             self._first[name] = json.loads(json.dumps(thing.state_dict()))
         except (TypeError, ValueError) as error:
@@ -52,11 +53,12 @@ class KeptObjects:
 
     def state(self) -> dict[str, Any]:
         """Return the states of all objects by name."""
+        # States that still wait are saved again, or a run that never adds their objects would lose them.
         states = {name: json.loads(json.dumps(thing.state_dict())) for name, thing in self._objects.items()}
         return self._waiting | states
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Load the states of `state`; an object that has none gets back the state that it was added with."""
+        """Load states returned by `state`; an object without one returns to the state that it was added with."""
         for name, thing in self._objects.items():
             thing.load_state_dict(states.get(name, self._first[name]))
         self._waiting = {name: state for name, state in states.items() if name not in self._objects}

@@ -28,9 +28,9 @@ _MOST_FILES = 100_000
 
 
 class CheckpointMirror:
-    """Copies checkpoints to an address and back; everybody who can write there decides on the weights.
+    """Copies checkpoints to an address and back. Whoever can write there decides on the weights.
 
-    The manifest of a checkpoint is written last and removed first: one without it is not there.
+    A checkpoint's manifest is written last and removed first: without it, the copy does not count.
 
         mirror = CheckpointMirror("s3://bucket/run")
         mirror.restore(folder, check_settings=check, tell=print, progress=show)  # before the run
@@ -49,8 +49,8 @@ class CheckpointMirror:
     def copy(self, checkpoints: Checkpoints) -> int:
         """Copy new checkpoints to the address, newest first, and remove old copies; returns the bytes written.
 
-        As many of the newest copies stay as the run keeps checkpoints, and the best, also if the run's folder has lost
-        theirs, which is repaired from these copies.
+        As many of the newest copies stay as the run keeps checkpoints, and so does the best one. They stay even if the
+        run's folder has lost these checkpoints, since it is repaired from the copies.
 
         Raises:
             OSError: a file cannot be written or read.
@@ -59,9 +59,11 @@ class CheckpointMirror:
         local, names = {checkpoint.folder.name: checkpoint for checkpoint in checkpoints.all()}, self._folders()
         complete = self._complete(names)
         copied_bytes = 0
+        # Newest first: if the run ends during the copy, its latest steps are the ones that are safe.
         for name in sorted(local, key=_number, reverse=True):
             if name not in complete or self._is_stale(local[name]):
                 copied_bytes += self._put(local[name])
+        # An empty folder may have lost its checkpoints: nothing is removed on its account.
         if not local:
             return 0
         for name in SETTINGS:
@@ -71,13 +73,14 @@ class CheckpointMirror:
             self._files.write(_BEST, best.folder.name.encode())
         else:
             protected_names.add(self._best())
+        # The manifest goes first, so that a removal cut short leaves no copy that seems whole.
         for name in names - local.keys() - (protected_names & complete):  # also what a killed run left half written
             self._files.remove(f"{name}/{MANIFEST}")
             self._files.remove_folder(name)
         return copied_bytes
 
     def _is_stale(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the copy is of an earlier write of the same step, and remove its manifest if it is.
+        """Return whether the copy is from an earlier write of the same step; if so, remove its manifest.
 
         Raises:
             CheckpointError: the checkpoint is damaged, and may not replace the copy.
@@ -85,6 +88,7 @@ class CheckpointMirror:
         place, manifest = f"{checkpoint.folder.name}/{MANIFEST}", (checkpoint.folder / MANIFEST).read_bytes()
         if self._files.read(place, len(manifest)) == manifest:
             return False
+        # A damaged checkpoint differs from its copy as well, and must not replace it: the copy is what repairs it.
         if damage := checkpoint.damage():
             raise CheckpointError(f"{checkpoint.folder} is damaged: {damage}")
         self._files.remove(place)
@@ -102,8 +106,8 @@ class CheckpointMirror:
 
         Args:
             folder: the run's, locked.
-            check_settings: called with a folder that has the copied settings; raises an error if they are another
-                run's, and returns lines about permitted changes.
+            check_settings: called with a folder that holds the copied settings; raises an error if they are those of
+                another run, and returns lines about permitted changes.
             tell: called with a line about each checkpoint that cannot be used.
 
         Raises:
@@ -115,6 +119,7 @@ class CheckpointMirror:
             local = {path.name for path in checkpoints_in(checkpoints).values()}
         newest_step = max(map(_number, local), default=-1)
 
+        # Files arrive in a folder next to the checkpoints and are verified there: a rename then shows them whole.
         def bring(name: str) -> bool:
             if damage := self._fetch(name, staged / "checkpoints" / name, progress):
                 tell(f"the copy of {name} at --checkpoint-mirror cannot be used: {clipped(damage, lines=1, width=300)}")
@@ -130,11 +135,13 @@ class CheckpointMirror:
             newer = sorted((name for name in copies if _number(name) > newest_step), key=_number, reverse=True)
             if not newer:
                 return
-            (staged / "checkpoints" / newer[0]).mkdir(parents=True)  # so that edited code is refused
+            # `check_settings` refuses edited code only where there are checkpoints: let the folder seem to have one.
+            (staged / "checkpoints" / newer[0]).mkdir(parents=True)
             for settings in SETTINGS:
                 self._get(PurePosixPath(settings), staged / settings, _MOST_JSON_BYTES)
             for line in check_settings(staged):
                 tell(line)
+            # The newest that is intact; older ones are only fetched if it is not.
             restored_name = next((name for name in newer if bring(name)), "")
             if restored_name and (best := self._best()) in copies - {restored_name, *local}:
                 bring(best)
@@ -147,11 +154,11 @@ class CheckpointMirror:
             shutil.rmtree(staged, ignore_errors=True)
 
     def _best(self) -> str:
-        """Return the name in the file about the best checkpoint at the address, or ""."""
+        """Return the name of the best checkpoint, as a file at the address states it, or ""."""
         return self._files.read(_BEST, 100).decode(errors="replace") if self._files.exists(_BEST) else ""
 
     def _folders(self) -> set[str]:
-        """Return the names of the checkpoints at the address, also of incomplete ones."""
+        """Return the names of all checkpoints at the address, including incomplete ones."""
         return {name for name in self._files.names() if _STEP.fullmatch(name)}
 
     def _complete(self, names: set[str]) -> set[str]:
@@ -188,6 +195,7 @@ class CheckpointMirror:
             progress(f"copying {name}", copied_bytes / max(1, total))
             (folder / inner).parent.mkdir(parents=True, exist_ok=True)
             try:
+                # At most the size that the manifest states, so that a replaced file cannot fill the disk.
                 self._get(PurePosixPath(name) / inner, folder / inner, size)
             except FileNotFoundError:
                 return f"{inner} is missing"
@@ -208,8 +216,7 @@ class CheckpointMirror:
 
 
 class MirrorTask:
-    """Copies a run's checkpoints in a thread during the run; a failure is a warning, and tried again with the
-    next checkpoint."""
+    """Copies a run's checkpoints in a thread during the run. A failure is a warning; the next checkpoint retries it."""
 
     def __init__(self, mirror: CheckpointMirror, checkpoints: Checkpoints, log: RunLog) -> None:
         self._mirror, self._checkpoints, self._log = mirror, checkpoints, log
@@ -233,8 +240,9 @@ class MirrorTask:
             try:
                 copied_bytes = await asyncio.to_thread(self._mirror.copy, self._checkpoints)
             except Exception as error:
+                # The run removed an old checkpoint while it was being copied: the next pass no longer lists it.
                 if self._again and isinstance(error, FileNotFoundError):
-                    continue  # a checkpoint that newer ones replaced meanwhile
+                    continue
                 cause = clipped(f"{type(error).__name__}: {error}", lines=1, width=300)
                 self._log.warn(f"the checkpoint is not copied to --checkpoint-mirror: {cause}")
             else:
@@ -251,6 +259,7 @@ def _listed(manifest: bytes) -> Iterator[tuple[PurePosixPath, int]]:
     Raises:
         ValueError: it is not a manifest, or names a file outside its folder.
     """
+    # Whoever writes at the address may name any path: one that leaves the folder could overwrite the user's files.
     try:
         entries: dict[str, Any] = json.loads(manifest)["files"]
         files = [(PurePosixPath(name), int(size)) for name, (size, _) in entries.items()]

@@ -87,6 +87,7 @@ async def assemble(
     if config.recording.share:
         await asyncio.to_thread(_write_vocabulary, prepared.folder / EPISODES, tokenizer, log.warn)
     async with contextlib.AsyncExitStack() as stack:
+        # All three stay None in a run on given examples without a reward, which generates nothing.
         rollouts = reward = policy = None
         if services.rollout is not None:
             assert setup.rollouts is not None, "services of rollouts have started"
@@ -95,10 +96,12 @@ async def assemble(
             running = _running_episodes(prepared, config, services.rollout, backend, tokenizer, player)
             run_episode = await stack.enter_async_context(running)
             rollouts = _rollouts(monitor, config, services, services.rollout, setup.mixture, tokenizer, run_episode)
+            # Registered after `run_episode` was entered, so episodes are cancelled before the agents' gateway closes.
             stack.push_async_callback(rollouts.close)
             policy = PolicyGateway(backend, tokenizer, log.warn)
             stack.push_async_callback(policy.close)
         batches, evaluations = _batches(checked, services, setup, rollouts, tokenizer, log.warn)
+        # Live settings exist before the state is restored: `Checkpointer.resume` reapplies earlier changes to them.
         settings = LiveSettings(
             rollouts,
             setup.mixture,
@@ -121,11 +124,14 @@ async def assemble(
         reserved_gpus = gpus_taken(checked, hosts, engines=False)
         elastic = ElasticHosts(config, prepared, hosts, checked.models.policy, services, reserved_gpus)
         control = Control(run, settings, policy, elastic)
+        # A host that replaces a dead one joins over the network, so a run that asks for hosts listens in any case.
         attach_address = config.attach_on or _address_for_hosts(hosts)
         tcp_socket = stack.enter_context(_listening(config, attach_address)) if attach_address else None
         await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, tcp_socket))
+        # Last: a host can only join once the control server takes its request.
         elastic.replace()
-        gc.freeze()  # also modules imported meanwhile: see responsive_loop
+        # Modules that were imported since the loop was set up are left out of collections too; see `responsive_loop`.
+        gc.freeze()
         yield run, Ending(run, services, checkpointer, monitor)
 
 
@@ -142,6 +148,7 @@ async def _checkpointing(prepared: PreparedRun, checked: CheckedRun[C], parts: R
         warn=log.warn,
         saved=mirror.follow if mirror else None,
     )
+    # The stack unwinds in reverse: the last checkpoint is written first, and then copied.
     async with contextlib.AsyncExitStack() as stack:
         if mirror is not None:
             stack.push_async_callback(mirror.close)
@@ -152,6 +159,7 @@ async def _checkpointing(prepared: PreparedRun, checked: CheckedRun[C], parts: R
 async def _resume(prepared: PreparedRun, checkpointer: Checkpointer, *, generates: bool) -> None:
     """Resume from the checkpoint, if there is one, and publish the first weights, if there are engines."""
     display = prepared.monitor.display
+    # Engines start with the model's files: a resumed run's weights reach them by this first publish.
     await checkpointer.resume(prepared.checkpoint)
     if prepared.checkpoint is not None:
         prepared.monitor.log.event(f"continued from {prepared.checkpoint.folder}")
@@ -169,7 +177,8 @@ def _listening(config: RunConfig, address: str) -> socket.socket:
         ConfigError: the address is public, or cannot be used.
     """
     tcp_socket = listen(address, "--attach-on")
-    host, port = tcp_socket.getsockname()[:2]  # a name may stand for a public address
+    # Checked again by number: the flag may hold a name, which may stand for a public address.
+    host, port = tcp_socket.getsockname()[:2]
     try:
         check_reachable(f"{host}:{port}", "--attach-on", may_be_public=config.isolation.public_ports)
     except ConfigError:
@@ -217,6 +226,7 @@ def _batches(
     losses = ExampleEvaluations(services.trainer, setup.loss, maker, warn=warn)
     if services.rollout is None or rollouts is None or answers is None:
         return batches, losses
+    # Engines of a run on examples get the weights only when answers are to be evaluated.
     publish = partial(services.rollout.publish, services.trainer)
     return batches, AnswerEvaluations(losses, answers, rollouts, services.rollout.devices, publish)
 
@@ -254,7 +264,8 @@ def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str]
 
 
 def _probes(config: RunConfig, trainer: Trainer, generator: Generator, tokenizer: Tokenizer) -> VersionProbes | None:
-    engines = "bfloat16" if config.generator.urls else generator.dtype  # others' engines have a dtype of their own
+    # Servers that others run have a dtype of their own; the coarser one is assumed.
+    engines = "bfloat16" if config.generator.urls else generator.dtype
     trained_in = str(resolve_dtype(config.trainer.dtype)).removeprefix("torch.")
     # Roundings of float32 are so small that a third of the tokens tells as much.
     is_exact = "bfloat16" not in (engines, trained_in)
@@ -307,6 +318,7 @@ def _rollouts(
         scoring=EpisodeScoring(reward=rollout.reward, wait_s=config.reward.wait_for_another_s),
         listener=monitor.log,
     )
+    # A run that waits for a working reward goes on with a new one, which is tried on the last batch first.
     rollout.reward.replaced.add(rollouts.reward_replaced)
     rollout.reward.try_on(rollouts.samples)
     monitor.follow(rollouts.status, rollouts.waiting_for)

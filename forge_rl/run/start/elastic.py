@@ -26,7 +26,7 @@ _LEAVE_S = 120.0
 
 
 class ElasticHosts:
-    """Takes hosts into a live run, and lets them go.
+    """Adds hosts to a live run and removes them.
 
     Args:
         hosts: hosts of the run.
@@ -68,8 +68,7 @@ class ElasticHosts:
         return states | cluster.lost_hosts
 
     def meeting_point(self) -> dict[str, str]:
-        """Return what a host that wants to join must know: the controller's IP address; "" if only processes of its
-        machine reach it."""
+        """Return what a joining host needs: the controller's IP address, or "" if only its own machine reaches it."""
         return {"controller": controller_address()}
 
     async def join(self, name: str, address: str, services: Sequence[str] = ()) -> str:
@@ -97,6 +96,7 @@ class ElasticHosts:
         if unknown := [service for service in services if service not in JOINED]:
             raise ConfigError(f"no host can join {unknown[0]!r:.80}", hint=f"name some of {', '.join(JOINED)}")
         cluster, log = self._hosts.cluster, self._prepared.monitor.log
+        # One at a time: names, cores and hosts.json are of all hosts so far.
         async with self._joining:
             if name in cluster.hosts or name in cluster.lost_hosts:
                 raise ConfigError(f"the run has, or had, a host {name!r}", hint="give the new host another name")
@@ -114,6 +114,7 @@ class ElasticHosts:
                     self._choose_for(name, info, lost_host) if lost_host else self._choose(name, info, services)
                 )
                 await self._start(name, info, joined_services, self._reserved_gpus.get(lost_host, 0))
+            # Also on cancellation: the cluster knows the host already, and must not keep one that joined only in part.
             except BaseException as error:
                 cause = error.message if isinstance(error, ForgeError) else type(error).__name__
                 cluster.lose(name, f"it could not join: {cause}")
@@ -122,6 +123,7 @@ class ElasticHosts:
             for service in joined_services:
                 self._services[service].append(name)
             write_hosts(self._prepared.folder, self._infos, self._services)
+        # Only now is the lost host no longer awaited: ranks and replicas that wait for a place find this one.
         self._hosts.replacements.joined(name)
         text = f"host {name} has joined: {', '.join(joined_services)} ({info.describe()})"
         log.event(text)
@@ -141,12 +143,14 @@ class ElasticHosts:
             )
         if name in cluster.leaving:
             raise ConfigError(f"host {name} is leaving already", hint="wait until it has left")
+        # Nothing new is placed there from now on.
         cluster.leaving.add(name)
         self._prepared.monitor.log.event(f"host {name} is leaving")
         departures = [] if self._rollout is None else [self._rollout.generator.leave(name)]
         if self._rollout is not None and self._rollout.environment is not None:
             departures.append(self._rollout.environment.leave(name))
         tasks = [asyncio.ensure_future(departure) for departure in departures]
+        # Bounded: a request or an environment that does not end would otherwise keep the host in the run.
         try:
             if tasks:
                 await asyncio.wait(tasks, timeout=_LEAVE_S)
@@ -196,6 +200,7 @@ class ElasticHosts:
         num_sharing = sum(host_info.space == info.space for host_info in self._infos.values())
         cores = max(1, info.cores // max(1, num_sharing))  # hosts that are processes of one machine share its cores
         if rollout is not None and {"generator", "trainer"}.intersection(joined_services):
+            # Before the engines: each loads the latest version from the store of its own host.
             await rollout.weights.add(name)
         if rollout is not None and "generator" in joined_services:
             rollout.generator.join(name, info.gpus[reserved_gpus:], cores)

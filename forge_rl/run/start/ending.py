@@ -42,6 +42,7 @@ class Ending:
 
     async def fail(self, error: Exception, cause: str) -> None:
         """Complete a run that an error ends, as `stop` does, and add the saved step to the error as a note."""
+        # The user needs the error that ended the run, and not one of the attempt to save it.
         try:
             await self.save()
         except Exception as save_error:
@@ -67,9 +68,11 @@ class Ending:
                 f"{self._checkpointer.saved or 0}"
             )
             return
+        # Only a trainer's own processes hold its weights and optimizer state.
         if not all(trainer.alive for trainer in trainers):
             return
         for trainer in trainers:
+            # The body may have been interrupted in a step that the ranks are still computing.
             await trainer.wait_idle()
         await self._checkpointer.close()
         trained = self._checkpointer.trained
@@ -79,7 +82,8 @@ class Ending:
                 f"resumes from step {self._checkpointer.saved or 0}"
             )
             return
-        if trained:  # stopped within a step whose updates have finished
+        # Stopped between the updates and the end of the step: the step is complete, and counts.
+        if trained:
             run.log({}, run.batches.last)
         if run.step not in (0, self._checkpointer.saved):
             await self._checkpointer.begin_save()
@@ -91,7 +95,7 @@ class Ending:
         latest = best = None
         try:
             latest, best = checkpoints.latest(), checkpoints.best()
-        except CheckpointError as error:  # the end has another cause, or none
+        except CheckpointError as error:  # an unreadable folder must not replace the cause of the end
             self._monitor.log.warn(f"the summary names no checkpoint: {error}")
         end = RunEnd(
             outcome=outcome,

@@ -36,7 +36,7 @@ from forge_rl.system.tasks import task_group
 
 C = TypeVar("C", bound=RunConfig)
 Answer = tuple[HostInfo, HostFacts, Clock]
-"""What a host has, and how its clock stands."""
+"""A host's devices, its facts, and the offset of its clock."""
 
 _ASK_DEADLINE_S = 300.0
 """Timeout of a host's answers, including the start of a process there."""
@@ -60,6 +60,8 @@ class RunHosts:
         """Return the settings with the hosts' device-dependent defaults where they have the controller's."""
         if (host_defaults := device_defaults()) == self.defaults:
             return config
+        # The settings were parsed before the hosts' devices were known. A value that differs from the controller's
+        # default was set by the user, and stays.
         parts = {}
         for part, controller_defaults in self.defaults.items():
             settings = getattr(config, part)
@@ -100,6 +102,7 @@ async def open_hosts(config: RunConfig, prepared: PreparedRun) -> AsyncIterator[
     job, monitor = build_job(config.job), prepared.monitor
     if not isinstance(job, Job):
         raise ConfigError(f"--job {config.job} runs a whole command", hint="start the recipe by its command line")
+    # The job may lose a host before there is a cluster, or later: both are noted, here first.
     lost_hosts: dict[str, str] = {}
     clusters: list[Cluster] = []
     placed: PlacedServices | None = None
@@ -124,6 +127,7 @@ async def open_hosts(config: RunConfig, prepared: PreparedRun) -> AsyncIterator[
         for host, cause in lost_hosts.items():
             cluster.lose(host, cause)
         replacing_job = job if isinstance(job, ReplacingJob) else None
+        # A process is started only on hosts other than this one, to ask for what they have.
         infos, without_model = {THIS_HOST: HostInfo.of_this_host()}, list[str]()
         if hosts:
             say(f"asking {', '.join(cluster.hosts[1:])}")
@@ -136,6 +140,7 @@ async def open_hosts(config: RunConfig, prepared: PreparedRun) -> AsyncIterator[
             _tell_of_hosts(prepared, cluster, infos, placed)
         async with replacing(replacing_job, prepared.folder, cluster, monitor) as replacements:
             try:
+                # From here on, checks and defaults ask about the hosts' devices in place of the controller's.
                 with standing_for(placed.devices) if hosts else contextlib.nullcontext():
                     yield RunHosts(
                         cluster=cluster,
@@ -157,7 +162,7 @@ def write_hosts(folder: Path, infos: Mapping[str, HostInfo], services: Mapping[s
 def sound_hosts(
     config: RunConfig, cluster: Cluster, answers: Mapping[str, Answer], warn: Callable[[str], None]
 ) -> dict[str, HostInfo]:
-    """Return what the sound hosts have; leave out those that fail the quick checks, with a warning.
+    """Return the devices of the hosts that pass the quick checks; warn about the others and leave them out.
 
     Raises:
         ForgeError: --placement names a host that fails, or all hosts of the job fail.
@@ -171,6 +176,7 @@ def sound_hosts(
     }
     chosen_hosts = {name for names in read_placement(config.placement).hosts.values() for name in names}
     for host, error in failed.items():
+        # Leaving out a host that the user named would change the placement that was asked for.
         if host in chosen_hosts or len(failed) == len(answers):
             raise error
         warn(f"{error.message}; the run goes on without it")
@@ -181,8 +187,10 @@ def sound_hosts(
 async def ask_hosts(
     cluster: Cluster, prepared: PreparedRun, model: Path, hosts: Sequence[str]
 ) -> tuple[dict[str, Answer], list[str]]:
-    """Return what each host has, and the hosts without the model; note in the cluster which see the run's folder."""
+    """Ask each host for its devices; also return the hosts without the model, and note who sees the run's folder."""
     service = Service("host", cluster, prepared.monitor.faults, recoverable=True)
+    # Each host answers with a file next to this one. The same path may exist there on another disk, so existence alone
+    # would prove nothing.
     probe = prepared.folder.resolve() / f".probe-{secrets.token_hex(8)}"
     try:
         probe.write_text(probe.name)
@@ -202,10 +210,11 @@ async def ask_hosts(
 
 
 async def _ask_one(service: Service, replica: Replica, probe: Path, model: Path) -> tuple[Answer, bool, bool]:
-    """Return what a host has, whether it sees the run's folder, and whether it sees the model's."""
+    """Return a host's answer, whether it sees the run's folder, and whether it sees the model's."""
     await service.watch(replica, deadline_s=_ASK_DEADLINE_S)
     answer = probe.with_name(f"{probe.name}-{replica.index}")
     problem = await replica.call("answer_probe", probe, answer, deadline_s=_ASK_DEADLINE_S)
+    # Both ways: the host reads a file of this machine, and this machine sees the one that it wrote.
     shares = not problem and await appears(answer, probe.name)
     missing = await replica.call("missing", (model,), deadline_s=_ASK_DEADLINE_S)
     info: HostInfo = await replica.call("info", deadline_s=_ASK_DEADLINE_S)

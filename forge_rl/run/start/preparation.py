@@ -1,4 +1,4 @@
-"""The first stage of a start: the run's folder, with everything that watches the run."""
+"""The first stage of a start: the run's folder, its log and its display."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from forge_rl.runtime.processes import responsive_loop
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """The folder of a run, locked, and what watches the run."""
+    """The locked folder of a run, its checkpoints, and its monitor."""
 
     folder: Path
     checkpoints: Checkpoints
@@ -62,17 +62,22 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         colocated(config)  # refuses too few GPUs
     folder, notes = choose_folder(config, recipe, config.out, code)
     with contextlib.ExitStack() as stack:
+        # The lock is held until everything else has been closed, and taken before anything in the folder is read or
+        # repaired.
         stack.callback(os.close, prepare_folder(folder, config, code))
+        # One pause for clock, deadlines and display, so that none of them counts its time.
         hold = Hold()
         clock = PhaseClock(paused_s=lambda: hold.seconds)
         display = Display(config.display, phase_clock=clock)
+        # There is no log yet to take these warnings.
         checkpoint_warnings: list[str] = []
         mirror = CheckpointMirror(config.checkpoint_mirror) if config.checkpoint_mirror else None
         checkpoints = Checkpoints(
             folder / "checkpoints", keep=config.keep_checkpoints, keeps_best=config.evaluation.keep_best
         )
         checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, checkpoint_warnings.append)
-        if mirror is not None:  # afterwards, so that its copies replace damaged ones
+        # After damaged checkpoints were set aside, so that their copies take their places.
+        if mirror is not None:
             compare = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
             restore = partial(
                 mirror.restore,

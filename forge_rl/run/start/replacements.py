@@ -50,13 +50,13 @@ class Replacements:
         self._monitor = monitor
         self._sleep = sleep
         self._places: dict[str, str] = {}
-        """Hosts asked for and not gone, each with the host of the job in whose place it comes."""
+        """Hosts that were asked for and are not gone, each with the host of the job that it replaces."""
         self._joined: set[str] = set()
         self._asked = 0
         self._refused = 0
         """Refusals in a row."""
         self._next_s = 0.0
-        """Seconds before the next question."""
+        """Seconds to wait before the next host is asked for."""
         self._asking = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -76,7 +76,7 @@ class Replacements:
 
     @property
     def asks(self) -> bool:
-        """Whether it asks for hosts at all."""
+        """Whether the job can be asked for hosts at all."""
         return self._job is not None and self._job.most_replaced > 0
 
     @property
@@ -105,9 +105,11 @@ class Replacements:
             await asyncio.wait(self._tasks)
 
     def _on_lost(self, host: str, cause: str) -> None:
+        # At the end of a run, hosts go on purpose.
         if self._monitor.faults.closing:
             return
-        if host in self._joined and self._why_not() is None:  # another one is asked for once its job has ended
+        # A replacement that died is replaced by `_replace`, which waits until its job has ended and then asks again.
+        if host in self._joined and self._why_not() is None:
             self._cluster.awaited.add(self._places[host])
         elif host in self._hosts and host not in self._cluster.leaving:
             self._cluster.awaited.add(host)
@@ -139,6 +141,7 @@ class Replacements:
         """Wait for the time to ask; return the name of the host to ask for, or None if no more are asked for."""
         assert self._job is not None
         log = self._monitor.log
+        # One at a time, so that several hosts that die together are asked for at the growing intervals too.
         async with self._asking:
             if (reason := self._why_not()) is not None:
                 log.event(f"no host is asked for in the place of {lost_host}: {reason}")
@@ -168,7 +171,7 @@ class Replacements:
         return name
 
     async def _serve(self, name: str) -> str:
-        """Ask for a host, and wait until it is gone; return why, "" if someone has let it go."""
+        """Ask for a host and wait until it is gone; return the cause, or "" if someone let it go."""
         assert self._job is not None
         display = self._monitor.display
         try:
@@ -177,7 +180,8 @@ class Replacements:
             self._refused += 1
             cause = error.message if isinstance(error, ForgeError) else str(error)
         if name in self._joined:
-            self._cluster.lose(name, cause or "it was let go")  # sooner than its silence shows it
+            # The scheduler knows of the end of its job sooner than the host's silence shows it.
+            self._cluster.lose(name, cause or "it was let go")
         else:
             display.startup(f"host {name}", "failed")
         self._joined.discard(name)

@@ -75,6 +75,7 @@ async def running_services(
     try:
         yield await _start_services(prepared, checked, hosts, started, reward=reward, environment=environment)
     finally:
+        # One service that cannot stop must not keep the others running.
         stopped = await asyncio.gather(*(service.stop() for service in started), return_exceptions=True)
         for failure in stopped:
             if isinstance(failure, BaseException):
@@ -93,6 +94,7 @@ async def _start_services(
     config = checked.config
     if hosts.without_model:
         await _copy_models(checked, hosts, prepared)
+    # The handover needs the started generator, whose replacement engines need the handover: a future closes the circle.
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
     generator = weights = scorer = envs = teachers = critic = None
     async with task_group() as group:
@@ -100,6 +102,7 @@ async def _start_services(
         def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
             return group.create_task(_start(name, detail, starting, started, prepared.monitor.display))
 
+        # Rollouts need all of these; a run on given examples starts the trainer alone.
         if reward is not None:
             generator = begin("generator", _engines(config), _start_generator(checked, hosts, prepared, handover))
             weights = begin("weights", config.weights.transport, _start_store(checked, hosts, prepared))
@@ -129,6 +132,7 @@ async def _start_services(
     services = Services(trainer=trainer.result(), critic=critic.result() if critic is not None else None)
     if generator is None or weights is None or scorer is None:
         return services
+    # Guests decode on the trainers' own devices while these wait for a batch; other engines only on shared ones.
     guests = DeviceHandover(generator.result().guests, *services.trainers) if config.generator.guests else None
     shared = services.trainers if checked.shares_devices else ()
     devices = DeviceHandover(generator.result(), *shared, guests=guests)
@@ -151,6 +155,7 @@ async def _copy_models(checked: CheckedRun[C], hosts: RunHosts, prepared: Prepar
     folders = {checked.models.policy, checked.models.critic_folder, *checked.models.teacher_folders.values()}
     if drafting is not None and drafting.model:
         folders.add(Path(drafting.model))
+    # A path of this user's home may not exist on another host, whose own default is used then.
     cache = None if checked.config.cache == default_cache() else checked.config.cache
     service = Service("copies", hosts.cluster, prepared.monitor.faults, recoverable=True)
     display.startup("models", "starting", ", ".join(hosts.without_model))
@@ -189,6 +194,7 @@ async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_
     except BaseException:
         display.startup(name, "failed", detail)
         raise
+    # Only what has started is stopped at the end; a start that fails cleans up after itself.
     started.append(service)
     display.startup(name, "ready", detail)
     return service
@@ -261,7 +267,7 @@ async def _start_trainer(
 
 
 def _devices_free(checked: CheckedRun[C], engines: asyncio.Task[Generator] | None) -> asyncio.Task[Generator] | None:
-    """Return what trainers wait for before they allocate memory: vLLM would count theirs as its own."""
+    """Return what trainers await before they allocate memory, which a starting vLLM would count as its own."""
     return engines if (checked.shares_devices or checked.config.generator.guests) and gpus() else None
 
 
@@ -301,6 +307,7 @@ def gpus_taken(checked: CheckedRun[C], hosts: RunHosts, *, engines: bool) -> dic
     """Return the number of GPUs of each host that are not free: the trainer's unless engines share them, and with
     `engines` the policy's engines' as well."""
     config, placed = checked.config, hosts.placed
+    # A critic adds none: it takes turns with the trainer on the same GPUs.
     ranks = placed.ranks_on(config.trainer.ranks)
     if not engines:
         return {} if checked.shares_devices else ranks

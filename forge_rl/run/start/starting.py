@@ -64,6 +64,7 @@ class Starting(Generic[C]):
         self.setup = setup
         self.recipe = recipe
         self._check()
+        # Made here and entered later: `open` and `close` of an interactive session use the same context manager.
         self._running = self._run()
 
     def _check(self) -> None:
@@ -113,7 +114,7 @@ class Starting(Generic[C]):
         world = rollouts.world if rollouts is not None else SingleTurn
         scores_itself = world is not None and (not callable(world) or getattr(world, "scores_itself", False))
         if rollouts is not None and isinstance(rollouts.player, AgentPlayer):
-            # What an agent has done in a container is scored by the task's tests.
+            # The task's own tests score the work of an agent in a container.
             scores_itself = scores_itself or getattr(rollouts.player.agent, "workplaces", None) is not None
         if scores_itself and (changed := changed_flags(config, ("rewards", "reward"))):
             raise ConfigError(
@@ -145,6 +146,7 @@ class Starting(Generic[C]):
     async def _run(self) -> AsyncIterator[Run[C]]:
         """Prepare, acquire hosts, check, start the services, assemble; save what a run that is interrupted has done."""
         setup = self.setup
+        # A loss that fails is found on a small row, before minutes of starting.
         try_loss(setup.loss, setup.mixture.sources)
         async with contextlib.AsyncExitStack() as stack:
             prepared = await stack.enter_async_context(prepare(self.config, self.recipe, self._code()))
@@ -166,18 +168,22 @@ class Starting(Generic[C]):
                     close = partial(self.__aexit__, None, None, None)
                     assembling = assemble(prepared, checked, hosts, services, setup, close=close)
                     run, ending = await stack.enter_async_context(assembling)
+                    # A fault that no service can recover from ends the body with its own error, wherever the body
+                    # waits.
                     with interrupted_by(monitor.faults.raise_fatal):
                         yield run
                         await ending.finish()
-                except RunStopped:  # the body was asked to end: the program goes on
+                except RunStopped:  # `Run.stop` asked for this end: the error stops here, and the program goes on
                     assert ending is not None, "a run was stopped"
                     await ending.stop(show=True)
+                # Ctrl-C and the stop signals arrive as a cancellation, which goes on to `launch` once the run is saved.
                 except asyncio.CancelledError:
                     monitor.log.event("stopping: a second signal stops immediately, without saving")
                     if ending is not None:
                         await ending.stop()
                     raise
                 except Exception as error:
+                    # An error from another process carries that process's trace, which says more than this one's.
                     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
                     cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
                     cause, trace = shortened(cause), shortened(trace, TRACE_LETTERS)
