@@ -22,7 +22,7 @@ from forge_rl.services.weight_store_config import WeightStoreConfig
 
 
 class SwitchedRun(Protocol):
-    """The settings of a run that are switches, as in `RunConfig`."""
+    """Settings of a run that switch others on, as in `RunConfig`."""
 
     @property
     def mixture(self) -> Adapting: ...
@@ -170,6 +170,7 @@ def check_switches(config: SwitchedRun) -> None:
     """
     changes = changes_of(config)
     for switch, needed in SWITCHES.items():
+        # A switch may be in a group that it governs, such as --mixture.adapt, and needs no switch itself.
         idle = [name for name in names_in(changes, needed.flags) if name != switch]
         if idle and not needed.is_on(config):
             hint = f"{needed.hint}, or leave out {idle[0]}"

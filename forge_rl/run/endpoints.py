@@ -36,8 +36,8 @@ def check_reachable(text: str, flag: str, *, may_be_public: bool) -> None:
     host, _ = address_of(text, flag)
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:
-        return  # a name
+    except ValueError:  # a name, whose address is checked once it is listened on
+        return
     if address.is_unspecified:
         raise ConfigError(f"{flag} is {text!r}, every address", hint="name the one that the other machines use")
     if address.is_global and not may_be_public:
@@ -55,6 +55,7 @@ def listen(text: str, flag: str = "--prometheus") -> socket.socket:
     """
     host, port = address_of(text, flag)
     try:
+        # In a private network, a socket of this process would be reachable by the run alone.
         if has_way_out():
             return listen_outside(host, port)
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

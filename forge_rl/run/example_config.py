@@ -97,7 +97,7 @@ class ExampleConfig(RunConfig):
             )
 
     def answer_reward(self) -> RewardFunction | WeightedSum | None:
-        """Return the reward of answers that evaluations generate; None if they measure the loss.
+        """Return the reward for answers that evaluations generate; None if evaluations measure the loss alone.
 
         Raises:
             ConfigError: a reward cannot be built.

@@ -65,6 +65,7 @@ def launch(
     """
     outlive_readers(ends=shows_only)
     try:
+        # Defaults and checks of flags depend on the devices, which --on replaces by those of other machines.
         with on_target(sys.argv[1:] if args is None else args):
             config = parse(config_class, prog or _command_of(main), args)
             getattr(config, "check_effects", lambda: None)()
@@ -84,7 +85,8 @@ def launch(
             if isolation.private_network and not (is_private() or has_way_out()):
                 enter([sys.executable, *sys.orig_argv[1:]])
             hide()
-            runner = asyncio.Runner()  # never closed: that would wait for tasks that ignore their cancellation
+            # Never closed: that would wait for tasks that ignore their cancellation.
+            runner = asyncio.Runner()
             try:
                 status = runner.run(_run(main, config))
             finally:
@@ -100,7 +102,8 @@ def launch(
         status = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort and change the status
+    # Everything is closed. Unloading Monarch's runtime after a fault can abort, which would change the status.
+    os._exit(status)
 
 
 def _tell(error: ForgeError) -> None:
@@ -124,7 +127,8 @@ def _show_plan(config: object, main: object) -> None:
         return
     module = sys.modules.get(main.__module__)
     start = getattr(module, "start", None)
-    if callable(start) and start.__module__ == main.__module__:  # not forge_rl's own of this name
+    # The recipe's own function, and not the class `forge_rl.start` that it may import under this name.
+    if callable(start) and start.__module__ == main.__module__:
         start(config)
     show_plan(config)
 
@@ -136,12 +140,14 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     received: list[signal.Signals] = []
 
     def stop(number: int, _: object) -> None:
-        if os.getpid() != process:  # a fork of this one
+        # A fork inherits the handler; the signal that it got is no request to this run.
+        if os.getpid() != process:
             return
         # Two different signals count as one request: systemd sends SIGHUP with SIGTERM. So do several notices of a
         # scheduler, one of each host.
         is_second = number in received and number != signal.SIGUSR1
         if is_second:
+            # A thread, since a blocked event loop or a task that ignores its cancellation could hold up the exit.
             exiting = threading.Timer(_LAST_S, os._exit, [128 + number])
             exiting.daemon = True
             exiting.start()
@@ -151,10 +157,12 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stop)  # unlike asyncio's handlers, also while the event loop is blocked
+            # Unlike asyncio's handlers, these also run while the event loop is blocked.
+            signal.signal(number, stop)
     try:
         await main(config)
     except asyncio.CancelledError:
+        # Somebody else cancelled the task: that is no signal's exit status.
         if not received:
             raise
         _say(f"stopped by {received[0].name}")

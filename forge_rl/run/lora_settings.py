@@ -68,12 +68,13 @@ def with_served_versions(config: AdaptedRun) -> GeneratorConfig:
     generator = config.generator
     if generator.adapters == "merged" or not config.lora.rank:
         return generator
+    # Requests keep the version that they began with for as long as the bound on the lag allows.
     max_loras = max(generator.max_loras, config.schedule.lag + 1)
     return replace(generator, max_loras=max_loras, max_lora_rank=max(generator.max_lora_rank, config.lora.rank))
 
 
 def check_served_versions(config: AdaptedRun, model: Path, architecture: Architecture) -> None:
-    """Refuse versions as adapters that engines cannot serve.
+    """Refuse --generator.adapters served if engines cannot serve the run's versions as adapters.
 
     Args:
         model: folder of the model.
@@ -136,8 +137,8 @@ def lora_lines(config: AdaptedRun, *, values: bool) -> list[str]:
 
 
 def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
-    """Return the disk space in bytes that a trainer's checkpoint needs: weights, moments and the exported model, or if
-    it trains adapters, the same of these alone.
+    """Return the disk space in bytes that a trainer's checkpoint needs: weights, moments and the exported model. If it
+    trains adapters, only these are counted.
 
     Args:
         parameters: number of the model's parameters.
@@ -147,6 +148,7 @@ def checkpoint_bytes(lora: LoRAConfig, parameters: int, model: Path) -> int:
         from forge_rl.engines.architecture import read_architecture  # loads torch, which --help does without
 
         parameters = adapter_parameters(read_architecture(model), lora)
+    # In float32: the weights, two moments, and the exported copy at most.
     return 16 * parameters
 
 

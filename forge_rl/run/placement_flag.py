@@ -21,7 +21,7 @@ _FORM = "write colocated, separate, trainer=HOST+HOST;environment=HOST, or the p
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementChoice:
-    """What a user chose of the placement; the rest has its default."""
+    """The parts of a placement that a user chose; the others have their defaults."""
 
     devices: Placement = "auto"
     """Whether trainer and engines share devices."""
@@ -30,7 +30,7 @@ class PlacementChoice:
 
     @property
     def text(self) -> str:
-        """The text that `read_placement` reads as this."""
+        """The text that `read_placement` turns into this choice."""
         return ";".join([self.devices, *(f"{service}={'+'.join(names)}" for service, names in self.hosts.items())])
 
 

@@ -149,7 +149,8 @@ class RunConfig:
         return self.steps
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
+        # Interactive sessions may pass strings for paths.
+        object.__setattr__(self, "cache", Path(self.cache))
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
         if (flags := given_flags()) is not None:
@@ -164,6 +165,7 @@ class RunConfig:
         devices = read_placement(self.placement).devices
         object.__setattr__(self, "trainer", with_lora(self))
         object.__setattr__(self, "generator", with_served_versions(self))
+        # The trainer can only repeat the experts that engines report.
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         if self.prometheus:

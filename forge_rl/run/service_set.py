@@ -35,12 +35,13 @@ class RolloutServices:
         return version
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: tokens without a finite logprob, drafted ones, the time of each
+        """Return metrics since the last call: tokens without a finite logprob, drafted tokens, seconds of each
         transition, use of the KV caches, bytes written to a mirror, sandbox sessions of rewards, and environments whose
         process died."""
         metrics = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
         metrics |= self.generator.pop_metrics() | self.weights.pop_metrics() | self.reward.pop_metrics()
         drafts = self.generator.drain_drafts()
+        # Drained in any case; without speculation there is nothing to show.
         if drafts.tokens and read_speculation(self.generator.config.speculation) is not None:
             metrics |= {"rollout/drafted": float(drafts.drafted), "rollout/accepted": float(drafts.accepted)}
             metrics["rollout/drafting"] = drafts.share_of_steps

@@ -64,6 +64,7 @@ def on_target(args: Sequence[str]) -> Iterator[None]:
     Raises:
         ConfigError: the machine is unknown.
     """
+    # Read before the flags are parsed, since the parser's own defaults already depend on the machine.
     pairs = dict(itertools.pairwise([*args, ""]))
     flags = pairs | dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
     name, hosts = flags.get("--on", ""), flags.get("--hosts", "1")
@@ -71,6 +72,7 @@ def on_target(args: Sequence[str]) -> Iterator[None]:
         yield
         return
     count, device = parse_machine(name)
+    # A wrong number is reported by the parser, which sees it next.
     num_hosts = int(hosts) if hosts.isdecimal() and len(hosts) < 5 else 1
     with assumed_gpus(count * max(1, num_hosts), device.memory):
         yield

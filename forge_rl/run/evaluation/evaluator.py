@@ -13,7 +13,7 @@ from forge_rl.types import Episode, Sampling, Task
 HELD_OUT = "held_out"
 """Name of the set that a run has by default, whose score is also logged as `held_out`."""
 _MOSTLY_OTHERS = 0.5
-"""Warn above this share of tokens from other versions."""
+"""Share of tokens from other versions above which there is a warning."""
 
 Sets = Mapping[str, Sequence[Task]]
 """Tasks by set name."""
@@ -90,6 +90,7 @@ class RolloutEvaluations:
             episodes=self._config.episodes,
             sampling=self._sampling,
             version=version,
+            # A training batch waits for an evaluation of one version, and for no other.
             one_version=step == 0 or self._rollouts.config.in_rounds,
         )
         self._rollouts.start_evaluation(self._evaluation)
@@ -124,6 +125,7 @@ class RolloutEvaluations:
                 )
             episodes = [episode for task_episodes in results for episode in task_episodes]
             tokens += sum(episode.response_tokens for episode in episodes)
+            # Failures of infrastructure or judge are no answers: scored as 0, they would look like a worse policy.
             if failed := [episode for episode in episodes if not episode.outcome.scored]:
                 failures = f"{len(failed)} of {len(episodes)} evaluations failed"
                 self._warn(f"{failures} and are left out of the score of {name}; {describe_failure(failed[-1])}")
@@ -153,7 +155,7 @@ class Evaluator:
         """Score of the first set, by step."""
         self._measure = measure
         self._measures: dict[int, str] = {}
-        """What measured each score; scores of older runs, which did not record it, have none."""
+        """Description of the reward behind each score; scores of runs that did not record it have none."""
         self._evaluations = evaluations
         self._pending: tuple[int, int] | None = None
         """Step and version being evaluated."""
@@ -161,6 +163,7 @@ class Evaluator:
     @property
     def comparable(self) -> dict[int, float]:
         """Scores by the current reward, by step."""
+        # A score without a record counts as one by the current reward.
         measure = self._measure()
         return {step: score for step, score in self.scores.items() if self._measures.get(step, measure) == measure}
 
@@ -234,12 +237,13 @@ class Evaluator:
         """Forget the scores of later steps, and a pending evaluation of one; its episodes were cancelled."""
         self.scores = {eval_step: score for eval_step, score in self.scores.items() if eval_step <= step}
         self._measures = {eval_step: measure for eval_step, measure in self._measures.items() if eval_step <= step}
+        # Even an evaluation of an earlier step: its episodes are gone, and `restart` begins it again.
         self._evaluations.cancel()
         if self._pending is not None and self._pending[0] > step:
             self._pending = None
 
     def restart(self) -> None:
-        """Start the evaluation that was pending before `restore` or `rollback`, if any.
+        """Start the evaluation that was pending before `restore` or `rollback`, if there is one.
 
         If the weights now belong to a later step than the evaluation, all tokens count as other_versions.
         """

@@ -61,6 +61,7 @@ class ExampleEvaluations:
             return
         set_metrics = {}
         for name, tasks in self._sets.items():
+            # Sets do not change during a run, so each is packed once.
             if name not in self._packed:
                 self._packed[name] = await asyncio.to_thread(self._pack, name, tasks)
             set_metrics[name] = await self._trainer.evaluate(self._packed[name], self._loss)
@@ -78,11 +79,14 @@ class ExampleEvaluations:
         metrics, tokens = dict[str, float](), 0
         for name, values in set_metrics.items():
             loss_metrics = {key.removeprefix("loss/"): value for key, value in values.items() if key.startswith("loss")}
+            # Perplexity is exp of the mean cross-entropy in nats, which is the loss itself in supervised fine-tuning
+            # and one of the metrics of other losses.
             name_of_nats = "loss" if self._loss.equal_metric == "cross_entropy" else "cross_entropy"
             if (cross_entropy := loss_metrics.get(name_of_nats)) is not None:
                 loss_metrics["perplexity"] = math.exp(min(cross_entropy, _MOST_NATS))
             metrics |= {f"eval/{name}/{key}": value for key, value in loss_metrics.items()}
             tokens += round(values["tokens/trained"])
+        # Negative, so that more is better, as with rewards: the best checkpoint has the highest score.
         score = -next(iter(set_metrics.values()))["loss"]
         if [*set_metrics] == [HELD_OUT]:
             metrics[HELD_OUT] = score
@@ -108,6 +112,7 @@ class ExampleEvaluations:
                 raise TaskError(f"{failures}; {cause}", hint=error.hint)
             self._warn(f"{failures} and are left out; {cause}")
         batch = Batch(groups=tuple(groups), version=0)
+        # One minibatch, since there is no update; groups of equal advantages count, as the loss is of all examples.
         layout = replace(self._trainer.layout, minibatches=1)
         return pack(batch, torch.ones(len(groups), len(groups[0].episodes)), layout, drop_uniform=False)
 
@@ -140,6 +145,7 @@ class AnswerEvaluations:
         self._rollouts = rollouts
         self._devices = devices
         self._publish = publish
+        # The rollouts would otherwise draw tasks for batches that nobody trains on.
         rollouts.only_evaluate()
         self._wanted: tuple[Sets, int] | None = None
         """Sets and step to evaluate."""
@@ -158,10 +164,12 @@ class AnswerEvaluations:
         if self._wanted is None or self.complete:
             return
         await self._losses.finish()
+        # Left over if the last call was interrupted: its answers may be of weights that were rolled back since.
         await self._rollouts.cancel_evaluation()
         version = await self._publish()
         self._answers.start(*self._wanted, version)
         await self._answers.finish()
+        # Nothing asks the engines for a batch next, so the devices go back at once.
         await self._devices.hand_to_trainer(idle=True)
 
     @property

@@ -1,4 +1,4 @@
-"""Runs work that other tasks, such as attached clients' requests, leave for the end of a step or for a pause there."""
+"""Runs work at the end of a step, or in a pause there, that other tasks such as clients' requests have queued."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class AfterStepQueue:
         """
         while self._asked:
             work, future = self._asked.pop(0)
+            # A refusal, such as a full disk, is the client's alone; a service that died is the run's too.
             try:
                 result = await work()
             except ForgeError as error:
-                if not future.done():
+                if not future.done():  # the client may have gone meanwhile, which cancels its wait
                     future.set_exception(error)
                 if isinstance(error, ServiceError):
                     raise

@@ -51,6 +51,7 @@ class AttachedRun:
                 f"{folder} is not a run folder", hint="give the folder that the run names in its first line"
             )
         self.folder = folder.resolve()
+        # The folder says which socket, address and key to trust: nobody else may have written them.
         check_own(self.folder, ConfigError, deep=False)
 
     @property
@@ -103,6 +104,7 @@ class AttachedRun:
         name = self.ask("last_batch")
         if name is None:
             return None
+        # Only the name: a reply must not lead out of the folder, as the file is deleted below.
         path = self.folder / Path(str(name)).name
         try:
             return EpisodeFile(path).batch()
@@ -187,6 +189,7 @@ class AttachedRun:
             ForgeError: the run refused it, or has ended.
         """
         request, deadline = {"do": do, "with": arguments}, time.monotonic() + _BUSY_S
+        # A run that is busy has not begun the request, so sending it again changes nothing twice.
         while (reply := exchange(self.folder, request)).get("busy") and time.monotonic() < deadline:
             time.sleep(0.1)
         if "error" in reply:
@@ -240,7 +243,7 @@ class AttachedMixture(MutableMapping[str, float]):
     def __len__(self) -> int:
         return len(self._weights())
 
-    # One question each, as the weights of an adapting mixture may change between two.
+    # One request each: the mixin's versions ask once per source, and an adapting mixture may change between requests.
     def keys(self) -> KeysView[str]:
         return self._weights().keys()
 

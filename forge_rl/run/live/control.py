@@ -113,6 +113,7 @@ class Control:
 
     async def checkpoint(self) -> str:
         """Write a checkpoint after the current step; returns its folder."""
+        # The end of the step would only come after `resume`, so the client would wait without a word.
         if self._run.paused and self._run.current_phase == "rollout":
             raise ConfigError(
                 "the run is paused in the middle of a rollout, and checkpoints are written between steps",
@@ -146,8 +147,10 @@ class Control:
         if not now:
             self._run.stop()
             return
+        # The default action would kill the process without saving; only `launch` installs another.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise ConfigError("the run is in an interactive session", hint="end it there: await run.close()")
+        # Late enough for the reply to reach the client before the server closes.
         asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
 
 

@@ -35,6 +35,7 @@ def exchange(folder: Path, request: Mapping[str, object]) -> dict[str, Any]:
         connection = connect(folder, SOCKET, timeout_s=_CONNECT_S)
     except PermissionError as error:
         raise ConfigError(f"the run in {folder} is another user's: {error}") from None
+    # Nobody listens in the folder: the run has ended, or is on another machine that shares the folder.
     except OSError:
         connection = None
     try:
@@ -56,7 +57,8 @@ def _exchange_locally(connection: socket.socket, line: bytes) -> bytes:
     with connection, connection.makefile("rb") as replies:
         with contextlib.suppress(BrokenPipeError):  # it replied early: busy, or the request is too long
             connection.sendall(line)
-        connection.settimeout(None)  # a reply may take as long as a step
+        # A reply may take as long as a step; if the run dies, the kernel closes the connection.
+        connection.settimeout(None)
         return _whole(replies.readline())
 
 
@@ -74,6 +76,7 @@ def _exchange_over_tcp(folder: Path, line: bytes) -> bytes:
     except ConnectionRefusedError:
         raise FileNotFoundError(path) from None
     with connection, connection.makefile("rb") as replies:
+        # Both nonces enter the key, so that neither side takes what was recorded of another connection.
         client_nonce = nonce()
         run_nonce = replies.readline(NONCE_BYTES + 1).strip()
         sealed = SealedChannel(str(place["key"]).encode(), run_nonce, client_nonce)
@@ -115,6 +118,7 @@ def last_events(folder: Path, last: int) -> list[dict[str, Any]]:
     """Return the last events in a run folder, with time in seconds, level and text; [] if there are none."""
     try:
         with (folder / "events.jsonl").open("rb") as file:
+            # The log of a long run is large, and its last events are near the end.
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError:

@@ -48,6 +48,7 @@ async def serving_control(
         warn: called with a line for the user.
         tcp_socket: also serve clients that reach this listening socket and know the key in the folder.
     """
+    # A run must not fail because nobody can attach to it: a file system without sockets costs this service alone.
     server = _ControlServer(control, warn)
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -56,6 +57,7 @@ async def serving_control(
             warn(f"nobody can attach to this run: no socket can be made in {folder}: {error.strerror or error}")
         else:
             listening_at = await asyncio.start_unix_server(server.handle, sock=listener, limit=MOST_BYTES)
+            # In reverse at the end: no new client, and then the requests in progress are cancelled.
             stack.push_async_callback(server.close)
             stack.callback(listening_at.close)
         if tcp_socket is not None:
@@ -72,6 +74,7 @@ async def _serving_outside(folder: Path, server: _ControlServer, tcp_socket: soc
         functools.partial(server.handle_outside, key.encode()), sock=tcp_socket, limit=MOST_BYTES
     )
     try:
+        # A new file, never an existing one: it is readable by this user alone from its first byte.
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump({"host": host, "port": port, "key": key}, file)
@@ -102,7 +105,8 @@ class _ControlServer:
 
     async def handle_outside(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection over TCP; without the key, it gets nothing but a nonce."""
-        run_nonce, sealed = nonce(), [SealedChannel(secrets.token_bytes(), b"", b"")]  # which opens nothing
+        # Until the client's nonce is known, replies are sealed with a random key, which nobody can open.
+        run_nonce, sealed = nonce(), [SealedChannel(secrets.token_bytes(), b"", b"")]
 
         async def read() -> bytes:
             writer.write(run_nonce + b"\n")
@@ -133,16 +137,19 @@ class _ControlServer:
                 clients.add(client)
                 reply = await self._reply(read)
             async with asyncio.timeout(_WRITE_S):
-                writer.transport.set_write_buffer_limits(0)  # drain() waits until all is sent
+                # By default drain() returns while 64 KiB are unsent, which the abort below would drop.
+                writer.transport.set_write_buffer_limits(0)
                 writer.write(sealed(_encoded(reply)))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the client is gone, does not read, or is not allowed to ask
         except asyncio.CancelledError:
-            if not self._closing:  # asyncio's streams would log it
+            # The end of the run cancels this task; asyncio's streams would log that as an error.
+            if not self._closing:
                 raise
         finally:
             clients.discard(client)
+            # close() would wait for ever to send the rest to a client that does not read.
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def close(self) -> None:
@@ -161,6 +168,7 @@ class _ControlServer:
             return {"error": f"no request came within {_READ_S:g} s"}
         except ValueError:
             return {"error": f"the request is longer than {MOST_BYTES} bytes"}
+        # No time limit from here: a checkpoint or an evaluation takes as long as the step before it.
         try:
             work = self._find(line)
             with changes_by("attached"):
@@ -183,6 +191,7 @@ class _ControlServer:
             raise ConfigError("the request is not JSON") from None
         match request:
             case {"do": str(name), "with": dict(arguments)} if not name.startswith("_"):
+                # Looked up on the class: what an instance holds, such as the run, is no request.
                 method = getattr(type(self._control), name, None)
                 if inspect.iscoroutinefunction(method):
                     bound = getattr(self._control, name)
@@ -223,5 +232,5 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 def _encoded(reply: Mapping[str, object]) -> bytes:
-    # ASCII escapes lone surrogates, which a model can produce.
+    # ASCII escapes lone surrogates, which a model can produce and UTF-8 cannot encode.
     return (json.dumps(reply, default=str) + "\n").encode("ascii")

@@ -17,10 +17,10 @@ from forge_rl.system.terminal import visible
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Type and limits of a number in a live run; the settings themselves limit it further."""
+    """Type and limits of a number in a live run; its own settings class may limit it further."""
 
     kind: type[int] | type[float] = int
-    """Type of the value; whole numbers count as floats, and booleans as no numbers."""
+    """Type of the value. Whole numbers count as floats; booleans do not count as numbers."""
     above: float = -math.inf
     at_most: float = math.inf
     label: str = ""
@@ -30,6 +30,7 @@ class Bounds:
 
     def accepts_type(self, value: object) -> bool:
         """Return whether a value, such as one from a file, is a number of this type."""
+        # `type` and not `isinstance`, as a bool is an int.
         return type(value) is int or (self.kind is float and type(value) is float)
 
     def check(self, value: Any) -> None:
@@ -38,6 +39,7 @@ class Bounds:
         Raises:
             ConfigError: it is not a number of this type within the limits.
         """
+        # Written so that NaN, which fails each comparison, is refused.
         if not self.accepts_type(value) or not self.above < value <= self.at_most:
             hint = "set it to a whole number" if self.kind is int else "set it to a number"
             hint += f" above {self.above:g}" * (self.above > -math.inf)
@@ -118,6 +120,7 @@ class Knob:
             self._bounds[name].check(value)
         if not values:
             return
+        # All values have passed by now; `set` may still refuse them, and then nothing was written or reported.
         old_values = self._numbers()
         self.set(values)
         self._written |= values
@@ -137,6 +140,7 @@ class Knob:
         """
         lasting_changes: dict[str, Any] = {}
         for name, live in changes.items():
+            # Three values decide: this command's flag, the earlier command's, and the live change to that one.
             flag, label = self.given.get(name, live), self._bounds[name].label
             if flag == live:
                 continue
@@ -144,6 +148,7 @@ class Knob:
                 self.tell(f"the current flags set {label} {flag:g}, which overrides the live change to {live:g}")
             else:
                 lasting_changes[name] = live
+        # Numbers of replicas are set one by one: other hosts may have room for some of them and not for others.
         if self.moves:
             steps = [{name: value} for name, value in lasting_changes.items()]
         else:
@@ -181,9 +186,11 @@ class LiveSchedule:
     max_episodes: int
 
     def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[Mapping[str, Any]], None]) -> None:
+        # Past __setattr__, which writes settings of the run.
         vars(self).update(_read=read, _write=write)
 
     def __getattr__(self, name: str) -> Any:
+        # Names that begin with an underscore are asked for by copying, pickling and IPython, and are no settings.
         settings = vars(self)["_read"]() if not name.startswith("_") else {}
         if name not in settings:
             raise AttributeError(f"the schedule has no {name!r}")

@@ -35,6 +35,7 @@ class PolicyGateway:
     async def open(self) -> dict[str, object]:
         """Start the gateway unless it is open; returns its URL and key, and the model's name, folder and context
         length."""
+        # Two clients may ask at once, and both get the same gateway.
         async with self._opening:
             if self._gateway is None:
                 settings = GATEWAY["GatewayConfig"]()

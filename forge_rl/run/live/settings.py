@@ -1,4 +1,4 @@
-"""The live settings of a run: what code or attached clients change while it runs, and what a resumed run keeps.
+"""The live settings of a run: code or attached clients change them while it runs, and a resumed run keeps them.
 
 Numbers are knobs, see `run.live.knobs`; the mixture and the reward have classes of their own with the same methods.
 `given` holds the values by this command's flags. `read` returns the current values, and `write` sets a client's,
@@ -28,6 +28,7 @@ from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.trainer import Trainer
 from forge_rl.system.listeners import Listeners
 
+# The repr of a function or object ends in its address, which differs from process to process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _author: ContextVar[str] = ContextVar("author", default="")
 """Author of a change, for the events; "" for code in this process."""
@@ -90,7 +91,8 @@ class MixtureKnob:
         with changes_by("by the current flags"):
             if reweighted:
                 mixture.adapt(Adapting())
-                for name, weight in sorted(weights.items(), key=lambda item: -item[1]):  # never all 0
+                # Largest first: the mixture refuses weights that are all 0, even between two assignments.
+                for name, weight in sorted(weights.items(), key=lambda item: -item[1]):
                     mixture[name] = weight
             readapted = old_flags["adapting"] != self.given["adapting"] or (
                 reweighted and self._adapting.adapt != "off"
@@ -154,7 +156,9 @@ class RewardKnob:
             await self._replace(texts)
 
     async def _replace(self, texts: Sequence[str]) -> None:
-        function = await asyncio.to_thread(build_reward, texts)  # may import for a long time
+        # In a thread, as the user's file may import for a long time.
+        function = await asyncio.to_thread(build_reward, texts)
+        # Noted before the change, whose listener reads the texts of the new reward; undone if it is refused.
         previous, self._built = self._built, (function, list(texts))
         try:
             await self._reward.replace(function)
@@ -232,6 +236,7 @@ def replicas_knob(
         return {name: service.replicas for name, service in services.items()}
 
     def scale(values: Mapping[str, Any]) -> None:
+        # All or none: what was scaled before a refusal is scaled back.
         old_counts = counts()
         with contextlib.ExitStack() as undo:
             for name, count in values.items():
@@ -326,6 +331,7 @@ class LiveSettings:
         Raises:
             ForgeError: a reward does not exist any more.
         """
+        # Changes are reported as they are reapplied, but written back only once, by the caller.
         self._resuming = True
         with changes_by("as it was changed live"):
             for name, knob in self.knobs.items():

@@ -107,8 +107,10 @@ def with_defaults(
 
     def memory(settings: TrainSettings) -> TrainMemory:
         plan = plan_training(model, settings, ranks=ranks, reference=reference, values=values)
+        # A critic's state stays on the same GPUs, as a frozen reference does, and is planned as such a part.
         return plan if critic is None else replace(plan, reference=plan.reference + _critic_state(critic, model))
 
+    # On CPU there is no separate device memory to share: only recomputation and small moments are chosen.
     flags = open_flags(config)
     if not gpu:
         config, lines = with_recomputation(config, flags, architecture, host=host_bytes(), memory=memory)
@@ -206,10 +208,11 @@ def with_recomputation(
     """
     trainer, engines = config.trainer, config.generator.replicas * config.starts_engines
     usable = _USABLE * host - engines * (4 * architecture.weights + config.generator.kv_cache_gib * 2**30)
-    # Models that take a small share are not planned: 16 bytes a weight, and few more for a row.
+    # A plan takes seconds, which a model that surely fits is spared: 16 bytes a weight, and few more for a row.
     is_small = 16 * architecture.weights < _SMALL_SHARE * host
     if is_small or "trainer.activation_checkpointing" not in flags or trainer.ranks * memory(trainer).total <= usable:
         return config, []
+    # Moments are ordered from exact to smallest; only those below the current one save memory.
     smaller_moments = OPTIMIZER_STATES[OPTIMIZER_STATES.index(trainer.optimizer_state) + 1 :]
     if trainer.dtype == "float64" or "trainer.optimizer_state" not in flags:
         smaller_moments = ()
@@ -244,6 +247,7 @@ def with_context(
     trainer, generator, lines = config.trainer, config.generator, list[str]()
     if not config.starts_engines:
         return config, lines
+    # Engines may end up on the same GPUs, so a sleeping one is reckoned with, whatever the placement.
     usable = _USABLE * (gpu - _CONTEXT_BYTES - _ASLEEP_BYTES)
     parts = trainer.context_parallel_degree
 
@@ -254,6 +258,7 @@ def with_context(
         return memory(replace(trainer, seq_len=row)).total <= usable
 
     if CONTEXT in flags:
+        # The longest that fits; the default stays if none above it does.
         context = next((n for n in _CONTEXTS if generator.max_model_len < n <= longest and fits(n)), 0)
         if context:
             generator = replace(generator, max_model_len=context)
@@ -289,6 +294,7 @@ def choose(
             hint="lower --generator.guests",
         )
     context = generator.max_model_len if config.starts_engines else 0
+    # A row must hold the longest episode, split over context-parallel ranks and padded to whole blocks.
     needed = max(LEAST_ROW, round_up(-(-context // trainer.context_parallel_degree), PAD_MULTIPLE))
     tokens = trainer.seq_len or needed
     rank_memory = memory(replace(trainer, seq_len=tokens))
@@ -296,8 +302,10 @@ def choose(
     turns = config.starts_engines and not config.schedule.decodes_while_training
     shared = colocated(config, num_gpus)
 
+    # What the trainer's state leaves of a GPU if it stays there.
     free_bytes = gpu - round(rank_memory.state / _USABLE) - _CONTEXT_BYTES
     weights = 2 * architecture.weights // generator.tensor_parallel_size
+    # The share that the user set, or else room for the weights and as much again, and at least `_LEAST_SHARE`.
     min_engine_bytes = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
     stays = trainer.stays_on_device or (turns and not trainer.enable_cpu_offload and free_bytes >= min_engine_bytes)
     placement = read_placement(config.placement)
@@ -316,6 +324,7 @@ def choose(
     stays = stays and has_engines and (config.trainer.enable_cpu_offload or not trainer.enable_cpu_offload)
 
     if not trainer.seq_len:
+        # Only these grow with the row's length. Taken as linear, they spare a plan for each candidate.
         bytes_per_token = (rank_memory.activations + rank_memory.hot_experts) / tokens
         seq_len = next(
             (row for row in _ROWS if row > needed and rank_memory.total + bytes_per_token * (row - tokens) <= usable),
@@ -328,6 +337,7 @@ def choose(
         lines.append("--trainer.stays-on-device: its state fits next to the engines, which then decode immediately")
     if config.starts_engines and not generator.gpu_memory_utilization:
         engine_bytes = free_bytes if stays else gpu - has_engines * _CONTEXT_BYTES
+        # Rounded down to whole percents, so that the share never exceeds what is free.
         share = max(0.01, min(_MOST_SHARE, engine_bytes * 100 // gpu / 100))
         generator = replace(generator, gpu_memory_utilization=share)
         lines.append(
@@ -366,6 +376,7 @@ def _fitted(
     rank_memory = on_gpu(trainer, rank_memory)
     if trainer.enable_cpu_offload or rank_memory.total <= usable:
         return trainer, rank_memory, ""
+    # Each candidate has the means of those before it: the first that fits is the one that costs least.
     recomputing = replace(trainer, seq_len=tokens, activation_checkpointing="full")
     smaller_moments = OPTIMIZER_STATES[OPTIMIZER_STATES.index(trainer.optimizer_state) + 1 :]
     smaller_moments = () if trainer.dtype == "float64" else smaller_moments

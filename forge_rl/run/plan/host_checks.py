@@ -47,6 +47,7 @@ def judge_facts(facts: Mapping[str, HostFacts], clocks: Mapping[str, Clock]) -> 
         clocks: clocks of the other hosts, by host.
     """
     reference = next(iter(facts.values()))
+    # The hosts' majority decides: the controller itself may have no GPU.
     usual_driver = _most_common([sample.driver for sample in facts.values() if sample.driver])
     findings = []
     for host, host_facts in facts.items():
@@ -67,6 +68,7 @@ def judge_speeds(speeds: Mapping[str, Mapping[str, float]], *, cpu: bool) -> lis
         cpu: whether the devices are CPUs.
     """
     all_speeds = [speed for devices in speeds.values() for speed in devices.values()]
+    # The median, as one slow device moves a mean.
     median = statistics.median(all_speeds) if all_speeds else 0.0
     share = SLOW_CPU_SHARE if cpu else SLOW_SHARE
     findings = []
@@ -167,6 +169,7 @@ def _shm(host: str, facts: HostFacts) -> Finding:
 
 def _clock(host: str, clock: Clock) -> Finding:
     detail = f"{clock.offset_s:+.3f} s, give or take {clock.error_s:.3f} s"
+    # A slow round trip explains part of the offset; only the rest is the clock's.
     offset_s = max(0.0, abs(clock.offset_s) - clock.error_s)
     if offset_s <= CLOCK_WARN_S:
         return Finding(check="clock", host=host, status="ok", detail=detail)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=RunConfig)
 
 _SPARE = "spare engine"
-"""Name of the need of spare engines."""
+"""Name of the spare engines' need."""
 _DEQUANTIZED = "dequantised base, while a version is written whole, beyond what a step needs"
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
 _CRITIC_FLAGS = "raise --critic.ranks, set --critic.activation-checkpointing full, or lower --critic.seq-len"
@@ -84,6 +84,7 @@ def show_plan(config: object) -> None:
         LossError: the loss does not work, see `try_loss`.
     """
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
+    # What follows repeats the checks and choices of a start, so that a plan refuses what a start would.
     loss, reference, values = tried_loss(config)
     model = resolve_model(config.model, config.cache).resolve()
     architecture = read_architecture(model, config.trainer.modelling)
@@ -115,6 +116,7 @@ def show_plan(config: object) -> None:
     )
     needs = plan_run(config, models)
     config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
+    # Planned with the spares to see whether they fit, and shown without them if not.
     needs = [need for need in needs if need.who != _SPARE or config.generator.spares]
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
@@ -141,7 +143,7 @@ def show_plan(config: object) -> None:
 
 
 def tried_loss(config: RunConfig) -> tuple[Loss | None, bool, bool]:
-    """Try the `loss` of a recipe's settings, if there is one; return it, and whether it needs a frozen reference and a
+    """Try the `loss` of a recipe's settings, if there is one. Return it, and whether it needs a frozen reference and a
     value model.
 
     Raises:
@@ -179,6 +181,7 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
     parts = _parts(trainer, rank_memory)
     if config.starts_engines:
         parts[_DEQUANTIZED] = _dequantized_excess(trainer, architecture, rank_memory)
+    # On GPUs each rank needs device memory and host memory, planned apart; on CPU both are the same.
     on_gpu, host = device_type() == "cuda", {}
     if config.checkpoint_every:
         host["copy of the state, while a checkpoint is written"] = rank_memory.copy
@@ -189,6 +192,7 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
         if trainer.enable_cpu_offload:
             for name in (_weights_of(trainer), "gradients", "optimizer state", "frozen reference", _DEQUANTIZED):
                 host[name] = parts.pop(name, 0)
+        # Only one of the two holds shared devices: the trainer's state moves out for the engines' turn.
         elif (colocated(config) or config.generator.guests) and not trainer.stays_on_device:
             host["state that comes here while engines decode"] = moved_bytes
         host["process"] = _CUDA_PROCESS_BYTES
@@ -198,7 +202,8 @@ def plan_run(config: RunConfig, models: RunModels, *, traces: Traces | None = No
     critic_needs = []
     if critic is not None:
         critic_memory = plan_training(models.critic_folder, critic, ranks=critic.ranks, reference=False, values=True)
-        if on_gpu:  # one of the two trains at a time
+        # Trainer and critic take turns on the same GPUs: both states stay, and the larger step counts.
+        if on_gpu:
             step = rank_memory.total - rank_memory.state
             parts["critic's state, and what its step needs more"] = max(critic_memory.state, critic_memory.total - step)
         else:
@@ -246,6 +251,7 @@ def _dequantized_excess(trainer: TrainerConfig, architecture: Architecture, rank
     """
     shards = max(1, trainer.ranks // trainer.data_parallel_replicate_degree)
     itemsize = resolve_dtype(trainer.dtype).itemsize
+    # Sharded over the ranks of a replicate; each replicate holds all of it.
     part = dequantized_bytes(architecture, trainer.lora, itemsize) // shards
     return max(0, part - (rank_memory.total - rank_memory.state))
 
@@ -267,9 +273,11 @@ def check_state_fits(config: RunConfig, models: RunModels) -> None:
     """
     architecture, critic = read_architecture(models.policy, config.trainer.modelling), models.critic
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
+    # FSDP shards the state over the ranks of a replicate; each replicate has all of it.
     split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
     moments = moments_bytes(config.trainer.optimizer_state)
     itemsize = resolve_dtype(config.trainer.dtype).itemsize
+    # Float32 weights and gradients, 4 bytes each, the moments, and a reference in the dtype of the passes.
     state = int((8 + moments + models.reference * itemsize) * count) // split
     if config.lora.rank:
         frozen = base_bytes(architecture, config.lora, itemsize)
@@ -364,6 +372,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
     if on_gpu:
         share = round(generator.gpu_share * gpu_bytes())
         slots = _adapter_slots(config, architecture)
+        # vLLM gives keys and values whatever weights and adapters leave of its share.
         cache = max(0, share - weights - sum(slots.values()))
         parts = {f"weights, {itemsize} bytes each": weights, **slots, "keys and values": cache}
         asleep = {"weights, while it sleeps": weights} if colocated(config) else {}
@@ -397,8 +406,8 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
 
 
 def _adapter_slots(config: RunConfig, architecture: Architecture) -> dict[str, int]:
-    """Return the bytes that an engine reserves for adapters, if it serves any: vLLM does so for every linear layer that
-    could have one, on the device and, for the adapters' own copies, on the host, which are one on CPU."""
+    """Return the bytes that an engine reserves for adapters, if it serves any. vLLM reserves them for each linear layer
+    that could have one: on the device, and for the adapters' own copies on the host. On CPU these are one."""
     generator = config.generator
     if not generator.max_loras:
         return {}

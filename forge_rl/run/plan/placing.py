@@ -47,6 +47,7 @@ class PlacedServices:
     @property
     def with_weights(self) -> tuple[str, ...]:
         """Hosts of the weight store: the controller's first, which holds the index, then all with ranks or engines."""
+        # Ranks write versions into the memory of their own host, and engines read from their own.
         host_lists = (self.hosts[service] for service in ("trainer", "generator"))
         return tuple(dict.fromkeys([THIS_HOST, *(host for names in host_lists for host in names)]))
 
@@ -68,6 +69,7 @@ class PlacedServices:
         return Devices(
             kind=kind,
             gpus=sum(len(info.gpus) for info in infos.values()),
+            # Plans are for equal devices, so the smallest counts.
             gpu_bytes=min(info.gpu_bytes for info in infos.values()),
         )
 
@@ -114,9 +116,11 @@ def place(config: RunConfig, infos: Mapping[str, HostInfo]) -> PlacedServices:
                 f"--placement gives {service} the host {unknown[0]!r}, which the job has not",
                 hint=f"its hosts are {', '.join(infos)}",
             )
+    # By default, ranks and engines are on the controller's host only if the job has no other hosts.
     job_hosts = [name for name in infos if name != THIS_HOST]
     with_gpus = [name for name in job_hosts if infos[name].gpus]
     workers = tuple(with_gpus or job_hosts or [THIS_HOST])
+    # Hosts without GPUs have nothing to train or decode on, so rewards and environments get their cores.
     idle = tuple(name for name in job_hosts if name not in with_gpus) if with_gpus else ()
     trainer = chosen_hosts.get("trainer") or _trainer_hosts(config.trainer.ranks, workers, infos)
     if config.trainer.ranks % len(trainer):

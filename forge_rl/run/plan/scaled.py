@@ -50,6 +50,7 @@ def open_flags(config: RunConfig, critic: CriticConfig | None = None) -> frozens
     defaults = {flag.dotted: flag.value for flag in flags_of(type(config))}
     base_lr = float(str(defaults[LR]))
     if config.lora.rank:
+        # `with_lora` has multiplied an open rate already.
         defaults[LR] = LR_FACTOR * base_lr
     values = _values(config, critic)
     named = (CONTEXT, NEW_TOKENS) if config.named is None else config.named
@@ -80,9 +81,9 @@ def with_scaled(
     Args:
         architecture: of the model that is trained.
         critics: architecture of the critic's model.
-        earlier: of a resumed run, its `chosen_values`; a value of another type is ignored, and a missing one, whose
-            flag was named then and no longer is, is chosen as in a new run. Empty for a run of an earlier version,
-            whose learning rates and lengths stay as the flags have them.
+        earlier: the `chosen_values` of a resumed run. A value of another type is ignored. If a value is missing,
+            because the flag was named then and no longer is, it is chosen as in a new run. Empty for a run of an
+            earlier version, whose learning rates and lengths stay as the flags have them.
 
     Returns:
         The settings, the critic's, and a line for each value that tells where it comes from.
@@ -131,6 +132,7 @@ def _as_begun(
     for name in sorted(flags & earlier.keys()):
         begun.add(name)
         value = earlier[name]
+        # A file could be edited or damaged; the flag then keeps its default, and counts as begun with it.
         if type(value) is not SCALED[name]:
             continue
         if value != _values(config, critic)[name]:

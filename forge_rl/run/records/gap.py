@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from forge_rl.services.trainer import Trainer
 
 _GAP_BOUNDS = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 5e-2}
-"""Mean gap between trainer and engine logprobs above which a step warns, by dtype: the larger of trainer's and engines'
-counts."""
+"""Mean gap between trainer and engine logprobs above which a step warns, by dtype. If their dtypes differ, the larger
+bound applies."""
 _MOST_ROWS = 8
 """Rows of a table; experts with the largest gap come first."""
 _LEAST_TOKENS = 20
@@ -48,16 +48,16 @@ class GapGroup:
 
 @dataclass(frozen=True)
 class GapReport:
-    """Where the difference between the engines' and the trainer's logprobs comes from."""
+    """Sources of the difference between the engines' and the trainer's logprobs."""
 
     fresh: GapGroup
     """Tokens sampled just now from the trainer's own weights: on these the two should agree."""
     tables: Mapping[str, Sequence[GapGroup]]
-    """Groups of these tokens by "position", "probability", "source" and "expert"; and of the last batch's tokens by
-    "lag", where the gap is drift: the weights have changed since."""
+    """Groups of the fresh tokens by "position", "probability", "source" and "expert", and of the last batch's tokens by
+    "lag". The gap by lag is drift, as the weights have changed since these tokens were sampled."""
     layers: Sequence[float]
-    """For each layer, how much a fresh token's logprob changes on average if this layer's output alone is off by a
-    rounding of the engines' dtype."""
+    """For each layer, the mean change of a fresh token's logprob if this layer's output alone is off by one rounding of
+    the engines' dtype."""
 
     def __repr__(self) -> str:
         out = io.StringIO()
@@ -83,7 +83,7 @@ class GapReport:
 
 
 def describe_gap(gap: float, *, engines: str, trainer: str) -> str:
-    """Describe a logprob gap that is too large for the engines' and trainer's dtypes; "" if it is not."""
+    """Describe a logprob gap that is too large for the dtypes of engines and trainer; "" if it is not too large."""
     bound = max(_GAP_BOUNDS[engines], _GAP_BOUNDS[trainer])
     if gap <= bound:
         return ""
@@ -121,10 +121,12 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
     ]
     layout, temperature = replace(trainer.layout, minibatches=1), generator.sampling.temperature
     scores = []
+    # Fresh answers show the gap of equal weights; the last batch's tokens add the drift since they were sampled.
     for scored_batch in (Batch(groups=tuple(answer_groups), version=trainer.version), batch):
         ones = torch.ones(len(scored_batch.groups), len(scored_batch.groups[0].episodes))
         packed = await asyncio.to_thread(pack, scored_batch, ones, layout, drop_uniform=False)
         scores.append((packed, await trainer.logprobs(packed, temperature=temperature)))
+    # One rounding: the distance from 1 to the next number of the engines' dtype.
     relative = torch.finfo(getattr(torch, generator.dtype)).eps
     layers = await trainer.layer_noise(scores[0][0], temperature=temperature, relative=relative)
     return await asyncio.to_thread(explain, scores[0], scores[1], layers)
@@ -144,6 +146,7 @@ def explain(
     """
     fresh_tokens = _tokens(*fresh)
     gap = fresh_tokens["gap"]
+    # Positions in powers of two: a gap that grows with the context shows over the whole length. [N]
     positions = np.exp2(np.floor(np.log2(np.maximum(1, fresh_tokens["position"])))).astype(int)
     deciles = np.floor(np.exp(fresh_tokens["behaviour"]) * 10).clip(0, 9).astype(int)
     last_tokens = _tokens(*last)
@@ -165,7 +168,9 @@ def _tokens(packed: PackedBatch, logprobs: Sequence[torch.Tensor]) -> dict[str, 
     (minibatch, *_) = packed.minibatches
     for row, scored in zip(packed.rows, logprobs, strict=True):
         mask = row.mask.numpy()
+        # float64, so that the difference itself adds no rounding.
         behaviour = row.behaviour.numpy()[mask].astype(np.float64)
+        # Episodes are numbered through the batch, group by group: this is the index of the group, and of its source.
         groups = row.episodes.numpy()[mask] // minibatch.group_size
         parts: dict[str, npt.NDArray[Any]] = {
             "gap": abs(scored.double().numpy()[mask] - behaviour),

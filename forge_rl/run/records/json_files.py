@@ -18,8 +18,12 @@ def write_json(path: Path, value: object) -> None:
 def read_object(
     path: Path, *, error: type[ForgeError] = ConfigError, hint: str = "choose another --out"
 ) -> dict[str, Any]:
-    """Read a JSON object from an existing run; raises `error` if the file does not exist, is invalid, or cannot be read
-    at the moment, which its hint tells apart."""
+    """Read a JSON object from an existing run.
+
+    Raises:
+        ForgeError: an `error`: the file does not exist, is invalid, or cannot be read at the moment. Its hint tells the
+            last case apart.
+    """
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict):

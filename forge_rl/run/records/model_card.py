@@ -1,4 +1,4 @@
-"""What is written with each exported model: a model card, and a record of the run that trained it."""
+"""Files written with each exported model: a model card, and a record of the run that trained it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_card(model: Path, run: Path, *, step: int, scores: Mapping[int, float]
         model: the exported model.
         run: the run's folder, with config.json and versions.json.
         step: number of the last step that trained the model.
-        scores: of evaluations, by step.
+        scores: scores of evaluations, by step.
 
     Raises:
         OSError: the folder cannot be written.
@@ -48,8 +48,8 @@ def write_card(model: Path, run: Path, *, step: int, scores: Mapping[int, float]
 
 
 def _public(value: Any) -> Any:
-    """Return a value without what environment variables hold as secrets, such as in a server's command line: the model
-    may be uploaded."""
+    """Return a value without secrets of the environment, such as a key in a server's command line: the model may be
+    uploaded."""
     if isinstance(value, Mapping):
         return {name: _public(part) for name, part in value.items()}
     if isinstance(value, list):

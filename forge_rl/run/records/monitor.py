@@ -89,7 +89,8 @@ class RunMonitor:
         self._status: Callable[[], RolloutStatus] | None = None
         self._missing: Callable[[], str] | None = None
         self._training: Callable[[], tuple[int, int] | None] | None = None
-        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
+        # A resumed run is not finished, although an earlier end of it may have been written.
+        (folder / "summary.json").unlink(missing_ok=True)
         phase_clock.ended.add(self._on_phase)
         faults.spans.add(self.span)
         faults.listeners.add(self._on_fault)
@@ -108,8 +109,8 @@ class RunMonitor:
             watching.cancel()
 
     def follow_training(self, progress: Callable[[], tuple[int, int] | None]) -> None:
-        """Watch training too: `progress` returns the current step's finished microbatches and all of them; None between
-        steps."""
+        """Watch training too: `progress` returns the finished and the total microbatches of the current step; None
+        between steps."""
         self._training = progress
 
     def _progress(self) -> tuple[int, int] | None:
@@ -121,6 +122,8 @@ class RunMonitor:
 
     def waiting_for(self) -> str:
         """Describe what the controller is waiting for; "" if nothing is in flight."""
+        # While episodes are generated, many calls are always in flight: what the batch lacks says more than any of
+        # them.
         if self._missing is not None and self.clock.current in ("rollout", "evaluate"):
             return self._missing()
         waiting = self.faults.waiting_for()
@@ -182,9 +185,10 @@ class RunMonitor:
             with writing(folder / "summary.json"):
                 write_json(folder / "summary.json", summary)
         except CheckpointError as error:
+            # A finished run without a summary would be taken for a stopped one; any other end has its own cause.
             if end.outcome == "finished":
                 raise
-            self.log.warn(f"no summary: {error}")  # the end has another cause
+            self.log.warn(f"no summary: {error}")
         self.log.end(end.outcome, end.cause)
         if not show:
             return

@@ -1,4 +1,4 @@
-"""Makes the records of a run's episodes, with what the trainer found of their tokens."""
+"""Makes the records of a run's episodes, including the trainer's advantages, gaps and entropies for their tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def trained_episodes(
     ordered = list[npt.NDArray[np.float32]]()
     if packed is not None:
         order, places = trained_order(packed)
+        # An empty first part, as a batch without rows would leave nothing to concatenate.
         advantages = [np.zeros(0, np.float32), *(row.advantages.numpy()[row.mask.numpy()] for row in packed.rows)]
         columns = [np.concatenate(advantages), *(() if scored is None else read_scores(scored))]
+        # Columns of all trained tokens, sorted by episode: each episode is then one slice of them.
         ordered = [column[order] for column in columns]
     size = len(batch.groups[0].episodes) if batch.groups else 1
     for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
@@ -36,9 +38,10 @@ def trained_episodes(
         for index, (values, fill) in enumerate(zip(episode_columns, (0.0, np.nan, np.nan), strict=False)):
             token_values[index] = _spread(values, mask, fill)
         episode_advantages, gaps, entropies = token_values
+        # Given answers have no version and are packed with advantages of 0, which would be recorded as a finding.
         is_given = all((turn.versions < 0).all() for turn in episode.turns)
         if is_given and episode_advantages is not None and not episode_advantages.any():
-            episode_advantages = None  # what a loss of given answers is packed with
+            episode_advantages = None
         yield RecordedEpisode(
             step=step,
             kind="trained",

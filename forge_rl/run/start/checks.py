@@ -58,10 +58,10 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun(Generic[C]):
-    """What was found or chosen by the checks."""
+    """Results of the checks: the settings with all choices, models, and tasks to evaluate on."""
 
     config: C
-    """The settings, with those chosen that were left open."""
+    """The settings, including the values chosen for flags that the user left open."""
     models: RunModels
     """Its models, as folders with weights that can be trained."""
     shares_devices: bool
@@ -84,18 +84,22 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     """
     log, progress = prepared.monitor.log, prepared.monitor.display.progress
     reference, values = "reference" in setup.loss.needs, "values" in setup.loss.needs
+    # A resumed run keeps the models that it began with: a link or a hub id may lead elsewhere by now.
     keeper = ModelKeeper(
         run=prepared.folder, resumes=prepared.checkpoint is not None, force=config.force_continue, tell=log.warn
     )
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
-    keeps_weights = reference or config.lora.rank > 0  # checkpoints then hold adapters of them
+    # The model's own weights are used after a resume too: by a frozen reference, or below the adapters of a checkpoint.
+    keeps_weights = reference or config.lora.rank > 0
     model = await asyncio.to_thread(keeper.keep, "--model", config.model, model, weights=keeps_weights)
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
     architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
+    # The names of quantised weights are checked below, once they are converted.
     unused = [] if architecture.quantized else check_weights(model, architecture, values=values)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, setup, progress, keeper)
+    # Before anything is chosen: a chosen value no longer counts as open.
     flags = open_flags(config, critic)
     config, critic, scaled_lines = with_scaled(
         config,
@@ -104,6 +108,7 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
         critics=None if critic is None else read_architecture(Path(critic.model or model), critic.modelling),
         earlier=_choices_of(prepared),
     )
+    # In threads from here: tracing a model on the meta device takes seconds, and the display must go on.
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, choices = await asyncio.to_thread(choosing)
     choices = [*scaled_lines, *choices]
@@ -123,6 +128,7 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
         teachers=setup.teachers,
         teacher_folders=folders,
     )
+    # Spares only save time when an engine dies, so a run that has no memory for them goes on without.
     if config.generator.spares and config.starts_engines:
         needs = await asyncio.to_thread(plan_run, config, models)
         config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
@@ -191,7 +197,7 @@ def rounded_rollouts(quantization: str, loss: Loss) -> str:
 
 
 def _is_compared(architecture: Architecture, trainer: TrainerConfig) -> bool:
-    """Return whether a model on transformers' code was compared with it, in a layout such as the trainer's."""
+    """Return whether results of a model on transformers' code were compared with transformers in such a layout."""
     kind = architecture.family.model_type
     return kind in COMPARED and (trainer.tensor_parallel_degree == 1 or kind in TENSOR_COMPARED)
 
@@ -267,9 +273,11 @@ async def _check_use(
     elif setup.uses_tools:
         await asyncio.to_thread(parser_for, tokenizer)
     if config.checkpoint_every:
-        bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
+        # Float32 weights and two moments, 12 bytes a weight, and the exported copy: 14 for weights stored in 2 bytes.
+        bytes_each = 7 * stored_bytes(model)
         if config.lora.rank:
             bytes_each = checkpoint_bytes(config.lora, 0, model)
+        # The newest, one that is being written before the oldest goes, and the best.
         check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
 
 
@@ -277,6 +285,7 @@ async def _check_tasks(
     config: RunConfig, prepared: PreparedRun, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
 ) -> dict[str, Scan]:
     """Refuse task files that cannot be used or, in a resumed run, have changed; log each one's scan, and return all."""
+    # Sources move to their saved places before services start, so that files that have changed are refused at once.
     match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
         case {"rollouts": {"mixture": dict(saved)}}:
             mixture.restore_sources(saved)
@@ -298,10 +307,10 @@ async def _check_tasks(
 
 
 def _check_tools(setup: RunSetup, scans: Mapping[str, Scan]) -> None:
-    """Refuse a parser of tool calls where neither an environment nor a task brings tools.
+    """Refuse a parser of tool calls if neither an environment nor a task brings tools.
 
     Args:
-        scans: findings of `check_tasks`. A source made by code may bring tools, so with one nothing is refused.
+        scans: results of `check_tasks`. A source made by code may bring tools, so nothing is refused if there is one.
 
     Raises:
         ConfigError: no task has tools.
@@ -315,5 +324,5 @@ def _check_tools(setup: RunSetup, scans: Mapping[str, Scan]) -> None:
 
 
 def longest_example(config: RunConfig, model: Path) -> int:
-    """Return the maximum tokens of an example: a row's, or the model's positions if these are fewer."""
+    """Return the maximum tokens of an example: the length of a row, or the model's positions if these are fewer."""
     return min(config.trainer.longest_row, read_architecture(model, config.trainer.modelling).max_positions)
