@@ -226,7 +226,7 @@ class RunAdapters:
         for name, packed in batches.items():
             adapter_loss = loss[name] if isinstance(loss, Mapping) else loss
             trained = packed if adapter_loss.keeps_uniform else packed.without_uniform
-            # `pack` may lay out each epoch by itself; the minibatches are then repeated only for the epochs it left.
+            # `pack` lays out each epoch anew if there are several minibatches; a single one is repeated here.
             epochs = max(1, self._trainer.config.epochs // packed.epochs)
             passes_of.append(
                 [AdapterPass(name=name, minibatch=minibatch, loss=adapter_loss) for minibatch in trained.minibatches]

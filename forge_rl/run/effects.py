@@ -99,6 +99,7 @@ SWITCHES: Mapping[str, Switch] = {
     ),
     "--evaluation.every": Switch(
         flags=("evaluation",),
+        # Without tasks, the next switch names the cause.
         is_on=lambda config: config.evaluation.every or not config.evaluation.tasks,
         why="--evaluation.every 0 evaluates nothing",
         hint="set --evaluation.every above 0",

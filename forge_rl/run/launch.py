@@ -180,6 +180,7 @@ async def _end_tasks() -> None:
 
 def _submit(config: object, job: SubmittedJob, main: Callable[..., object]) -> int:
     """Run the command as a job that includes the controller, in the folder that a local run would have."""
+    # "python -m recipes.grpo" and "python grpo.py" both give "grpo", as in the folder of a local run.
     recipe = _command_of(main).removesuffix(".py").replace("/", ".").rpartition(".")[2].rpartition(" ")[2]
     folder, notes = choose_folder(config, recipe, vars(config)["out"])
     if vars(config)["dry_run"]:

@@ -48,6 +48,7 @@ def read_placement(text: str) -> PlacementChoice:
     devices: Placement = "auto"
     hosts: dict[str, tuple[str, ...]] = {}
     for key, values in pairs:
+        # A bare word of the text and the key `devices` of a file arrive here alike.
         if key == _MODE and len(values) == 1 and values[0] in get_args(Placement):
             devices = cast(Placement, values[0])
             continue
@@ -75,6 +76,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         table = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"--placement {path}: {error.strerror or error}", hint="name an existing file") from None
+    # A deeply nested file raises RecursionError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--placement {path} is not TOML: {error}", hint=_FORM) from None
     for key, value in table.items():

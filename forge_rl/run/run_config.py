@@ -153,6 +153,7 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
+        # Set only while flags or a file are parsed. A copy made by `replace` keeps what its original had.
         if (flags := given_flags()) is not None:
             object.__setattr__(self, "named", flags)
         job = build_job(self.job)
@@ -161,8 +162,10 @@ class RunConfig:
                 "--job has most_replaced, and no host can join a run in a private network",
                 hint="leave out one of most_replaced and --private-network",
             )
+        # Called for its errors alone, as malformed arguments would otherwise only show once the tokenizer loads.
         read_template_args(self.template_args)
         devices = read_placement(self.placement).devices
+        # Both may be applied repeatedly without a further change, since each `replace` of the config runs them again.
         object.__setattr__(self, "trainer", with_lora(self))
         object.__setattr__(self, "generator", with_served_versions(self))
         # The trainer can only repeat the experts that engines report.

@@ -48,6 +48,7 @@ class TaskConfig(RunConfig):
         """
         tasks = self.tasks or (() if self.env else (ONE_DIGIT_ADDITION,))
         if not tasks:
+            # Tasks of --eval-tasks are still read with these settings, except that nothing is held out of them.
             unused = [
                 f"--data.{field.name.replace('_', '-')}"
                 for field in fields(self.data)

@@ -130,6 +130,7 @@ class RolloutEvaluations:
                 failures = f"{len(failed)} of {len(episodes)} evaluations failed"
                 self._warn(f"{failures} and are left out of the score of {name}; {describe_failure(failed[-1])}")
         score = metrics[f"eval/{next(iter(sets))}/avg@{k}"]
+        # The one default set is also logged under its short name.
         if [*sets] == [HELD_OUT]:
             metrics = _short(metrics, k) | metrics
         episodes_by_set = {name: evaluation.results(name) for name in sets}
@@ -199,6 +200,7 @@ class Evaluator:
         """
         if self._pending is None or not self._evaluations.complete:
             return None
+        # Cleared first, so that an evaluation of which a whole set failed raises once and not at each step.
         step, self._pending = self._pending[0], None
         result = self._evaluations.pop(self.sets, step)
         self.scores[step], self._measures[step] = result.score, self._measure()

@@ -17,6 +17,7 @@ from forge_rl.system.terminal import visible
 if TYPE_CHECKING:  # loads NumPy, which only batches need
     from forge_rl.types import Batch
 
+# [NAME=]FILE.py:REST, a reward in a file as --reward takes it.
 _FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")
 _BUSY_S = 30.0
 """Time to keep retrying while other clients keep the run busy."""
@@ -35,6 +36,7 @@ def attach(folder: str | Path) -> AttachedRun:
             ended.
     """
     run = AttachedRun(Path(folder))
+    # Fails here, and not at the first access, if there is no live run.
     run.ask("status")
     return run
 

@@ -50,6 +50,7 @@ class Control:
         """Return the run's progress, and the current values of everything that can be changed."""
         run, rollouts = self._run, self._run.batches.status()
         episodes = run.last_batch.episodes if run.last_batch else ()
+        # Failed episodes have no score and stay out of the mean.
         rewards = [episode.reward for episode in episodes if episode.score is not None]
         return {
             "folder": str(run.folder.resolve()),
@@ -103,6 +104,7 @@ class Control:
         batch = self._run.last_batch
         if batch is None:
             return None
+        # Numbered, so that clients that ask at the same time get files of their own.
         name = f".last-batch-{next(self._numbers)}.parquet"
         records = trained_episodes(self._run.step, batch, None, None)
         try:
@@ -160,5 +162,6 @@ def _check(name: str, value: object, minimum: float, maximum: float) -> None:
     Raises:
         ConfigError: it is not a number within bounds.
     """
+    # JSON's true is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
         raise ConfigError(f"{name} is {value!r}", hint=f"choose a number from {minimum:g} to {maximum:g}")

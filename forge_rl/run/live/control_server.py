@@ -149,7 +149,7 @@ class _ControlServer:
                 raise
         finally:
             clients.discard(client)
-            # close() would wait for ever to send the rest to a client that does not read.
+            # close() would wait without an end to send the rest to a client that does not read.
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def close(self) -> None:
@@ -168,7 +168,7 @@ class _ControlServer:
             return {"error": f"no request came within {_READ_S:g} s"}
         except ValueError:
             return {"error": f"the request is longer than {MOST_BYTES} bytes"}
-        # No time limit from here: a checkpoint or an evaluation takes as long as the step before it.
+        # No time limit from here: a checkpoint, for example, waits for the end of the step first.
         try:
             work = self._find(line)
             with changes_by("attached"):

@@ -186,7 +186,7 @@ class LiveSchedule:
     max_episodes: int
 
     def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[Mapping[str, Any]], None]) -> None:
-        # Past __setattr__, which writes settings of the run.
+        # Bypasses __setattr__, which would write a setting of the run.
         vars(self).update(_read=read, _write=write)
 
     def __getattr__(self, name: str) -> Any:

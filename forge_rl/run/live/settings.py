@@ -51,6 +51,7 @@ class MixtureKnob:
         self._mixture = mixture
         self._adapting = adapting
         self._changed = changed
+        # Only after a live change does a resumed run keep the mixture's weights.
         self._touched = False
         self.given: dict[str, Any] = {
             "weights": {name: mixture[name] for name in mixture},
@@ -87,6 +88,8 @@ class MixtureKnob:
 
     async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         mixture, weights = self._mixture, self.given["weights"]
+        # The restored mixture has the earlier weights. Flags that changed since then override them, as with other
+        # knobs.
         reweighted = old_flags["weights"] != weights
         with changes_by("by the current flags"):
             if reweighted:
@@ -169,6 +172,7 @@ class RewardKnob:
     def _texts(self) -> list[str]:
         """Return the strings that build the current reward again; [] if there are none."""
         function, (built_function, texts) = self._reward.function, self._built
+        # Code may have replaced the reward since it was last built from texts.
         if built_function is function and texts:
             return texts
         text = name_of(function)

@@ -53,6 +53,7 @@ def open_flags(config: RunConfig, critic: CriticConfig | None = None) -> frozens
         # `with_lora` has multiplied an open rate already.
         defaults[LR] = LR_FACTOR * base_lr
     values = _values(config, critic)
+    # A config that was made by code names its lengths.
     named = (CONTEXT, NEW_TOKENS) if config.named is None else config.named
     candidates = {name for name in SCALED if name in defaults and name not in named}
     if defaults.get(NEW_TOKENS) != GeneratorConfig().max_tokens:
@@ -128,6 +129,7 @@ def chosen_values(flags: Collection[str], config: RunConfig, critic: CriticConfi
 def _as_begun(
     config: C, critic: CriticConfig | None, flags: frozenset[str], earlier: Mapping[str, Any]
 ) -> tuple[C, CriticConfig | None, list[str]]:
+    # A run of an earlier version recorded nothing: it began with what its flags say.
     texts, begun = [], set() if earlier else {LR, CRITIC_LR, CONTEXT, NEW_TOKENS}
     for name in sorted(flags & earlier.keys()):
         begun.add(name)
@@ -143,6 +145,7 @@ def _as_begun(
         else:
             config = _with(config, name, value)
     named = (CONTEXT, NEW_TOKENS) if config.named is None else config.named
+    # Named from here on, so that these flags are not chosen again.
     config = replace(config, named=(*named, *sorted(begun)))
     return config, critic, [f"{' '.join(texts)}: as the run began"] if texts else []
 

@@ -146,8 +146,9 @@ def explain(
     """
     fresh_tokens = _tokens(*fresh)
     gap = fresh_tokens["gap"]
-    # Positions in powers of two: a gap that grows with the context shows over the whole length. [N]
+    # [N], positions in powers of two: a gap that grows with the context shows over the whole length.
     positions = np.exp2(np.floor(np.log2(np.maximum(1, fresh_tokens["position"])))).astype(int)
+    # [N], tenths of the probability that the engine gave each token; probability 1 counts with the last tenth.
     deciles = np.floor(np.exp(fresh_tokens["behaviour"]) * 10).clip(0, 9).astype(int)
     last_tokens = _tokens(*last)
     tables = {
@@ -167,6 +168,7 @@ def _tokens(packed: PackedBatch, logprobs: Sequence[torch.Tensor]) -> dict[str, 
     columns: dict[str, list[npt.NDArray[Any]]] = {}
     (minibatch, *_) = packed.minibatches
     for row, scored in zip(packed.rows, logprobs, strict=True):
+        # [L], True for trained targets; the rest of a row is prompts, observations and padding.
         mask = row.mask.numpy()
         # float64, so that the difference itself adds no rounding.
         behaviour = row.behaviour.numpy()[mask].astype(np.float64)
@@ -200,6 +202,7 @@ def _by_expert(gap: npt.NDArray[np.float64], routed: npt.NDArray[Any]) -> list[G
     experts = []
     for layer in range(routed.shape[1]):
         for expert in np.unique(routed[:, layer]):
+            # A token counts for each of the top_k experts that it had in this layer.
             gaps = gap[(routed[:, layer] == expert).any(axis=1)]
             if expert >= 0 and len(gaps) >= _LEAST_TOKENS:
                 experts.append(GapGroup(f"{expert} of layer {layer}", len(gaps), float(gaps.mean()), float(gaps.max())))

@@ -32,6 +32,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.system.redaction import without_credentials
 
 
+# A protocol and not `Checkpoint`, as records may not import checkpoints, which import them.
 class SavedStep(Protocol):
     """A step that was saved, as `Checkpoint` is."""
 
@@ -141,6 +142,7 @@ class RunMonitor:
         status = self._status()
         depths = {"decoding": status.episodes_running, "engine": status.queue, "tools": status.episodes_waiting}
         for name, depth in depths.items():
+            # Mean and maximum merge from poll to poll, so that a step reports both over all of its polls.
             sample: dict[str, Value] = {f"queue/{name}/mean": Mean(depth, 1), f"queue/{name}/max": Max(depth)}
             self._depths = merge_all([self._depths, sample])
             self._draw(functools.partial(Trace.counter, name=f"queue/{name}", value=depth))
@@ -154,6 +156,7 @@ class RunMonitor:
 
     def recoveries(self) -> list[Fault]:
         """List all faults so far and their outcomes, with times since the run began."""
+        # Monotonic seconds mean nothing outside of this process.
         return [
             replace(
                 fault,
@@ -171,6 +174,7 @@ class RunMonitor:
         """Write the summary, which says how the run ended, and if `show`, show it with the places of its files."""
         folder, recoveries = self.folder, self.recoveries()
         scores, checkpoint, best = end.scores, end.checkpoint, end.best
+        # A cause may quote a URL with its password.
         summary = {
             "outcome": end.outcome,
             **({"cause": without_credentials(end.cause)} if end.cause else {}),

@@ -253,6 +253,7 @@ def _held(value: object) -> Iterator[object]:
 
 
 def _is_docstring(part: ast.stmt) -> bool:
+    # Any constant that stands alone, so that docstrings of attributes are left out too.
     return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 

@@ -108,7 +108,7 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
         critics=None if critic is None else read_architecture(Path(critic.model or model), critic.modelling),
         earlier=_choices_of(prepared),
     )
-    # In threads from here: tracing a model on the meta device takes seconds, and the display must go on.
+    # In a thread: tracing a model on the meta device takes seconds, in which the display must go on.
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, choices = await asyncio.to_thread(choosing)
     choices = [*scaled_lines, *choices]

@@ -62,8 +62,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         colocated(config)  # refuses too few GPUs
     folder, notes = choose_folder(config, recipe, config.out, code)
     with contextlib.ExitStack() as stack:
-        # The lock is held until everything else has been closed, and taken before anything in the folder is read or
-        # repaired.
+        # The lock is taken before checkpoints are read or repaired, and held until everything else is closed.
         stack.callback(os.close, prepare_folder(folder, config, code))
         # One pause for clock, deadlines and display, so that none of them counts its time.
         hold = Hold()

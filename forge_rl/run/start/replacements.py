@@ -68,9 +68,8 @@ class Replacements:
         """
         if self.asks:
             self._hosts = hosts
-            self._cluster.on_lost.add(
-                self._on_lost, first=True
-            )  # before listeners that check whether a host is awaited
+            # First, before listeners that check whether a host is awaited.
+            self._cluster.on_lost.add(self._on_lost, first=True)
             for host, cause in self._cluster.lost_hosts.items():
                 self._on_lost(host, cause)
 
@@ -120,6 +119,7 @@ class Replacements:
     def _on_end(self, host: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._stop_waiting(host)
+        # Nobody awaits this task, so its error must be reported here.
         if not task.cancelled() and (error := task.exception()) is not None:
             self._monitor.faults.record("hosts", None, f"host {host} cannot be replaced: {error!r}")
 
@@ -146,6 +146,7 @@ class Replacements:
             if (reason := self._why_not()) is not None:
                 log.event(f"no host is asked for in the place of {lost_host}: {reason}")
                 return None
+            # 0 before the first host: the first death costs no wait.
             await self._sleep(self._next_s)
             self._next_s = min(_LONGEST_BACKOFF_S, max(_BACKOFF_S, 2 * self._next_s))
             self._asked += 1

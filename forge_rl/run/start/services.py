@@ -102,7 +102,7 @@ async def _start_services(
         def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
             return group.create_task(_start(name, detail, starting, started, prepared.monitor.display))
 
-        # Rollouts need all of these; a run on given examples starts the trainer alone.
+        # Rollouts need all of these. Without a reward nothing is generated, and the trainer starts alone.
         if reward is not None:
             generator = begin("generator", _engines(config), _start_generator(checked, hosts, prepared, handover))
             weights = begin("weights", config.weights.transport, _start_store(checked, hosts, prepared))
@@ -182,6 +182,7 @@ async def _start_store(checked: CheckedRun[C], hosts: RunHosts, prepared: Prepar
         prepared.monitor.faults,
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.with_weights,
+        # Counts stored weights as 2 bytes each.
         expected_bytes=stored_bytes(checked.models.policy) * resolve_dtype(config.generator.dtype).itemsize // 2,
     )
 

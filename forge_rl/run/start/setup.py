@@ -50,7 +50,9 @@ class Rollouts:
     """Settings of teachers that score the policy's tokens, for distillation: `Run.teachers`."""
 
     def __post_init__(self) -> None:
+        # Functions written for TRL or verl are wrapped here, once for everything that scores with them.
         object.__setattr__(self, "reward", as_reward(self.reward))
+        # A block of Python would be a tool call and the answer at once.
         scores_code = any(getattr(part, "scores_code", False) for part in parts_of(self.reward).values())
         if scores_code and getattr(self.world, "runs_blocks", False):
             raise ConfigError(

@@ -112,6 +112,7 @@ class Starting(Generic[C]):
             )
         rollouts = setup.rollouts
         world = rollouts.world if rollouts is not None else SingleTurn
+        # An AgentEnvironment is no factory: it plays and scores whole episodes.
         scores_itself = world is not None and (not callable(world) or getattr(world, "scores_itself", False))
         if rollouts is not None and isinstance(rollouts.player, AgentPlayer):
             # The task's own tests score the work of an agent in a container.
