@@ -211,8 +211,8 @@ class RunAdapters:
         """Train each adapter on its batch, packed with the trainer's layout; names of metrics begin with the adapter's.
 
         Each minibatch takes one update per epoch, or none if it has no rows. If one adapter's update fails or is not
-        finite, only that update is skipped. After --trainer.max-skipped-updates in a row, the adapter is no longer
-        trained, and no episodes are generated for its source.
+        finite, only that update is skipped. After --trainer.max-skipped-updates in a row, training of the
+        adapter ends, and no more episodes are generated for its source.
 
         Args:
             mix_rows: compute rows of several adapters together, if the trainer has one rank and the model supports it.

@@ -53,9 +53,9 @@ class Switch:
     flags: tuple[str, ...]
     """Fields that need it, or groups of them, by their paths, such as "lora.alpha" or "mixture"."""
     is_on: Callable[[SwitchedRun], object]
-    """Returns a true value if they act."""
+    """Returns a true value if the flags act."""
     why: str
-    """Why they do not act otherwise."""
+    """Why the flags do not act otherwise."""
     hint: str
     """What turns it on."""
 
@@ -160,7 +160,7 @@ SWITCHES: Mapping[str, Switch] = {
         hint="give --job an option most_replaced, such as --job slurm:nodes=2,most_replaced=1",
     ),
 }
-"""Switches by their flag, which is not one of those that need it, even if it is in their group."""
+"""Switches by their own flags. A switch never needs itself, even if it belongs to a group that does."""
 
 
 def check_switches(config: SwitchedRun) -> None:

@@ -87,6 +87,7 @@ class ExampleConfig(RunConfig):
                 f"--placement {devices} is of trainer and engines, and the run has no engines",
                 hint="leave it out, or add --reward, for which evaluations generate answers",
             )
+        # Engines that answer in evaluations use their own settings, but still generate no training batches.
         unused_groups = _OF_BATCHES if self.starts_engines else _OF_ANSWERS
         if changed := changed_flags(self, unused_groups):
             needs = "acts on batches that engines generate" if self.starts_engines else "needs engines"

@@ -84,6 +84,7 @@ def launch(
             isolation = vars(config).get("isolation", Isolation())
             if isolation.private_network and not (is_private() or has_way_out()):
                 enter([sys.executable, *sys.orig_argv[1:]])
+            # Before threads run: the process's secret variables move, out of what /proc shows to others.
             hide()
             # Never closed: that would wait for tasks that ignore their cancellation.
             runner = asyncio.Runner()

@@ -63,8 +63,8 @@ def with_lora(config: AdaptedRun) -> TrainerConfig:
 
 
 def with_served_versions(config: AdaptedRun) -> GeneratorConfig:
-    """Return the engines' settings, with room for all versions that requests may sample with if these are served as
-    adapters: as many as the bound on the lag, and the latest."""
+    """Return the engines' settings. If versions are served as adapters, they have room for all that requests may sample
+    with: as many as the bound on the lag, and the latest."""
     generator = config.generator
     if generator.adapters == "merged" or not config.lora.rank:
         return generator

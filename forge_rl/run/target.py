@@ -1,4 +1,4 @@
-"""Flags of a plan for other machines, which a config.json is enough for."""
+"""Flags of a plan for other machines; of the model, a config.json is enough."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_rl.flags.categories import Category
 LOCAL = "local"
 _MOST_HOSTS = 1024
 _NOTHING = {"on": "", "hosts": 1, "model_config": None, "prompt_tokens": 0, "answer_tokens": 0}
-"""Values of the fields that plan nothing."""
+"""Values of the fields of a plan for this machine, or of no plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

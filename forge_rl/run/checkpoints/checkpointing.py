@@ -26,11 +26,11 @@ from forge_rl.system.tasks import ended
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """What belongs together at the end of a step."""
+    """State of a run at the end of a step, which is saved and restored as one."""
 
     step: int
     updates: tuple[int, ...]
-    """Updates taken by the trainer and, if there is one, the critic."""
+    """Numbers of updates taken by the trainer and, if there is one, the critic."""
     rollouts: dict[str, Any]
     """State of the batches just after the step's own; the batches themselves soon run ahead of it."""
     objects: dict[str, Any]

@@ -92,6 +92,7 @@ class Checkpoint:
                     return f"{name} is missing"
                 if (bytes_now := files[name].lstat().st_size) != size:
                     return f"{name} has {bytes_now} bytes, but was written with {size}"
+            # Names and sizes agree, which was found out without reading the files.
             digests = _digests({name: files[name] for name in expected})
             changed = (name for name, (_, digest) in expected.items() if digests[name] != digest)
             return next((f"{name} has changed since it was written" for name in changed), "")
@@ -186,6 +187,7 @@ class Checkpoints:
             if not damage:
                 return checkpoint
             folder = checkpoint.folder
+            # Kept and not deleted: the name tells `check_new` that there were checkpoints, and the user may repair it.
             places = (folder.with_name(f"{folder.name}.damaged-{number}") for number in itertools.count())
             try:
                 new_folder = next(place for place in places if not is_there(place))
@@ -300,6 +302,7 @@ class Checkpoints:
         except OSError:
             self._put_back()
             raise
+        # The rename is on disk only once the folder's entries are.
         _sync(self.folder)
         # The checkpoint is complete: what fails from here on costs disk space or a warning, and not the checkpoint.
         self.unremoved = ""

@@ -106,7 +106,7 @@ class CheckpointMirror:
 
         Args:
             folder: the run's, locked.
-            check_settings: called with a folder that holds the copied settings; raises an error if they are those of
+            check_settings: called with a folder that holds the copied settings; raises an error if they belong to
                 another run, and returns lines about permitted changes.
             tell: called with a line about each checkpoint that cannot be used.
 

@@ -249,6 +249,7 @@ class Evaluator:
 
         If the weights now belong to a later step than the evaluation, all tokens count as other_versions.
         """
+        # A run resumed with --evaluation.every 0 has no sets, whatever its checkpoint left pending.
         if self._pending is not None and self.sets:
             self.start(*self._pending)
         else:

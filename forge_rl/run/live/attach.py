@@ -199,6 +199,7 @@ class AttachedRun:
         return reply.get("result")
 
     def __repr__(self) -> str:
+        # The run may have ended, and a repr that raises is of no use at a prompt.
         try:
             status = self.ask("status")
         except ForgeError as error:

@@ -28,7 +28,7 @@ _MOST_PROMPTS = 1024
 
 
 class HostRegistry(Protocol):
-    """Takes hosts into a live run, and lets them go, as `ElasticHosts` does."""
+    """Adds hosts to a live run and removes them, as `ElasticHosts` does."""
 
     def states(self) -> dict[str, str]: ...
     def meeting_point(self) -> dict[str, str]: ...
@@ -70,11 +70,11 @@ class Control:
         await self._live.write(knob, values)
 
     async def hosts(self) -> dict[str, object]:
-        """Return the state of each host, and what a host that joins must know; see `ElasticHosts`."""
+        """Return the state of each host, and the address that a joining host needs; see `ElasticHosts`."""
         return {"hosts": self._hosts.states(), **self._hosts.meeting_point()}
 
     async def join(self, name: str, address: str, services: list[Any]) -> str:
-        """Take in a host; returns a line that names its services."""
+        """Add a host; returns a line that names its services."""
         return await self._hosts.join(name, address, services)
 
     async def leave(self, name: str) -> None:

@@ -44,6 +44,7 @@ class PolicyGateway:
                 )
                 try:
                     await gateway.start()
+                # Also on cancellation: it may be listening already.
                 except BaseException:
                     await gateway.stop()
                     raise

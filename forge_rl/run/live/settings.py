@@ -65,6 +65,7 @@ class MixtureKnob:
         return {"weights": {name: self._mixture[name] for name in self._mixture}, "shown": repr(self._mixture)}
 
     async def write(self, values: dict[str, Any]) -> None:
+        # JSON of a client: types are checked here, before the mixture sees any of it.
         match values:
             case {"weights": dict(weights)} if len(values) == 1:
                 for source, weight in weights.items():
@@ -104,6 +105,7 @@ class MixtureKnob:
                 mixture.adapt(self._adapting)
         if not readapted and mixture.adapting != self._adapting:
             self._changed(f"mixture adapts: {mixture.adapting.adapt}")
+        # Shares that adapt move by themselves, which is no live change.
         for name, weight in weights.items() if mixture.adapting.adapt == "off" else ():
             if mixture[name] != weight:
                 self._changed(f"mixture {name} {weight:g} -> {mixture[name]:g}")
@@ -179,6 +181,7 @@ class RewardKnob:
         return [text] if text else []
 
     def _replaced(self) -> None:
+        # Called after the change, when the earlier reward's description can no longer be read.
         old_reward, self._now = self._now, self.read()
         self._changed(f"reward {old_reward} -> {self._now}")
 
@@ -233,8 +236,8 @@ def optimizer_knob(trainer: Trainer, changed: Callable[[str], None], tell: Calla
 def replicas_knob(
     services: Mapping[str, Scalable], changed: Callable[[str], None], tell: Callable[[str], None]
 ) -> Knob:
-    """Return the knob of the numbers of engines and of environments' processes on the present hosts, which hosts that
-    join or leave change in proportion."""
+    """Return the knob for the numbers of engines and environment processes on the current hosts. Hosts that join or
+    leave change these numbers in proportion."""
 
     def counts() -> dict[str, int]:
         return {name: service.replicas for name, service in services.items()}

@@ -129,6 +129,7 @@ def with_defaults(
 
 def _critic_state(critic: CriticConfig, model: Path) -> int:
     """Return the bytes that a critic holds on each of its GPUs from step to step."""
+    # The shortest row will do, as the state does not depend on it.
     settings = replace(critic, seq_len=LEAST_ROW)
     folder = Path(critic.model) if critic.model else model
     return plan_training(folder, settings, ranks=critic.ranks, reference=False, values=True).state
@@ -140,6 +141,7 @@ def check_critic(config: RunConfig, critic: CriticConfig, architecture: Architec
     Raises:
         ConfigError: says what does not fit, and what to change.
     """
+    # Errors then name flags of --critic and not of --trainer.
     with as_critic():
         check_model(critic, critic.ranks, architecture)
     if 0 < critic.longest_row < config.generator.max_model_len:
@@ -198,8 +200,8 @@ def with_recomputation(
     host: int,
     memory: Callable[[TrainSettings], TrainMemory],
 ) -> tuple[C, list[str]]:
-    """Have a trainer on a CPU recompute activations and then keep small moments if it does not fit in memory otherwise
-    and these are open. Returns the settings, and a line if they changed.
+    """Have a trainer on CPU recompute activations, and then also keep small moments, if it would not fit in memory
+    otherwise and these flags are open. Returns the settings, and a line if they changed.
 
     Args:
         flags: flags that are open.
@@ -207,6 +209,7 @@ def with_recomputation(
         memory: plans the memory of a trainer rank, which takes seconds.
     """
     trainer, engines = config.trainer, config.generator.replicas * config.starts_engines
+    # What the engines' float32 weights and caches on the same machine leave to the trainer.
     usable = _USABLE * host - engines * (4 * architecture.weights + config.generator.kv_cache_gib * 2**30)
     # A plan takes seconds, which a model that surely fits is spared: 16 bytes a weight, and few more for a row.
     is_small = 16 * architecture.weights < _SMALL_SHARE * host
@@ -307,8 +310,10 @@ def choose(
     weights = 2 * architecture.weights // generator.tensor_parallel_size
     # The share that the user set, or else room for the weights and as much again, and at least `_LEAST_SHARE`.
     min_engine_bytes = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
+    # State that stays need not be moved at each turn; it does if the engines have room next to it.
     stays = trainer.stays_on_device or (turns and not trainer.enable_cpu_offload and free_bytes >= min_engine_bytes)
     placement = read_placement(config.placement)
+    # Sharing costs nothing if both fit side by side and neither would leave GPUs of the other unused.
     if placement.devices == "auto" and turns and not shared and stays and trainer.ranks == engines:
         shared = True
         lines.append(
@@ -370,6 +375,7 @@ def _fitted(
     """
 
     def on_gpu(settings: TrainSettings, needs: TrainMemory) -> TrainMemory:
+        # Offloaded state is in host memory: only gathered weights, activations and the like are left on the GPU.
         offloaded = replace(needs, weights=0, gradients=0, optimizer=0, reference=0)
         return offloaded if settings.enable_cpu_offload else needs
 
@@ -396,5 +402,6 @@ def _fitted(
                 * (candidate.optimizer_state != trainer.optimizer_state)
                 + " --trainer.enable-cpu-offload" * candidate.enable_cpu_offload
             )
+            # A row's length that is open is chosen afterwards, from the memory that is left.
             return replace(candidate, seq_len=trainer.seq_len), candidate_memory, flags
     return trainer, rank_memory, ""

@@ -326,6 +326,7 @@ def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
                 f"each {need.who} needs {need.total / 2**30:.1f} GiB, but its GPU has {gpu / 2**30:.1f} GiB",
                 hint=f"{need.hint}; --plan shows each part",
             )
+    # Each GPU has one process of a kind, while all processes share the host's memory.
     host_needs = [need for need in needs if not need.of_gpu]
     needed = sum(need.total * need.count for need in host_needs)
     if needed > host:
@@ -365,6 +366,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         return []
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
     weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel_size", 1))
+    # At least two, since one version is held while the next is written.
     versions = config.weights.held_bytes(architecture.weights * itemsize)
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if not generator.replicas + generator.guests:  # all engines run in external servers

@@ -17,13 +17,13 @@ from forge_rl.services.generator_config import GeneratorConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedServices:
-    """Hosts of each service, by name of the service, and what each host has."""
+    """Hosts of each service, by the service's name, and the devices of each host."""
 
     hosts: Mapping[str, tuple[str, ...]]
     infos: Mapping[str, HostInfo]
 
     def of(self, service: str, reserved_gpus: Mapping[str, int] | None = None) -> ServiceHosts:
-        """Return the hosts of a service with its part of them.
+        """Return a service's hosts, with the GPUs and cores that it may use there.
 
         Args:
             reserved_gpus: number of GPUs that other services take, by host.
@@ -78,7 +78,7 @@ class PlacedServices:
         return dict.fromkeys(self.hosts["trainer"], ranks // len(self.hosts["trainer"]))
 
     def engines_on(self, generator: GeneratorConfig) -> dict[str, int]:
-        """Return the number of devices of engines on each of their hosts, at most."""
+        """Return the maximum number of devices that engines take on each of their hosts."""
         hosts, parts = self.hosts["generator"], generator.replicas * generator.hosts_per_replica
         return dict.fromkeys(hosts, -(-parts // len(hosts)) * (generator.devices // generator.hosts_per_replica))
 
@@ -161,7 +161,7 @@ def _check_engines(generator: GeneratorConfig, hosts: Sequence[HostInfo]) -> Non
 
 
 def _trainer_hosts(ranks: int, workers: Sequence[str], infos: Mapping[str, HostInfo]) -> tuple[str, ...]:
-    """Return the hosts of the ranks: with GPUs as few as hold them, else as many as split them evenly."""
+    """Return the ranks' hosts: with GPUs, as few as hold the ranks; otherwise, as many as split them evenly."""
     gpus = [len(infos[name].gpus) for name in workers]
     counts = [count for count in range(1, len(workers) + 1) if ranks % count == 0]
     if any(gpus):

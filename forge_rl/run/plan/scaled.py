@@ -1,4 +1,4 @@
-"""Settings that follow the model's size and the device where the user names none, and that a resumed run keeps.
+"""Settings that follow the model's size and the device unless the user names them, and that a resumed run keeps.
 
 A flag is open if neither the command line nor a config file names it and its value is the recipe's default. A config
 that was made by code names lengths; its other values count as open where they equal the default.
@@ -35,7 +35,7 @@ SCALED: Mapping[str, type[int] | type[float] | type[str] | type[bool]] = {
     "trainer.optimizer_state": str,
     "trainer.enable_cpu_offload": bool,
 }
-"""Flags that are chosen where they are open, and the types of their values."""
+"""Flags that are chosen if they are open, with the types of their values."""
 _TUNED_WEIGHTS = 134_515_008
 """Weights of SmolLM2-135M, the model for which the recipes' learning rate was tuned."""
 _LEAST_LR = 1e-6
@@ -80,7 +80,7 @@ def with_scaled(
     model's positions. What depends on a GPU's memory is chosen later, see `run.plan.defaults.choose`.
 
     Args:
-        architecture: of the model that is trained.
+        architecture: architecture of the trained model.
         critics: architecture of the critic's model.
         earlier: the `chosen_values` of a resumed run. A value of another type is ignored. If a value is missing,
             because the flag was named then and no longer is, it is chosen as in a new run. Empty for a run of an

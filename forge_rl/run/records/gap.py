@@ -36,7 +36,7 @@ _LEAST_TOKENS = 20
 
 @dataclass(frozen=True)
 class GapGroup:
-    """Tokens that have something in common."""
+    """Tokens with a common property, and the gap of their logprobs."""
 
     name: str
     tokens: int

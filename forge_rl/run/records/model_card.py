@@ -33,6 +33,7 @@ def write_card(model: Path, run: Path, *, step: int, scores: Mapping[int, float]
     """
     flags, versions = (read_object(run / name) if (run / name).is_file() else {} for name in _SOURCES)
     flags = {name: value for name, value in flags.items() if name not in _PRIVATE}
+    # Later steps run while the checkpoint is written: their scores are not this model's.
     record = _public(
         {
             "step": step,

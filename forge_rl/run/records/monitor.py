@@ -57,7 +57,7 @@ class RunEnd:
     scores: Mapping[int, float] = field(default_factory=dict)
     """Score of the first evaluated set, by step."""
     checkpoint: SavedStep | None = None
-    """The last one."""
+    """The last checkpoint."""
     best: SavedStep | None = None
 
 

@@ -288,6 +288,7 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
             raise  # it may be intact, and would be overwritten by this command's
     old_code = old_code if isinstance(old_code, dict) else {}
+    # A file that the folder has no digest of is new to the run, and not an edit.
     edited = [f"{name} was edited" for name, digest in code.items() if old_code.get(name, digest) != digest]
     moved: list[str] = []
     # After a start that failed, nothing in the folder was made with other settings; without checkpoints, nothing that
@@ -346,6 +347,7 @@ def _changed(folder: Path, config: object) -> dict[str, str]:
     """Describe the settings that differ from a run folder's, by name; flags that only one has are left out, but for
     `_EARLIER_VALUES`."""
     saved, new = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
+    # The folder may be from a version in which flags had other names, did not exist, or were not retired yet.
     old = {name if name in new else current_path(name): value for name, value in saved.items()}
     old = {flag: value for flag, (value, switch) in _EARLIER_VALUES.items() if old.get(switch)} | old
     retired = {name: value for name in old.keys() - new.keys() if (value := retired_default(name)) is not None}

@@ -88,6 +88,7 @@ class StepMetrics:
             trainer.publish_s = {}  # a step that publishes nothing must not show the last one's seconds
         values |= self._mixture.metrics()
         self._tell_epochs()
+        # The times come last, as taking them ends the step on the clock.
         values |= self._batches.metrics() | self._monitor.pop_depths() | self.end_times()
         if (tokens := values.get("completed/tokens")) is not None:
             # Engines that decode while the trainer trains have the whole step for these tokens.
@@ -139,7 +140,7 @@ class StepMetrics:
         return {name: value for name, value in times.items() if not name.startswith(("seconds/step", "busy/"))}
 
     def reset(self) -> None:
-        """Forget what belongs to no step, after a reset of the run."""
+        """Discard metrics that belong to no step, after a reset of the run."""
         self._epochs = self._mixture.epochs
         self._batches.metrics()
         self.end_times()

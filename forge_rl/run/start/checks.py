@@ -152,6 +152,7 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     return CheckedRun(
         config=config,
         models=replace(models, policy=model),
+        # On hosts of their own, neither has the other's devices, whatever --placement says.
         shares_devices=colocated(config) and placed.meet,
         sets=_evaluation_sets(config, setup.mixture, setup.evaluation, log.warn),
         choices=chosen_values(flags, config, critic),

@@ -61,7 +61,7 @@ class ElasticHosts:
         self._hosts.replacements.begin(needed)
 
     def states(self) -> dict[str, str]:
-        """Return all hosts: "was asked for", "serves", "leaves", or why a host is gone."""
+        """Return the state of each host: "was asked for", "serves", "leaves", or why it is gone."""
         cluster = self._hosts.cluster
         states = dict.fromkeys(self._hosts.replacements.waiting, "was asked for")
         states |= {host: "leaves" if host in cluster.leaving else "serves" for host in self._infos}
@@ -72,7 +72,7 @@ class ElasticHosts:
         return {"controller": controller_address()}
 
     async def join(self, name: str, address: str, services: Sequence[str] = ()) -> str:
-        """Take in a host on which a worker of Monarch serves; returns a line that names its services.
+        """Add a host on which a Monarch worker serves; returns a line that names its services.
 
         Args:
             name: name of the host, new to the run.
@@ -113,6 +113,7 @@ class ElasticHosts:
                 joined_services = (
                     self._choose_for(name, info, lost_host) if lost_host else self._choose(name, info, services)
                 )
+                # A replacement takes over the lost host's ranks too: its engines leave as many GPUs to them.
                 await self._start(name, info, joined_services, self._reserved_gpus.get(lost_host, 0))
             # Also on cancellation: the cluster knows the host already, and must not keep one that joined only in part.
             except BaseException as error:

@@ -13,7 +13,7 @@ from forge_rl.run.service_set import Services
 
 
 class Ending:
-    """Saves what a run has done when its body has ended, and sums it up."""
+    """Saves a run's progress once its body has ended, and writes its summary."""
 
     def __init__(self, run: Run[Any], services: Services, checkpointer: Checkpointer, monitor: RunMonitor) -> None:
         self._run = run

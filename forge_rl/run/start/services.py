@@ -97,6 +97,7 @@ async def _start_services(
     # The handover needs the started generator, whose replacement engines need the handover: a future closes the circle.
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
     generator = weights = scorer = envs = teachers = critic = None
+    # The first failure cancels all other starts, and is the one error that the user sees.
     async with task_group() as group:
 
         def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
@@ -192,7 +193,7 @@ async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_
     display.startup(name, "starting", detail)
     try:
         service = await starting
-    except BaseException:
+    except BaseException:  # also if another service's failure cancels this start
         display.startup(name, "failed", detail)
         raise
     # Only what has started is stopped at the end; a start that fails cleans up after itself.
@@ -305,8 +306,8 @@ async def _start_teachers(
 
 
 def gpus_taken(checked: CheckedRun[C], hosts: RunHosts, *, engines: bool) -> dict[str, int]:
-    """Return the number of GPUs of each host that are not free: the trainer's unless engines share them, and with
-    `engines` the policy's engines' as well."""
+    """Return the number of GPUs per host that are taken: by the trainer, unless engines share them, and with `engines`
+    also by the policy's engines."""
     config, placed = checked.config, hosts.placed
     # A critic adds none: it takes turns with the trainer on the same GPUs.
     ranks = placed.ranks_on(config.trainer.ranks)

@@ -145,7 +145,7 @@ class Starting(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def _run(self) -> AsyncIterator[Run[C]]:
-        """Prepare, acquire hosts, check, start the services, assemble; save what a run that is interrupted has done."""
+        """Prepare, acquire hosts, check, start the services, assemble; save the progress of an interrupted run."""
         setup = self.setup
         # A loss that fails is found on a small row, before minutes of starting.
         try_loss(setup.loss, setup.mixture.sources)
@@ -158,6 +158,8 @@ class Starting(Generic[C]):
                         monitor.log.event(f"reward {name}: called as {peer} calls it, with the columns of each row")
                 try:
                     hosts = await stack.enter_async_context(open_hosts(self.config, prepared))
+                    # Defaults that depend on the device follow the hosts' devices, which may differ from the
+                    # controller's.
                     checked = await check(hosts.adapted(self.config), prepared, setup, hosts.placed)
                     reward = environment = None
                     if (rollouts := setup.rollouts) is not None:
@@ -187,9 +189,10 @@ class Starting(Generic[C]):
                     # An error from another process carries that process's trace, which says more than this one's.
                     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
                     cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+                    # The text of a user's exception may have any length.
                     cause, trace = shortened(cause), shortened(trace, TRACE_LETTERS)
                     monitor.log.keep(f"ended by {cause}\n{trace}", "fault")
-                    if ending is not None:
+                    if ending is not None:  # else the start failed, and there is no step to save
                         await ending.fail(error, cause)
                     else:
                         monitor.log.end("failed", cause)
