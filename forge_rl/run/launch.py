@@ -71,13 +71,14 @@ def launch(
             getattr(config, "check_effects", lambda: None)()
             if is_plan := vars(config).get("plan"):
                 _show_plan(config, main)
-        if is_plan:
+        if is_plan:  # a plan that does not fit has raised
             status = 0
         elif isinstance(job := build_job(vars(config).get("job", "local")), SubmittedJob):
             status = _submit(config, job, main)
         elif vars(config).get("dry_run"):
             print(job.describe(_command()))
             status = 0
+        # The scheduler starts this command in several processes, and another one leads the run.
         elif isinstance(job, LedJob) and not job.leads:
             status = 0
         else:

@@ -420,6 +420,7 @@ class Run(Generic[C]):
         if not self._stopping:
             self._stopping = True
             self._live.report("stopping after the current step")
+        # A paused step would never end.
         self.resume()
 
     def due(self, every: int) -> bool:

@@ -305,6 +305,7 @@ class Checkpointer:
                     await self._services.rollout.devices.free_devices()
                 states = [checkpoint.training, checkpoint.critic] if checkpoint else [None, None]
                 for trainer, state in zip(self._services.trainers, states, strict=False):
+                    # Only a trainer that died uses up one of its restarts; the other one goes back with it.
                     await trainer.restart(
                         state.resolve() if state else None, cause="it is rolled back to the checkpoint"
                     )

@@ -108,6 +108,7 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
     """
     import torch
 
+    # With different weights on both sides, their change would be taken for a gap.
     if generator.version != trainer.version:
         raise ConfigError(
             f"engines have version {generator.version}, the trainer {trainer.version}",
@@ -128,6 +129,7 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
         scores.append((packed, await trainer.logprobs(packed, temperature=temperature)))
     # One rounding: the distance from 1 to the next number of the engines' dtype.
     relative = torch.finfo(getattr(torch, generator.dtype)).eps
+    # How far one rounding in each layer moves the logprobs of the fresh answers.
     layers = await trainer.layer_noise(scores[0][0], temperature=temperature, relative=relative)
     return await asyncio.to_thread(explain, scores[0], scores[1], layers)
 

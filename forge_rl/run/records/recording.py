@@ -34,6 +34,7 @@ def trained_episodes(
     size = len(batch.groups[0].episodes) if batch.groups else 1
     for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
         episode_columns = (column[places.get(place, slice(0))] for column in ordered)
+        # Advantages, gaps and entropies, in the order of the columns; those that are unknown stay None.
         token_values: list[npt.NDArray[np.float32] | None] = [None, None, None]
         for index, (values, fill) in enumerate(zip(episode_columns, (0.0, np.nan, np.nan), strict=False)):
             token_values[index] = _spread(values, mask, fill)

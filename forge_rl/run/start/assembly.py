@@ -114,6 +114,7 @@ async def assemble(
         parts = RunParts(
             services=services,
             batches=batches,
+            # Each score is kept with its reward's description, since scores by different rewards are not compared.
             evaluator=Evaluator(checked.sets, evaluations, lambda: reward.description if reward is not None else ""),
             live=stack.enter_context(contextlib.closing(settings)),
         )
@@ -305,6 +306,7 @@ def _rollouts(
         scheduler,
         rollout.generator,
         tokenizer,
+        # Asked each time, as the number changes in a live run.
         wanted_engines=lambda: len(config.generator.urls) + rollout.generator.replicas,
         hold=monitor.faults.hold,
         probes=_probes(config, services.trainer, rollout.generator, tokenizer),

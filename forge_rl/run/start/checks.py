@@ -132,12 +132,14 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     if config.generator.spares and config.starts_engines:
         needs = await asyncio.to_thread(plan_run, config, models)
         config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
+    # All choices are made: show them, and refuse what cannot fit by the cheap count of states alone.
     for line in lora_lines(config, values=values):
         log.event(line)
     for line in choices:
         log.event(f"chosen: {line}")
     check_state_fits(config, models)
     if architecture.quantized:
+        # Engines and trainer both start from one copy in bfloat16, which is made once and kept in the cache.
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
         architecture = await asyncio.to_thread(read_architecture, model, config.trainer.modelling)
@@ -268,10 +270,12 @@ async def _check_use(
         prepared.monitor.log.event(note)
     scans = await _check_tasks(config, prepared, setup.mixture, tokenizer, setup.examples)
     if config.tool_parser:
+        # Loaded for its error: an unknown parser would otherwise fail at the first answer.
         await ToolParser(config.tool_parser, tokenizer).load()
         if setup.rollouts is not None and not setup.rollouts.shows_tools:
             _check_tools(setup, scans)
     elif setup.uses_tools:
+        # No parser is named, so one must read back the calls that the chat template writes.
         await asyncio.to_thread(parser_for, tokenizer)
     if config.checkpoint_every:
         # Float32 weights and two moments, 12 bytes a weight, and the exported copy: 14 for weights stored in 2 bytes.

@@ -84,6 +84,7 @@ class ElasticHosts:
             ForgeError: the host is refused; says why.
         """
         lost_host = self._hosts.replacements.place_of(name) if isinstance(name, str) else ""
+        # A run without rollouts has nothing to join, except for ranks in the place of a lost host's.
         if self._rollout is None and not lost_host:
             raise nothing_generated()
         if self._config.isolation.private_network:
@@ -153,7 +154,7 @@ class ElasticHosts:
         tasks = [asyncio.ensure_future(departure) for departure in departures]
         # Bounded: a request or an environment that does not end would otherwise keep the host in the run.
         try:
-            if tasks:
+            if tasks:  # asyncio.wait refuses none
                 await asyncio.wait(tasks, timeout=_LEAVE_S)
         finally:
             for task in tasks:

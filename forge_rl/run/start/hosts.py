@@ -124,6 +124,7 @@ async def open_hosts(config: RunConfig, prepared: PreparedRun) -> AsyncIterator[
         defaults = device_defaults()
         cluster = Cluster(logs, hosts, may_be_public=config.isolation.public_ports)
         clusters.append(cluster)
+        # Hosts that were lost between the job's start and the cluster's.
         for host, cause in lost_hosts.items():
             cluster.lose(host, cause)
         replacing_job = job if isinstance(job, ReplacingJob) else None
@@ -167,6 +168,7 @@ def sound_hosts(
     Raises:
         ForgeError: --placement names a host that fails, or all hosts of the job fail.
     """
+    # The controller's host comes first, as the others are compared with it.
     facts = {THIS_HOST: HostFacts.of_this_host()} | {host: facts for host, (_, facts, _) in answers.items()}
     findings = judge_facts(facts, {host: clock for host, (_, _, clock) in answers.items()})
     failed = {

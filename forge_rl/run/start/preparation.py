@@ -59,7 +59,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
     """
     isolation_warning = check_isolation(config.isolation)
     if config.job == "local":
-        colocated(config)  # refuses too few GPUs
+        colocated(config)  # refuses too few GPUs, before there is a folder
     folder, notes = choose_folder(config, recipe, config.out, code)
     with contextlib.ExitStack() as stack:
         # The lock is taken before checkpoints are read or repaired, and held until everything else is closed.
@@ -110,6 +110,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
                 config=as_flat_json(config),
             )
         )
+        # What was found before there was a log.
         for note in notes:
             log.event(note)
         metrics_warning = _serving_metrics(config)
