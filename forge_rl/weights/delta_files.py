@@ -62,6 +62,7 @@ class Header(BaseModel):
             return f"it changes a later version, {self.base}"
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             return "it has two tensors of one name"
+        # Sizes are bounded from the header alone, before any part is read or memory allocated.
         if (total := sum(tensor.entry.bytes for tensor in self.tensors)) > max_bytes:
             return f"it has {total} bytes, and at most {max_bytes} are taken"
         for tensor in self.tensors:
@@ -141,6 +142,7 @@ class DeltaFolder:
 
     def remove_before(self, number: int) -> None:
         """Remove older versions, headers first."""
+        # False sorts before True: headers go first, so no header is left whose parts are gone.
         old_names = sorted(
             (name for name in self._names() if int(name[:10]) < number), key=lambda name: name[-4:] == ".bin"
         )

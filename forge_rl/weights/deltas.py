@@ -63,7 +63,10 @@ class DeltaPublisher:
         if self._next < 0:
             numbers = await asyncio.to_thread(self._folder.numbers)
             self._next = max(numbers, default=-1) + 1
+        # Nothing is kept until the version is written: after an error, there is nothing to compare with, and the next
+        # one is full.
         old_words, self._words = self._words, {}
+        # Numbers at the address are its own: versions may be skipped, and a rollback repeats theirs.
         number, self._next = self._next, self._next + 1
         is_full = not old_words or number - self._full[-1] >= self._full_every
         writer = _Writer(self._folder, number, {} if is_full else old_words)
@@ -99,6 +102,7 @@ class _Writer:
         old_words = self._old_words.pop(entry.name, None)
         fits = old_words is not None and (len(old_words), old_words.dtype) == (len(words), words.dtype)
         change = encode(words, old_words if fits else None)
+        # `words` is a view of the bucket, which is gone after the block. An unchanged tensor needs no second copy.
         if change.kind == "same" and old_words is not None:
             self.held[entry.name] = old_words
         else:
@@ -204,8 +208,12 @@ class DeltaSubscriber:
             try:
                 return self._update()
             except BaseException as error:
+                # Changes are applied in place, so a failure halfway leaves tensors of no version. Without a number, the
+                # next update starts from a full one.
                 if self._number is None or isinstance(error, WeightsError | FileNotFoundError):
                     self.version, self._number, self.tensors, self._entries = None, None, {}, ()
+                # Only a missing file is worth another attempt: the publisher may have removed it for a newer full
+                # version.
                 if not isinstance(error, FileNotFoundError):
                     raise
                 if attempt == _ATTEMPTS - 1:
@@ -220,6 +228,8 @@ class DeltaSubscriber:
         if not numbers or self._number == numbers[-1]:
             return False
         chain = [(numbers[-1], self._header(numbers[-1]))]
+        # Back to the version that is held, or to a full one. Bases are smaller than their version's number, so this
+        # ends.
         while (base := chain[-1][1].base) is not None and base != self._number:
             chain.append((base, self._header(base)))
         self._changed = set()
@@ -243,8 +253,11 @@ class DeltaSubscriber:
             self.tensors, self._entries = {}, ()
         elif layout != [(tensor.name, tensor.shape, tensor.dtype) for tensor in header.tensors]:
             raise self._folder.malformed(number, "its tensors differ from those in the version that it changes")
+        # Unchanged tensors keep the fingerprint that was computed when they were read.
         fingerprints = {entry.name: entry.fingerprint for entry in self._entries}
+        # From here on the tensors belong to no version, until the fingerprints agree.
         self.version, self._number = None, None
+        # One part in memory at a time.
         for part, size in enumerate(header.parts):
             data = memoryview(self._folder.read(number, part, size))
             for tensor in header.tensors:

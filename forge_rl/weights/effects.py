@@ -93,6 +93,7 @@ class VersionEffects:
 
     def of(self, changed: str) -> VersionEffects:
         """Return one for versions of something else in the same engines, such as an adapter by name."""
+        # The same dtypes and bounds, without the history.
         effects = copy.copy(self)
         effects._changed, effects._histories = changed, {}
         return effects
@@ -111,7 +112,9 @@ class VersionEffects:
         gap = float(np.median(np.abs(logprobs - probed.logprobs)))
         # Rounding is relative: a policy that becomes sure, or collapses, has larger logits and gaps.
         scale = max(1.0, float(np.abs(probed.logprobs).mean()))
+        # Never below two epsilons: gaps of 0 over a few versions do not forbid rounding at the next.
         usual = max(2 * self._eps, scale * float(np.median(history.gaps)) if history.gaps else 0.0)
+        # The first version has no usual gap to compare with, only a bound for its dtype.
         bound = _TIMES * usual if history.gaps else self._first_bound
         problem = "" if gap <= bound else f"its logprobs differ by {gap:.2g}, more than rounding's {bound:.2g}"
         if not np.isfinite(gap):
@@ -120,6 +123,7 @@ class VersionEffects:
         # compared by its own alone: an engine that fell behind has large gaps since, which must not count as rounding.
         noises = [earlier.noise for earlier in history.latest]
         usual_noise = float(np.sqrt(np.mean(np.square(noises)))) if noises else 0.0
+        # Latest first, and the first version last: errors of single updates that rounding hides add up since then.
         for earlier in history.answers:
             least_noise = 0.0 if earlier is history.first else usual_noise
             problem = problem or self._stale(answer, earlier, least_noise)
@@ -130,6 +134,7 @@ class VersionEffects:
                 hint="do not trust samples from it; report this with the run folder's logs, or go on with "
                 "--weights.probes 0",
             )
+        # Only answers that passed become history.
         history.first = history.first or answer
         history.latest.append(answer)
         history.gaps.append(gap / scale)
@@ -148,12 +153,16 @@ class VersionEffects:
         """
         moved = answer.probed.logprobs - earlier.probed.logprobs
         change = answer.logprobs - earlier.logprobs
+        # e = x - d: what the engine's change has besides the trainer's.
         errors = np.abs(change - moved)
         usable = errors <= np.quantile(errors, 1 - _OUTLIERS)
         moved, change = moved[usable], change[usable]
+        # x is a difference of two answers, and both are rounded: variances add.
         noise = np.sqrt(2) * max(earlier.noise, least_noise, 2 * self._eps)
+        # The standard error of the projection is noise / |d|: below _POWER, 0 and 1 cannot be told apart.
         if float(np.linalg.norm(moved)) <= _POWER * noise:
             return ""
+        # <x, d> / <d, d>
         share = float(change @ moved / (moved @ moved))
         if 0.5 <= share <= 1.5:
             return ""

@@ -24,6 +24,8 @@ def most_children(hosts: int, buckets: int) -> int:
         hosts: number of hosts that copy.
         buckets: number of buckets that each copies.
     """
+    # Steps until the last host has the last bucket: buckets + hosts - 1 in a chain; in a tree, each host sends every
+    # bucket twice, so 2 (buckets + levels - 1).
     levels = math.ceil(math.log2(hosts + 2)) - 1
     return 1 if buckets + hosts - 1 <= 2 * (buckets + levels - 1) else 2
 
@@ -98,8 +100,11 @@ class _CopyTree:
 
     def place(self, host: str, failed: Collection[str]) -> str:
         """Return the parent of a host: the current one unless it failed, else the host with room nearest the writer."""
+        # Taken out first, so that the host does not count as a child while its place is chosen.
         parent = self.parents.pop(host, "")
         if not parent or parent in failed:
+            # A host that asks is alive, whatever others said of it; and without the writer nobody could get the
+            # buckets.
             self._failed = (self._failed | {*failed}) - {host, self._writer}
             parent = self._choose(host, failed)
         self.parents[host] = parent
@@ -121,6 +126,8 @@ class _CopyTree:
         ]
         if not candidates:
             raise WeightsError(f"no other host than {', '.join(map(repr, failed))} has these weights")
+        # Nearest the writer first, as depth is delay. If all are full, one more child is slower, but better than an
+        # error.
         free_candidates = [candidate for candidate in candidates if num_children[candidate] < self._max_children]
         return min(
             free_candidates or candidates,

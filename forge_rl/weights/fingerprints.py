@@ -96,12 +96,16 @@ def move(moves: Sequence[Move]) -> list[int]:
             if target is not None:
                 target.copy_(values, non_blocking=values.is_cuda)
             key = (shape, tensor_slice, dtype, values.device)
+            # A mixture has thousands of experts of one shape: one set of kernel launches for many instead of a dozen
+            # for each.
             batch = batches.setdefault(key, _BlockBatch(shape, tensor_slice, [], []))
             batch.numbers.append(number)
             batch.blocks.append(values)
+            # A full batch is computed at once: its blocks may be cast copies, which would pile up on the device.
             if len(batch.blocks) * values.nbytes >= CHUNK_WORDS * _word_bytes(shape, dtype):
                 results.append(batches.pop(key).fingerprints())
     results += [batch.fingerprints() for batch in batches.values()]
+    # The CPU's blocks are done while the device still computes.
     for number, part in _run((index, task) for index in cpu_numbers for task in _tasks(*moves[index])):
         totals[number] = (totals[number] + part) % (1 << 64)
     if results:  # the only device sync, which also waits for the copies
@@ -150,9 +154,12 @@ def _tasks(
 
     dtype = source.dtype if target is None else target.dtype
     word = _BITS[_word_bytes(shape, dtype)]
+    # The compiled cast reads four float32 and writes one word of four bfloat16; all other casts are torch's.
     casts = (source.dtype, dtype, word) == (torch.float32, torch.bfloat16, torch.int64) and source.stride(-1) == 1
     source_words = _words(source, torch.int32 if casts else word) if casts or source.dtype == dtype else None
     target_words = source_words if target is None else _words(target, word)
+    # Memory that cannot be seen as words (strided in the last dim, or misaligned), or a cast without a loop: torch
+    # makes a contiguous copy, and the loops read that.
     if source_words is None or target_words is None:
         source, casts = source.to(dtype, memory_format=torch.contiguous_format, copy=True), False
         source_words = source.view(word)
@@ -164,10 +171,13 @@ def _tasks(
     assert target_words is not None
     items = 4 if casts else 1  # of the source in a word
     per_word = word.itemsize // dtype.itemsize
+    # From elements to words: only the last dim is packed, and the strides of all others are whole words.
     steps = [max(1, step // per_word) for step in _strides(shape)]
     first = sum(start * step for start, step in zip(tensor_slice.start[:-1], steps[:-1], strict=True))
     first += sum(tensor_slice.start[-1:]) // per_word
     step = steps[-2] if len(shape) > 1 else 0
+    # Whole rows on both sides are one run of words, whatever the number of dims: one long row instead of many short
+    # ones.
     if tensor_slice.size[1:] == shape[1:] and source_words.is_contiguous() and target_words.is_contiguous():
         (rows, words), source_step, target_step = (1, target_words.numel()), 0, 0
         blocks = [(first, target_words.numpy().reshape(-1), source_words.numpy().reshape(-1))]
@@ -181,6 +191,7 @@ def _tasks(
             (first + sum(map(operator.mul, index, steps)), _flat(target_words[index]), _flat(source_words[index]))
             for index in itertools.product(*map(range, target_words.shape[:-2]))
         ]
+    # Cut into tasks of about equal size: long rows by columns, short rows several at a time.
     columns = min(words, _TASK_WORDS)
     lines = _TASK_WORDS // columns
     for base, target_items, source_items in blocks:
@@ -243,9 +254,12 @@ def _by_torch(blocks: Sequence[torch.Tensor], shape: Sequence[int], tensor_slice
         chunk = words[:, offset : offset + CHUNK_WORDS].to(torch.int64)
         rest = torch.arange(offset, offset + chunk.shape[1], device=values.device)
         index = torch.zeros_like(rest)
+        # Unravel the position within the block, last dim first, and move it to its index in the whole tensor.
         for start, size, step in reversed(list(zip(starts, sizes, steps, strict=False))):
             index += (rest % size + start) * step
             rest = rest // size
+        # int64 wraps as uint64 does, and the masks undo the sign extension of `>>`, so the sum has the compiled loops'
+        # bits.
         low = (chunk + index * low_key) & _MASK
         high = ((chunk >> 32) + index * high_key + shift) & _MASK
         total += (low * high).sum(1)

@@ -100,12 +100,14 @@ def line_loop(
     def generate(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
         target, source, words, first = arguments
         a, b = int(KEY_LOW), int(KEY_HIGH)
+        # Keys are taken modulo 2**32, so the index may be truncated before the product.
         index = _splat(builder, builder.trunc(first, _INT), _HALVES)
         base = builder.mul(index, _vector(_HALVES, a, b))
         keys = [
             builder.add(base, _vector(_HALVES, *(key for word in range(LINE_WORDS) for key in _keys(line, word))))
             for line in range(_LINES)
         ]
+        # Each turn moves every key by the same amount, so no key is multiplied inside the loop.
         step = _vector(_HALVES, TURN_WORDS * a, TURN_WORDS * b)
         entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
         builder.branch(loop)
@@ -124,11 +126,14 @@ def line_loop(
             if writes:
                 address = builder.add(target, builder.mul(number, ir.Constant(_WORD, 64)))
                 stored = builder.store(values, builder.inttoptr(address, _WORDS.as_pointer()), align=64)
+                # "nontemporal" is LLVM's name for stores past the cache.
                 stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT, 1)]))
             key.add_incoming(builder.add(key, step), loop)
             if not sums:
                 total.add_incoming(total, loop)
                 continue
+            # One addition of 16 halves makes both factors of all 8 words; carries cannot cross from the low half to the
+            # high one.
             factors = builder.bitcast(builder.add(builder.bitcast(values, _HALVES), key), _WORDS)
             low, high = builder.and_(factors, _vector(_WORDS, 0xFFFFFFFF)), builder.lshr(factors, _vector(_WORDS, 32))
             total.add_incoming(builder.add(total, builder.mul(low, high)), loop)
@@ -137,6 +142,7 @@ def line_loop(
         count = builder.udiv(words, ir.Constant(_WORD, LINE_WORDS))
         builder.cbranch(builder.icmp_unsigned("<", following, count), loop, end)
         builder.position_at_end(end)
+        # The incoming value from the loop, not the phi, holds the sum including the last turn.
         line_sums = totals[0][1].incomings[1][0]
         for _, total in totals[1:]:
             line_sums = builder.add(line_sums, total.incomings[1][0])

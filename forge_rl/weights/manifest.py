@@ -202,6 +202,8 @@ class Manifest:
         Raises:
             AttestationError: they differ; names the tensors.
         """
+        # A reader that adds adapters holds base + scale * B @ A, whose fingerprint the trainer took of its own sum;
+        # every other tensor it holds as published.
         expected = {
             entry.name: entry.merged if merged and entry.adapter_scale is not None else entry.fingerprint
             for entry in self.tensors
@@ -253,7 +255,7 @@ def written_by(key: str) -> str:
 
 
 def _dealt(sizes: Mapping[str, int], hosts: Sequence[str]) -> list[Bucket]:
-    """Give each bucket to the host that has the fewest bytes so far."""
+    """Assign each bucket to the host with the fewest bytes so far."""
     bytes_by_host = dict.fromkeys(hosts, 0)
     buckets = []
     for key, size in sizes.items():
@@ -298,10 +300,14 @@ def draft(
     old_buckets = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
     entry_by_name: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}  # of the buckets to write
+    # Two passes, so that no bucket mixes tensors that change with tensors that do not: a bucket stays as long as one of
+    # its tensors is needed, and mixed ones would keep every old version's changed tensors in memory.
     for changed in (True, False):
         key = ""
         for spec in (spec for spec in specs if spec.changed is changed):
             old_entry, name = old_entries.get(spec.name), spec.dtype or default
+            # A subscriber's store may have missed an earlier update: unchanged since the last one is not unchanged
+            # since `base`, and only the fingerprint tells.
             is_same = old_entry is not None and spec.fingerprint in (None, old_entry.fingerprint)
             if (
                 not changed
@@ -309,6 +315,8 @@ def draft(
                 and old_entry is not None
                 and (old_entry.shape, old_entry.dtype) == (spec.shape, name)
             ):
+                # The bytes are the old ones, but factors may have changed, so the fingerprint with the adapter added is
+                # taken again.
                 entry_by_name[spec.name] = replace(old_entry, adapter_scale=spec.adapter_scale, merged=None)
                 continue
             entry = TensorEntry(
@@ -319,6 +327,7 @@ def draft(
                 offset=sizes.get(key, 0),
                 adapter_scale=spec.adapter_scale,
             )
+            # A tensor is never split over buckets; one above the limit fills a bucket alone.
             if not key or (sizes[key] and sizes[key] + entry.bytes > bucket_bytes):
                 key = f"{version}/{epoch}.{len(sizes)}" if epoch else f"{version}/{len(sizes)}"
                 sizes[key] = 0
@@ -328,6 +337,8 @@ def draft(
     entries = tuple(entry_by_name[spec.name] for spec in specs)
     shared_keys = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
     buckets = _dealt(sizes, hosts) + [old_buckets[key] for key in shared_keys]
+    # Stale tensors in shared buckets take memory as long as any neighbour is needed. Past the limit, writing everything
+    # once costs less than holding them.
     if shared_keys and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
         return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch, hosts=hosts)
     return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)
@@ -344,7 +355,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
     Args:
         drafted: what the ranks were to write.
         ranks: slices that each rank wrote.
-        merged: slices of tensors with adapters, with these added.
+        merged: slices of the weights that have an adapter, with its product added.
 
     Raises:
         WeightsError: together the ranks did not write exactly the drafted tensors, or did not add up an adapter.
@@ -360,6 +371,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
         by_name.setdefault(report.name, []).append(report)
     entries = []
     for entry in drafted.tensors:
+        # Shared with an older version, which attested it when it was written.
         if not is_of(entry.bucket, drafted.version):
             entries.append(entry)
             continue
@@ -375,6 +387,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
                 pieces=tuple(report.piece for report in reports if report.piece is not None),
             )
         )
+    # Adapters: the trainer's fingerprint of each weight with the product added, also for weights of older versions.
     for number, entry in enumerate(entries):
         if entry.adapter_scale is None:
             continue
@@ -382,6 +395,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
         if problem := tiling_error(entry.shape, [report.tensor_slice for report in reports]):
             raise WeightsError(f"the ranks did not add the adapter of {entry.name!r} to all of it: {problem}")
         entries[number] = replace(entry, merged=combine(report.fingerprint for report in reports))
+    # Reports that are left over name tensors that the draft lacks.
     if by_name:
         raise WeightsError(f"version {drafted.version} was not to hold {sorted(by_name)[:3]}, which a rank wrote")
     return replace(drafted, tensors=tuple(entries))
@@ -398,6 +412,8 @@ def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, 
     fingerprints: dict[str, dict[TensorSlice, int]] = {}
     for shard in shards:
         by_slice = fingerprints.setdefault(shard.name, {})
+        # Data-parallel workers hold equal slices, which count once. Partly overlapping ones would be counted twice in
+        # the sum and could never match.
         if (fingerprint := by_slice.get(shard.tensor_slice)) is None:
             if overlapping := [other for other in by_slice if other.intersect(shard.tensor_slice).numel]:
                 raise WeightsError(

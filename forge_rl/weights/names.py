@@ -71,8 +71,10 @@ class SameNames:
             float32 = name.endswith(ROUTER_BIASES)
             yield Part(name=hf_name, shape=tuple(shape), tensor_slice=tensor_slice, float32=float32)
             return
+        # Whole experts only: a published tensor is then in one block, and its rows need no offset.
         assert tensor_slice.size[1:] == tuple(shape[1:]), "FSDP splits stacks between experts"
         templates = self.stacks[name]
+        # Rows of one published tensor in the stack's second dim, such as gate and up.
         count = shape[1] // len(templates)
         source_slice = TensorSlice.whole((count, *shape[2:]))
         for number, template in enumerate(templates):  # its experts follow one another, to be read at once
@@ -124,6 +126,7 @@ class Names:
         stacked = match is not None and "{}" in self.layer.get(match[2], "")
         full_shape, start, size = tuple(shape), tensor_slice.start, tensor_slice.size
         if transposed:
+            # Shape and slice in Hugging Face's order; `Part.of` swaps the values' dims as a view.
             full_shape, start, size = ((*dims[:-2], dims[-1], dims[-2]) for dims in (full_shape, start, size))
         if not stacked:
             inner = TensorSlice(start=start, size=size)
@@ -131,6 +134,7 @@ class Names:
             hf_name = self.to_hf(name)
             yield Part(name=hf_name, shape=full_shape, tensor_slice=inner, transposed=transposed, float32=float32)
             return
+        # The first dim is the expert's, which is in the name instead.
         inner = TensorSlice(start=start[1:], size=size[1:])
         for index in range(size[0]):
             hf_name = self.to_hf(name, start[0] + index)

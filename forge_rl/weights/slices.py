@@ -60,5 +60,6 @@ def tiling_error(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
         for other in slices[:index]:
             if tensor_slice.intersect(other).numel:
                 return f"{tensor_slice} overlaps {other}"
+    # Within the shape and disjoint, slices tile the tensor exactly if their sizes add up to its size.
     count = sum(tensor_slice.numel for tensor_slice in slices)
     return None if count == whole_slice.numel else f"they hold {count} of {whole_slice.numel} elements"

@@ -53,13 +53,17 @@ def _continues(run: Sequence[TensorEntry], entry: TensorEntry, tensors: Mapping[
     last, match, last_match = run[-1], _EXPERT.fullmatch(entry.name), _EXPERT.fullmatch(run[-1].name)
     if match is None or last_match is None or (entry.shape, entry.dtype) != (last.shape, last.dtype):
         return False
+    # Same layer and weight, and the next expert's number.
     follows = (match[1], int(match[2]), match[3]) == (last_match[1], int(last_match[2]) + 1, last_match[3])
     values, last_values = tensors[entry.name], tensors[last.name]
+    # A view over several tensors must stay within one storage.
     if not follows or values.untyped_storage().data_ptr() != last_values.untyped_storage().data_ptr():
         return False
+    # Distance in elements. All distances of a stack are equal, as one stride describes them.
     step = values.storage_offset() - last_values.storage_offset()
     if len(run) > 1 and step != last_values.storage_offset() - tensors[run[-2].name].storage_offset():
         return False
+    # Adjacent up to the padding with which a bucket aligns its tensors.
     return 0 <= step * values.itemsize - values.nbytes < ALIGN and values.stride() == last_values.stride()
 
 

@@ -62,8 +62,11 @@ class VersionIndex:
             raise WeightsError(f"version {version} is already being written")
         if self.latest is not None and version <= self.latest:
             raise WeightsError(f"version {version} is not newer than the latest, {self.latest}: versions are immutable")
+        # The base is pinned while the new version is written: the draft places unchanged tensors in its buckets.
         base = None if self.latest is None else self._versions[self.latest]
         self._writing[version] = base
+        # Room is made before the write, not after it: otherwise one version more than `keep_versions` would be in
+        # memory at the peak. The base's size stands for the size of the new version, which is not drafted yet.
         return base, self._retire(new_bytes=base.bytes if base else 0)
 
     def commit(self, manifest: Manifest) -> tuple[str, ...]:
@@ -74,11 +77,14 @@ class VersionIndex:
                 or does not hold its unchanged tensors.
         """
         version = manifest.version
+        # A publish that began before a rollback may finish after it, under a number that was begun again: the epoch
+        # tells them apart.
         if manifest.epoch != self.epoch or version not in self._writing:
             raise WeightsError(f"version {version} was not begun, or was aborted")
         if self.latest is not None and version <= self.latest:
             raise WeightsError(f"version {version} comes too late: {self.latest} was committed meanwhile")
         base = self._writing[version]
+        # Its unchanged tensors are those of its base. If another version came in between, they may be stale.
         if manifest.written != manifest.buckets and (base is None or base.version != self.latest):
             raise WeightsError(
                 f"version {version} shares tensors with {base and base.version}, and {self.latest} was committed "
@@ -102,6 +108,7 @@ class VersionIndex:
         Readers of a forgotten version continue.
         """
         self.epoch += 1
+        # Writers free their own segments when their commit is refused; see the class.
         self._writing.clear()
         for newer in [number for number in self._versions if number > version]:
             del self._versions[newer]
@@ -127,6 +134,7 @@ class VersionIndex:
         if number is None or number not in self._versions:
             listing = ", ".join(map(str, sorted(self._versions))) or "none"
             raise WeightsError(f"there is no version {number} of the weights; held: {listing}")
+        # The lease holds the manifest, not the number: after a rollback, the number may belong to other weights.
         self._leases[lease] = self._versions[number]
         return self._versions[number]
 
@@ -136,17 +144,22 @@ class VersionIndex:
 
     def _retire(self, new_bytes: int = 0) -> tuple[str, ...]:
         """Drop versions beyond the limits; `new_bytes`, if not 0, is the size of a version about to be written."""
+        # The version being written counts as one, under a key that no bucket has.
         num_versions, bucket_sizes = (1, {"": new_bytes}) if new_bytes else (0, {})
         leased = {(manifest.version, manifest.epoch) for manifest in self._leases.values()}
         for version in sorted(self._versions, reverse=True):
+            # A leased version does not take a kept version's place: it stays anyway, and slow readers must not push out
+            # versions that others will ask for.
             if (version, self._versions[version].epoch) in leased:
                 continue
             num_versions += 1
+            # Newest first, so that a bucket shared by several versions is counted once, with the newest.
             bucket_sizes |= _buckets([self._versions[version]])
             if version != self.latest and (
                 num_versions > self._keep_versions or sum(bucket_sizes.values()) > self._keep_bytes
             ):
                 del self._versions[version]
+        # Buckets are freed only when no kept version, lease or base has them: versions share buckets.
         bases = (base for base in self._writing.values() if base is not None)
         old_sizes = self._needed
         self._needed = _buckets([*self._versions.values(), *self._leases.values(), *bases])

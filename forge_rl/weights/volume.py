@@ -55,6 +55,7 @@ class Volume:
             for key, ref in (previous_segments or {}).items()
             if Path(ref.path).parent == self.folder and is_whole(ref)
         }
+        # A predecessor's files that no version needs, and those it was still creating when it died.
         file_names = {_LOCK, *(Path(ref.path).name for ref in self._used.values())}
         for path in self.folder.iterdir():
             if path.name not in file_names:
@@ -74,6 +75,7 @@ class Volume:
         """
         if used_keys := [key for key in sizes if key in self._used]:
             raise WeightsError(f"bucket {used_keys[0]} is held already")
+        # Writers may have finished since the last call, and what they held can be used again.
         self._recycle()
         refs: dict[str, SegmentRef] = {}
         for key, size in sizes.items():
@@ -86,12 +88,15 @@ class Volume:
         missing_sizes = {key: size for key, size in sizes.items() if key not in refs}
         needed_bytes = sum(PAGE + -(-size // PAGE) * PAGE for size in missing_sizes.values())
         try:
+            # Asked before anything is allocated: tmpfs may be larger than the memory left, and filling that invites the
+            # OOM killer.
             if needed_bytes > free_bytes(self._root):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for key, size in missing_sizes.items():
                 refs[key] = create(self.folder / secrets.token_hex(16), size)
         except OSError as error:
             refusal = _refused(self._root, needed_bytes, error)
+            # All or none. Spares that were already renewed go too: the next attempt needs their memory.
             self._spare.extend(refs.values())
             self._drop_spare()
             raise refusal from error
@@ -132,8 +137,11 @@ class Volume:
         """Make freed segments reusable if nobody is writing."""
         if not self._freed:
             return
+        # flock belongs to an open file, so a fresh descriptor conflicts with the writers' shared locks, also those of
+        # this process.
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            # Never wait: this runs on the store's event loop, and a writer may take seconds. The next call tries again.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return

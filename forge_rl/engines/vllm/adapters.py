@@ -56,6 +56,7 @@ class VersionFactors:
             return
         with bucket.open() as stored:
             for entry in entries:
+                # Copied: the bucket is gone by the time all factors are there.
                 values = torch.empty_like(stored[entry.name], device="cpu")
                 moved = Move(values, stored[entry.name].cpu(), entry.shape, TensorSlice.whole(entry.shape))
                 (self.fingerprints[entry.name],) = move([moved])
@@ -113,6 +114,8 @@ class EngineAdapters:
 
         def write(copy: Path) -> None:
             try:
+                # A copy of its own: the folder may be overwritten by the run that trains the adapter, and vLLM reads it
+                # again later.
                 for file in (CONFIG, WEIGHTS):
                     shutil.copy(folder / file, copy / file)
             except OSError as error:
@@ -144,6 +147,7 @@ class EngineAdapters:
             pairs[entry.name] = a, b
         if len(manifest.adapter_scales) != 1:
             raise WeightsError(f"version {manifest.version} has adapters of {len(manifest.adapter_scales)} scales")
+        # PEFT's scale is alpha / rank.
         (scale,), rank = manifest.adapter_scales, len(next(iter(pairs.values()))[0])
 
         def write(copy: Path) -> None:
@@ -161,6 +165,7 @@ class EngineAdapters:
         Raises:
             WeightsError: requests in flight sample with one.
         """
+        # Requests in flight would go on with their adapter over another base.
         if versions := [str(loaded.version) for loaded in self._versions if loaded.users]:
             raise WeightsError(
                 f"the base of versions {', '.join(versions)} would change while requests sample with them",
@@ -178,6 +183,7 @@ class EngineAdapters:
         """Load an adapter under a number of its own, from a folder that `write` fills."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="adapters-"))
+        # A new number and name for each load, as vLLM keys adapters and cached prefixes by them.
         self._loads += 1
         copy = self._folder / str(self._loads)
         copy.mkdir()

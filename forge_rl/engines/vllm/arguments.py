@@ -49,15 +49,20 @@ def engine_arguments(
         kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30) / settings.devices) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_share,
         enforce_eager=settings.enforce_eager or on_cpu,
+        # Sleep frees CUDA memory only; on CPU, see `cpu.release_kv_cache`.
         enable_sleep_mode=not on_cpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         data_parallel_size=settings.data_parallel_size,
         enable_expert_parallel=settings.enable_expert_parallel,
-        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see routing.py
+        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see cpu_routing.py
+        # A single worker runs inside the engine core's process.
         distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
         # Prompt logprobs and the recorder of experts are only tested with prompts that are computed whole on CPU.
         enable_chunked_prefill=not on_cpu,
+        # A prompt that is not computed in chunks must fit into one step.
         max_num_batched_tokens=max(settings.max_model_len, 4096),
+        # Logprobs after temperature and truncation, as the trainer computes them: with raw ones, the ratio of a first
+        # update would not be 1.
         logprobs_mode="processed_logprobs",
         max_logprobs=MOST_TOP,
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.

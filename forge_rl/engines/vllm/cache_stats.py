@@ -73,9 +73,11 @@ class CacheStats:
             # too.
             fullest = max(scheduler.kv_cache_usage, self._last_usage.get(copy, 0.0))
             self._last_usage[copy] = scheduler.kv_cache_usage
+            # Requests may also wait for a free place among `max_num_seqs`; only a full cache says how many fit.
             if scheduler.num_waiting_reqs and fullest >= FULL:
                 self.fitting = sum(self._running.values()) + len(ended)
         for request in ended:
+            # Each clear since the request began has preempted it at most once; what is left was for lack of room.
             clears = self._clears - int((request.request_id or "").partition("-")[0])
             self._preemptions += max(0, request.num_preemptions - clears)
 

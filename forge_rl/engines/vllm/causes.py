@@ -31,6 +31,7 @@ def start_cause(error: BaseException, log: str = "") -> str:
         values = [line.removeprefix("Value error, ") for line in messages if line.startswith("Value error, ")]
         if values or messages:
             return (values or messages[-1:])[0].split(" [type=", 1)[0]
+    # The exception only says that a child process failed: the last error in the log is the child's.
     for line in reversed(log.splitlines()):
         match = _RAISED.search(line)
         if match and not any(word in line for word in _ELSEWHERE):

@@ -43,6 +43,7 @@ def patch(model: nn.Module) -> None:
     """Patch this worker and its model; idempotent."""
     layer: Any
     for layer in model.modules():
+        # vLLM caches RoPE modules, so a second model, such as a draft model, may share one that is wrapped already.
         if isinstance(layer, RotaryEmbedding) and not hasattr(layer._forward_method, "__wrapped__"):
             layer._forward_method = _on_rows(layer._forward_method)
         elif type(layer) is RMSNorm:
@@ -105,6 +106,7 @@ def _packed_product(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Cal
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         linear: Callable[..., torch.Tensor] = layer.cpu_linear
         return linear
+    # Another dtype needs a copy in any case; packed once, it serves until the next load.
     converted = weight.to(dtype)
     if not _custom_ops._supports_onednn:
         return lambda x, _, bias: nn.functional.linear(x, converted, bias)
@@ -156,8 +158,10 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def release(tensors: Iterable[torch.Tensor]) -> None:
     """Free the pages wholly within contiguous tensors; they read as zeros and are allocated again when written."""
     libc = ctypes.CDLL(None, use_errno=True)
+    # Layers may share one storage, of which each needs to be released only once.
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     for address, storage in storages.items():
+        # Whole pages only: the ones at both ends may hold other tensors' bytes.
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first and libc.madvise(
@@ -174,6 +178,7 @@ def _normalize(
     six. Shapes as for `RMSNorm`; with a residual, both arguments are overwritten, as vLLM allows."""
     tensors = [x] if residual is None else [x, residual]
     weight, epsilon = norm.weight.data, norm.variance_epsilon
+    # The kernel takes a weight of the input's dtype, over the full width, and contiguous rows.
     plain = norm.has_weight and norm.variance_size_override is None and weight.dtype == x.dtype
     plain = plain and x.shape[-1] % _WHOLE_VECTORS == 0
     if not plain or not all(tensor.is_contiguous() for tensor in tensors):
@@ -271,6 +276,7 @@ def _with_expert_map(original: Any) -> Any:
         self: Any, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None, **rest: Any
     ) -> Any:
         if expert_map is not None:
+            # -1 for experts of other workers.
             local_ids = expert_map[topk_ids.long()]
             topk_weights = topk_weights.masked_fill(local_ids < 0, 0)
             topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)

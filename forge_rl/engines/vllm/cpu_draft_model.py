@@ -57,6 +57,7 @@ class DraftModel:
             raise ModelError(f"vLLM cannot run the draft model {folder}: {error}", hint="choose another one") from error
         cpu.patch(self._model)
         layers: dict[str, Any] = get_layers_from_vllm_config(self._config, AttentionLayerBase)
+        # Slots hold keys and values only: states of other layers could not be rewound to an earlier token.
         if not all(type(layer) is Attention and layer.attn_backend is CPUAttentionBackend for layer in layers.values()):
             raise ModelError(
                 f"the draft model {folder} has layers with other states than keys and values of whole heads",
@@ -66,6 +67,7 @@ class DraftModel:
         self._known_ids = self._config.model_config.get_vocab_size()
         self._policy_ids = vllm_config.model_config.get_vocab_size()
         block = vllm_config.cache_config.block_size
+        # Each slot owns fixed blocks with room for the longest context, so that nothing has to be allocated or evicted.
         blocks = -(-served // block)
         self._room = blocks * block
         self._blocks = torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
@@ -106,6 +108,8 @@ class DraftModel:
         for index, text in enumerate(texts):
             if max_tokens[index] > 0 and len(text) + max_tokens[index] <= self._limit and text.max() < self._known_ids:
                 self._forget(slots[index], text)
+                # A long prompt is read in parts, to bound the activations; the last part is read with the other
+                # requests below.
                 while len(text) - self._count[slots[index]] > _AT_ONCE:
                     start = self._count[slots[index]]
                     self._read([slots[index]], [text[start : start + _AT_ONCE]])
@@ -116,6 +120,7 @@ class DraftModel:
             hidden = self._read([slots[index] for index in active], new_tokens)
             logits = self._model.compute_logits(hidden)[:, : min(self._known_ids, self._policy_ids)]
             probs, tokens = (x.numpy() for x in logits.float().softmax(-1).max(-1))
+            # Probability of the whole draft so far.
             draft_probs[active] *= probs
             for index, token in zip(active, tokens.tolist(), strict=True):
                 if draft_probs[index] >= _LEAST:
@@ -134,6 +139,7 @@ class DraftModel:
     def _slot(self, request: str) -> int:
         """Return a request's slot: its own, or the least recently used one."""
         if request not in self._slots:
+            # The least recently used request's; if it comes back, its tokens are read again.
             _, slot = self._slots.popitem(last=False)
             self._slots[request], self._count[slot] = slot, 0
         self._slots.move_to_end(request)
@@ -142,6 +148,7 @@ class DraftModel:
     def _forget(self, slot: int, text: npt.NDArray[np.int32]) -> None:
         """Drop a slot's tokens that the text does not have, such as rejected drafts, and always the text's last token,
         which must be read to draft after it."""
+        # Keys and values up to the first difference are still right, as each depends on earlier tokens alone.
         count = min(self._count[slot], len(text) - 1)
         differs = np.flatnonzero(self._held[slot, :count] != text[:count])
         self._count[slot] = int(differs[0]) if len(differs) else count
@@ -154,6 +161,7 @@ class DraftModel:
             self._count[slot] = start + len(tokens)
         places = [torch.arange(start, self._count[slot]) for slot, start in zip(slots, starts, strict=True)]
         ends = torch.tensor([0, *(len(tokens) for tokens in new_tokens)]).cumsum(0).int()
+        # A slot's blocks are consecutive, so a token's place in the cache is its position past the slot's first.
         slot_mapping = torch.cat([place + slot * self._room for slot, place in zip(slots, places, strict=True)])
         counts = [self._count[slot] for slot in slots]
         common = CommonAttentionMetadata(

@@ -67,7 +67,9 @@ def _without_ranks(original: Callable[..., LogprobsTensors]) -> Callable[..., Lo
         ends = metadata.cu_num_draft_tokens
         counts = ends.diff(prepend=ends.new_zeros(1)).long()
         rows, all_rows = requests_of(ends, len(target_logits)), torch.arange(len(tokens))
+        # Column of each drafted token in its request's row; the bonus token's is the row's length.
         columns = torch.arange(len(target_logits)) - (ends - counts)[rows]
+        # Rejected places are -1, which is no index: they get the logprob of token 0.
         token_ids = tokens.long().clamp(min=0)
         logprobs = torch.zeros(tokens.shape)
         for row_indices, column_indices, scores in ((rows, columns, target_logits), (all_rows, counts, bonus_logits)):

@@ -86,6 +86,7 @@ class Drafter:
             return [[] for _ in range(count)]
         requests: list[str] = self._runner.input_batch.req_ids
         drafted = [self._drafted.get(requests[row], 0) for row in range(count)]
+        # Each verified step samples one token more than it accepts.
         accepted = [
             min(num_drafted, len(sampled) - 1)
             for num_drafted, sampled in zip(drafted, sampled_token_ids, strict=True)
@@ -102,7 +103,9 @@ class Drafter:
             for row, sampled in enumerate(sampled_token_ids):
                 if sampled:
                     tokens = token_ids_cpu[row, : num_tokens_no_spec[row]]
+                    # Indexed also while drafts are off, so that they have something to draw on once they are on.
                     self._answers.follow(requests[row], tokens, int(prompts[row]))
+                    # `draft_to_the_end` has switched off vLLM's own limit.
                     max_tokens = min(self._most, self._max_model_len - 1 - len(tokens))
                     if may_draft and max_tokens > 0:
                         drafts[row] = self._answers.draft(requests[row], max_tokens)

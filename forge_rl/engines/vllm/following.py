@@ -49,6 +49,7 @@ class FollowingPart:
     def close(self) -> None:
         self._closing = True
         for pid in self._pids:
+            # A worker may have ended already.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

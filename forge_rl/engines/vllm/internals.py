@@ -59,6 +59,7 @@ def check_names(owner: Any, names: tuple[str, ...]) -> None:
 def engine_pids(llm: AsyncLLM) -> list[int]:
     """Return the ids of the engine's processes that are direct children of this one; workers may be their children."""
     check_names(llm, _OF_ENGINE)
+    # The coordinator of data parallelism is a process of its own.
     resources = llm.engine_core.resources
     coordinator = [resources.coordinator.proc] if resources.coordinator is not None else []
     return [process.pid for process in (*resources.engine_manager.processes, *coordinator)]
@@ -105,6 +106,7 @@ def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> lis
     """
     if output.finish_reason is not None:
         return [(span.version, span.start) for span in output.weight_versions or ()]
+    # vLLM appends a suffix of its own to each request's id.
     (internal,) = llm.output_processor.external_req_ids[request]
     starts: list[tuple[str, int]] = llm.output_processor.request_states[internal].weight_version_starts
     return starts
@@ -152,6 +154,7 @@ def hand_over_in_pieces() -> None:
 
     core: Any = EngineCore
     check_names(core, ("_attach_weight_version", "set_weight_version"))
+    # Patched already: each process calls this, and a fork inherits the patch.
     if hasattr(core._attach_weight_version, "__wrapped__"):
         return
     attach, set_version = core._attach_weight_version, core.set_weight_version
@@ -184,6 +187,7 @@ def draft_counts(output: CompletionOutput) -> tuple[int, int, int]:
     metrics = output.spec_decode_metrics
     if metrics is None:
         return 0, 0, 0
+    # histogram[n] is the number of steps that accepted n tokens.
     accepted = sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))
     return metrics.num_draft_tokens, accepted, sum(metrics.histogram)
 
@@ -239,9 +243,11 @@ def config_of_draft_model(vllm_config: Any, folder: str) -> Any:
         dtype=served.dtype,
         enforce_eager=True,
     )
+    # The draft model is neither quantised nor sped up by another draft model.
     config.quant_config = config.speculative_config = None
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.mode = CompilationMode.NONE
+    # vLLM registers a model's layers here, so the draft model needs containers of its own.
     config.compilation_config.static_forward_context, config.compilation_config.static_all_moe_layers = {}, []
     return config
 
@@ -286,6 +292,7 @@ def accept_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tens
         original: Any = getattr(parameter, "weight_loader", None)
         while getattr(original, "__name__", "") in ("online_process_loader", "load_stack"):
             original = original.__wrapped__  # an earlier reload has wrapped it, too
+        # Only vLLM's plain loader, of parameters that are a matrix for each expert: others keep theirs.
         if getattr(original, "__func__", None) is RoutedExperts.weight_loader and parameter.ndim == 3:
             parameter.weight_loader = _stack_loader(layer, original)
             parameter.weight_loader = _stack_collector(make_online_process_loader(layer, name), stack_of)
@@ -304,8 +311,11 @@ def _stack_loader(layer: Any, original: Any) -> Any:
         is_local = False
         numbers, expert_map = range(expert_id, expert_id + len(loaded_weight)), layer.expert_map_manager.expert_map
         places = list(numbers) if expert_map is None else expert_map[expert_id : numbers.stop].tolist()
+        # A slice of the map beyond its end would silently be shorter, and the last experts dropped.
         if len(places) < len(numbers):
             raise ValueError(f"the layer has {expert_id + len(places)} experts, and the version {numbers.stop} or more")
+        # Runs of experts that are consecutive both in the stack and on this worker: one copy for each, -1 for other
+        # workers' experts.
         for _, run in itertools.groupby(enumerate(places), lambda item: item[1] - item[0] if item[1] >= 0 else None):
             (first, place), *rest = run
             if place >= 0:
@@ -343,6 +353,7 @@ def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[
     Args:
         before: the parameters before the reload, each by its first name.
     """
+    # Empty parameters have no memory, and their address, 0, says nothing.
     first_names = {(values.data_ptr(), values.shape): name for name, values in before.items() if values.numel()}
     return {
         name: first_names[place]
@@ -384,6 +395,8 @@ def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
+            # vLLM puts the old tensors back in a layer that has received nothing. One that has received some of its
+            # weights, it would process with whatever the rest of its memory holds.
             info.load_numel = 0
             info.loaded_weights.clear()
     finalize_layerwise_reload(model, model_config)
@@ -404,9 +417,11 @@ def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
     """
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
+        # vLLM counts the elements that a layer has received of all that its parameters have.
         missing = info.can_load() and info.load_numel < (info.load_numel_total or 0)
         if not missing or is_deferred_attention_layer(layer) or (tied and name == "lm_head"):
             continue
+        # Layers without any weights loaded are listed if they have parameters of their own; containers have none.
         if isinstance(layer, LinearBase) if info.load_numel else any(True for _ in layer.parameters(recurse=False)):
             yield f"{name}.".replace(WRAPPED, ".").removesuffix(".")
 
@@ -423,6 +438,7 @@ def collecting(model: torch.nn.Module) -> Iterator[None]:
             if name in _COPIED and parameter.is_meta and get_layerwise_info(layer).can_load():
                 parameter.weight_loader = default_weight_loader  # type: ignore[attr-defined]
                 parameter.weight_loader = make_online_process_loader(layer, name)  # type: ignore[attr-defined]
+                # Meta tensors have no address; their storage objects identify them.
                 places[parameter.untyped_storage()._cdata] = parameter
     with _CollectCopies(places):
         yield
@@ -459,6 +475,7 @@ def copy_held(
 
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:
+            # Collected calls are replayed once the layer is complete, perhaps after the bucket is gone.
             call.arguments.update({name: owned(value) for name, value in call.arguments.items()})
 
 

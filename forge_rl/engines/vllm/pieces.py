@@ -63,6 +63,7 @@ class OutputPieces:
 
     def _add(self, output: EngineCoreOutput, requests: Mapping[str, Any]) -> EngineCoreOutput | None:
         piece = self._waiting.get(output.request_id)
+        # The first token: it goes out at once, and the request is remembered if it wants pieces from here on.
         if piece is None:
             request = requests.get(output.request_id)
             if request is not None and (interval := _interval(request.sampling_params)) > 1:
@@ -70,6 +71,7 @@ class OutputPieces:
             return output
         piece.parts.append(output)
         piece.missing -= len(output.new_token_ids)
+        # Anything besides tokens and logprobs goes out at once, with what has waited.
         if piece.missing > 0 and _is_plain(output):
             return None
         if output.finish_reason is not None:
@@ -107,6 +109,7 @@ def _interval(parameters: Any) -> int:
 
 def _joined(parts: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
     """Return the last output with the tokens and logprobs of all."""
+    # Earlier parts are plain, so the last one has whatever else there is.
     *_, last = parts
     if len(parts) > 1:
         logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]

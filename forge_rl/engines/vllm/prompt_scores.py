@@ -52,6 +52,8 @@ class _RequestHook:
         logprobs: dict[str, Any] = {}
         compute: Callable[[torch.Tensor], torch.Tensor] = runner.sampler.compute_logprobs
         try:
+            # The runner scores every request listed here and divides all logits alike: show it one temperature's
+            # requests at a time.
             for temperature, counts in by_temperature.items():
                 runner.num_prompt_logprobs = counts
                 runner.sampler.compute_logprobs = lambda logits, divisor=temperature: compute(logits / divisor)
@@ -86,6 +88,7 @@ class _RowHook:
         batch: Any,
         *args: Any,
     ) -> dict[str, Any]:
+        # Slots are reused by later requests; `add` sets each one again.
         request_temperatures = self._temperatures[batch.idx_mapping_np]
         if (request_temperatures != 1).any():
             row_temperatures = torch.ones(len(hidden_states), device=hidden_states.device)
@@ -103,6 +106,7 @@ def _scaled(
 ) -> Callable[..., torch.Tensor]:
     """Return `logits_of`, which is called with consecutive rows, with the logits of each row divided by its
     temperature."""
+    # vLLM asks for logits in chunks of consecutive rows, without saying which.
     position = 0
 
     def scaled(hidden_states: torch.Tensor) -> torch.Tensor:

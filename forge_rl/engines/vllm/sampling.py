@@ -99,6 +99,7 @@ def draw(logits: torch.Tensor, streams: Streams) -> torch.Tensor:
 def _keys(streams: Streams) -> torch.Tensor:
     """Return the seed of each row's noise, `[R] int64`: places of SplitMix64's counter, which starts elsewhere for each
     seed. The kernel mixes them once more, and draws the noise of a row's tokens by SplitMix64 from there."""
+    # SplitMix64's finalizer, in wrapping 64-bit arithmetic.
     mixed: npt.NDArray[Any] = streams.seeds.numpy().view(np.uint64) + _GAMMA
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -149,12 +150,15 @@ def verify(
         if not sampling.all_random:
             greedy = sampling.temperature[requests] == GREEDY_TEMPERATURE
             sampled = torch.where(greedy, logits.argmax(-1), sampled)
+    # [R] drafted tokens of each request, and each drafted token's column in its request's row.
     lengths = ends.diff(prepend=ends.new_zeros(1)).long()
     columns = places - (ends - lengths)[requests]
     tokens = torch.full((len(counts), max_drafted + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=ends.device)
     tokens[requests, columns] = sampled.int()
+    # The bonus token comes right after the draft, and counts only if the whole draft is right.
     tokens.scatter_(1, lengths[:, None], bonus.int())
     right = torch.zeros_like(tokens, dtype=torch.bool)
     right[:, 0] = True
+    # A place holds if all drafted tokens before it were right; the first sampled token always does.
     right[requests, columns + 1] = sampled == drafted
     return torch.where(right.cumprod(1).bool(), tokens, PLACEHOLDER_TOKEN_ID)

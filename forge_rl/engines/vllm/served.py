@@ -56,6 +56,8 @@ class ForgeRoutes:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
             await self._app(scope, receive, send)
             return
+        # At the first request: the engine is not yet there when vLLM makes its middleware. Shielded, as a client that
+        # leaves must not end the start for all others.
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start(scope["app"].state.engine_client))
         await (await asyncio.shield(self._starting))(scope, receive, send)
@@ -74,6 +76,8 @@ class ForgeRoutes:
         async def receive_lifespan() -> Message:
             message = await receive()
             if message["type"] == "lifespan.shutdown" and self._engine is not None:
+                # vLLM is about to end its processes; without this, their deaths would end this process with an engine
+                # failure's code.
                 self._engine.let_go()
             return message
 

@@ -169,18 +169,22 @@ class SliceWatch(TorchDispatchMode):
             with self:
                 return values.clone()
         name, block = located.key
+        # Unneeded rows of this copy are never written, and pages that are never written take no memory.
         copy = torch.empty_like(located.values, memory_format=torch.contiguous_format)
         for needed_slice in self._places[name]:
             if (part := needed_slice.intersect(block)).numel:
                 local_slice = part.relative_to(block)
                 local_slice.of(copy).copy_(local_slice.of(located.values))
         view = copy if values.ndim == copy.ndim else copy[0]
+        # The copy is recognised as these slices until vLLM drops it.
         weakref.finalize(view, self._memory.remove, self._hold(located.memory.entries, block, copy))
         return view
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Copies carry a slice as it is. Any other operation on published bytes, except views, makes something else of
+        # it.
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
             if (located := self._locate(source)) is not None:
@@ -205,6 +209,7 @@ class SliceWatch(TorchDispatchMode):
         same_format = is_same and target.shape == source.shape and target.dtype == source.dtype
         if target.is_meta:
             name = self._names.get(id(target.untyped_storage()), "")
+            # First run, on meta tensors: only note the slice's place, or that it has none of its own.
             keeps = same_format and self._keeps.get(name, False)
             stacked = target if target.ndim == located.values.ndim else target[None]
             place = (
@@ -212,8 +217,10 @@ class SliceWatch(TorchDispatchMode):
             )
             places.setdefault(tensor_slice, place)
             return False
+        # Second run. Slices that keep their bytes are fingerprinted at their place once the load is over.
         if places.get(tensor_slice) is not None:
             return False
+        # To be repacked, on CPU: copy and fingerprint in one pass over memory.
         if same_format and target.device.type == "cpu" and key not in self._fingerprints.keys() | self._copied.keys():
             self._fingerprint(located, target)
             return True
@@ -272,15 +279,18 @@ class SliceWatch(TorchDispatchMode):
         if values.is_meta or not values.numel():
             return None
         address = values.data_ptr()
+        # The last memory that begins at or before the address.
         index = bisect.bisect_right(self._memory, address, key=lambda memory: memory.begin) - 1
         if index < 0 or address >= self._memory[index].end:
             return None
         memory = self._memory[index]
         dtype, block, storage = memory.entries[0].torch_dtype, memory.block, values.untyped_storage()
+        # The whole stack again, as a view of the same storage, of which the slice below is taken.
         offset = (memory.begin - storage.data_ptr()) // dtype.itemsize
         stack = torch.empty(0, dtype=dtype, device=values.device)
         stack.set_(storage, offset, block.size, memory.strides)
         view_slice = _slice_of(values, (address - memory.begin) // dtype.itemsize, block.size, memory.strides)
+        # Not a block, such as every other row: count all of the stack as read.
         if view_slice is None or values.dtype != dtype:
             return _SliceValues(memory, block, stack)
         return _SliceValues(memory, view_slice.within(block), view_slice.of(stack))
@@ -324,11 +334,13 @@ def _slice_of(view: torch.Tensor, first: int, shape: Sequence[int], strides: Seq
     """
     start, size = [], [1] * len(shape)
     for step in strides:
+        # From an offset in memory to an index in each dim, by strides from the largest to the smallest.
         start.append(first // step)
         first %= step
     for count, stride in zip(view.shape, view.stride(), strict=True):
         if count == 1:
             continue
+        # A view's dim is the tensor's dim of the same stride; two of them, or none, make it no block.
         dims = [dim for dim, step in enumerate(strides) if step == stride and shape[dim] > 1]
         if len(dims) != 1 or size[dims[0]] != 1 or start[dims[0]] + count > shape[dims[0]]:
             return None

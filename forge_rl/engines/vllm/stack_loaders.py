@@ -35,6 +35,8 @@ class StackLoaders:
         for stack in stacks:
             self._stack, self._is_taken = stack, False
             try:
+                # While the consumer holds this tensor, loaders recognise it by its address and may take the whole
+                # stack.
                 yield stack.entries[0].name, stack.values[0]
             finally:
                 self._stack = None
@@ -49,6 +51,7 @@ class StackLoaders:
             return None
         first = stack.values[0]
         begin = first.data_ptr()
+        # Anything else than a view of the stack's first tensor, such as a converted copy, is loaded alone.
         if not begin <= values.data_ptr() < begin + first.nbytes or values.dtype != first.dtype:
             return None
         self._is_taken = True

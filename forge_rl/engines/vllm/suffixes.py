@@ -90,6 +90,7 @@ class SuffixIndex:
         """Append a token to a text that ends at place `end`, -1 for a new text; returns the token's place."""
         place, slot = self._written, self._written & self._mask
         self._written += 1
+        # The text's end was overwritten: it goes on as a new text.
         if not self._kept(end):
             end = -1
         self._tokens[slot], self._before[slot], self._after[slot] = token, end, -1
@@ -103,6 +104,7 @@ class SuffixIndex:
     def tail(self, place: int, max_tokens: int) -> list[int]:
         """Return up to `max_tokens` tokens of a text up to a place, the last first."""
         tokens, before, mask = self._tokens, self._before, self._mask  # a draft takes most of its time here
+        # Older places are overwritten, and their slots hold another text's tokens.
         oldest = max(0, self._written - mask - 1)
         tail_tokens: list[int] = []
         while place >= oldest and len(tail_tokens) < max_tokens:
@@ -132,6 +134,7 @@ class SuffixIndex:
         ending = self.tail(place, _LONGEST)
         votes = self._matches(place, ending, key)
         if guide is not None:
+            # A sibling that agrees for long becomes the guide, and goes on predicting past single differences.
             best_place, length = max(votes, key=itemgetter(1), default=(-1, 0))
             if length >= max(_ANCHORS):
                 guide.place, guide.hits = best_place, (1 << length) - 1
@@ -146,6 +149,7 @@ class SuffixIndex:
                 voter.proposes = voter.instead.get((voter.before, voter.token), voter.token)
                 shares[voter.proposes] = shares.get(voter.proposes, 0) + voter.length
             best = max(shares, key=shares.__getitem__)
+            # Votes against doubt: one short match gives a small share, several long ones that agree nearly 1.
             probability *= shares[best] / (sum(shares.values()) + _DOUBT)
             if probability < _LEAST:
                 break
@@ -177,12 +181,16 @@ class SuffixIndex:
         matches: list[tuple[int, int]] = []
         for endings in self._endings:
             for candidate in endings.recent(ending, key):
+                # Chains lead from newer to older places: past the first overwritten one, all are.
                 if not self._kept(candidate):
                     break
+                # Not the text's own end, nor another text's, after which nothing follows.
                 if candidate != place and (next_place := self._after[candidate & self._mask]) >= 0:
                     length = self._common(candidate, ending)
+                    # Hashes may collide, so tokens are compared.
                     if length >= endings.length:
                         matches.append((next_place, length))
+            # Long anchors come first, and short ones only if those found nothing.
             if matches:
                 break
         return matches
@@ -212,6 +220,7 @@ class _Endings:
 
     def append(self, place: int, tail: Sequence[int], key: int) -> None:
         """Add the next place, after these tokens (last token first)."""
+        # The slot's previous owner had a chain of its own.
         self._earlier[place & self._mask] = -1
         if len(tail) >= self.length:
             head = self._hash(tail, key)
@@ -279,6 +288,7 @@ class AnswerIndex:
 
     def _task(self, prompt: npt.NDArray[np.int32]) -> tuple[int, int]:
         """Return the number of a prompt's task, and how many of its tokens the index has from an earlier request."""
+        # The shortest prompt that is a prefix of this one is the task's first turn, shared by all its siblings.
         for length in sorted(self._lengths):
             if length > len(prompt):
                 break

@@ -60,6 +60,7 @@ def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[
         entry = entries.get(shard.name)
         if entry is None:
             raise WeightsError(f"version {drafted.version} was not to hold {shard.name!r}, which a rank writes")
+        # Other tensors are unchanged and stay in an older version's bucket.
         if is_of(entry.bucket, drafted.version):
             yield entry, shard
 

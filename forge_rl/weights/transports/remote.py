@@ -54,9 +54,11 @@ async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: in
         async with asyncio.timeout(deadline_s(moves)):
             return await getattr(actor, method).call_one(*args)
     except Exception as error:
+        # Monarch wraps an actor's exception; our own errors pass through with their hint, others become a sentence.
         remote = getattr(error, "exception", None)
         if isinstance(remote, ForgeError):
             raise remote from error
+        # One line: a remote traceback belongs in the log that the hint names.
         cause = next(iter(str(remote or error).strip().splitlines()), type(error).__name__)
         raise WeightsError(
             f"{actor_name} does not answer to {method}: {cause}", hint="see logs/weights-*.log"
@@ -77,6 +79,7 @@ class SegmentBuffers:
         """
         for ref in refs:
             memory = writable(ref)  # hardware can only register writable memory
+            # Another mapping means another file under this path; the old buffer would send the removed file's bytes.
             if ref.path in self._buffers and self._buffers[ref.path][0] is not memory:
                 await self.forget(ref.path)
             if ref.path not in self._buffers:
@@ -156,6 +159,8 @@ class Puller:
 
         Failed buckets are retried.
         """
+        # An answer of the index that is on its way may call these buckets stale, as it was asked before; `_place` keeps
+        # them.
         for new_keys in self._joining:
             new_keys.update(manifest.keys)
         arrivals: dict[Bucket, _Arrival] = {}
@@ -164,6 +169,7 @@ class Puller:
             has_failed = old_arrival is not None and old_arrival.done() and old_arrival.exception() is not None
             if bucket.host != self._host and (old_arrival is None or has_failed):
                 arrival = self._buckets[bucket.key] = asyncio.get_running_loop().create_future()
+                # Prefetched buckets may have nobody who waits for them.
                 arrival.add_done_callback(_retrieve)
                 arrivals[bucket] = arrival
         if arrivals:
@@ -187,6 +193,7 @@ class Puller:
         """
         if key not in self._buckets:
             raise WeightsError(f"bucket {key} was not pulled to host {self._host!r}", hint="hold a lease while reading")
+        # Shielded: several engines wait for one arrival, and a cancelled one must not end it for the others.
         return await asyncio.shield(self._buckets[key])
 
     def forget(self, keys: Collection[str]) -> None:
@@ -211,7 +218,9 @@ class Puller:
         try:
             pull.parents = await self._place(tuple(pull.arrivals), ())
             pending = {bucket: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
+            # All segments at once, so that a host without room fails before anything is transferred.
             reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in pending})
+            # One iterator for all readers: each takes the next bucket when it is done with its last.
             queue = zip(pending.items(), reserved.values(), strict=True)
             async with TaskGroup() as readers:
                 for _ in range(READS_IN_FLIGHT):
@@ -273,12 +282,15 @@ class Puller:
             arrival.set_result(ref)
 
     async def _copy(self, manifest: Manifest, bucket: Bucket, arrival: _Arrival, ref: SegmentRef, parent: str) -> None:
+        # Waits until the parent itself has the bucket.
         source = await self._peers.share(parent, bucket, manifest.bytes)
         read_task = asyncio.ensure_future(_read(source, ref))
         self._keep(read_task)
+        # A read that is abandoned still writes into the segment; it runs to its end, under the lock it holds.
         memory = await asyncio.shield(read_task)
         self.received[parent] += bucket.bytes
         if not arrival.done():
+            # Checked before it is served on, so that one host's bad bytes cannot spread down the tree.
             await asyncio.to_thread(_check, manifest, bucket, memory, parent)
             writable(ref)
 
@@ -289,6 +301,7 @@ class Puller:
         watch, task = pull.watches[host], asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            # The watch ended first: a dead host's transfer would only end at its timeout.
             if not task.done():
                 watch.result()
                 raise WeightsError(f"host {host!r} is gone", hint="start the run again")
@@ -320,6 +333,7 @@ def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str
 
 
 def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsError:
+    # Task groups wrap the readers' errors; the first one is the cause.
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     cause = getattr(error, "exception", None) or error  # the exception inside an actor's error
