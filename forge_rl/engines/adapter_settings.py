@@ -61,6 +61,7 @@ class AdamStep:
             ("weight_decay", self.weight_decay, 0 <= self.weight_decay <= _LARGEST),
             ("max_grad_norm", self.max_grad_norm, self.max_grad_norm > 0),
         ):
+            # inf switches clipping off; every other number must be finite.
             if not is_valid or (not math.isfinite(value) and name != "max_grad_norm"):
                 raise ConfigError(f"{name} of an optimizer step is {value}", hint="set a number within its range")
 

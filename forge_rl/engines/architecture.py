@@ -65,6 +65,8 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
         name for name in stored_names - needed_names - {HEAD, VALUE_HEAD} if not name.endswith(".rotary_emb.inv_freq")
     )
     layer_of = {name: int(match[1]) for name in extra_names if (match := _OF_LAYER.match(name))}
+    # Weights of existing layers that the architecture lacks, such as biases: without them another model would be
+    # trained.
     unexpected_names = [
         name for name, layer in layer_of.items() if layer < architecture.layers and name.endswith(_TRAINED)
     ]
@@ -85,6 +87,7 @@ def _weight_names(architecture: Architecture) -> Iterator[str]:
     yield from (EMBEDDING, "model.norm.weight") if a.tied else (EMBEDDING, "model.norm.weight", HEAD)
     for layer in range(a.layers):
         is_sparse = a.experts is not None and layer in a.experts.layers
+        # The family names the weights of all kinds of layers; leave out those that this layer does not have.
         absent_prefixes = ["feed_forward."] if is_sparse else ["moe."]
         if a.experts is not None and not a.experts.shared_dim:
             absent_prefixes.append("moe.shared_experts.")
@@ -148,6 +151,7 @@ def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architectu
             f"{path} describes a model of {architecture.weights} weights, and its files have {file_bytes} bytes",
             hint="download or export the model again",
         )
+    # transformers and vLLM use a head in the files if it differs, whatever config.json says.
     if architecture.tied and file_bytes and has_own_head(folder):
         architecture = replace(architecture, tied=False, untied_by_files=True)
     return architecture

@@ -12,6 +12,7 @@ def layer_weights(architecture: Architecture, tokens: int = 1) -> float:
     `count * (1 - (1 - top_k / count) ** tokens)`.
     """
     a, experts = architecture, architecture.experts
+    # Without embedding and head: a token looks up one row of the first, and the second is counted apart.
     total = a.weights - a.vocab * a.dim * (1 if a.tied else 2)
     if experts is None:
         return float(total)

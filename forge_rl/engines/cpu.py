@@ -77,6 +77,7 @@ class OneThreadGloo(dist.ProcessGroupGloo):
         options._threads = 1
         options._timeout = timeout
         names = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
+        # As torch reads the variable: several interfaces, separated by commas.
         options._devices = [self.create_device(interface=name) for name in names.split(",") if name] or [
             self.create_default_device()
         ]

@@ -67,7 +67,9 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         _check_experts(experts, settings)
 
     def works(size: int) -> bool:
+        # vLLM copies key heads to several workers if there are fewer of them than workers.
         shares_heads = heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+        # A worker's part of a row must consist of whole words to be fingerprinted.
         return shares_heads and all(size == 1 or width % (_WORD_ITEMS * size) == 0 for width in widths)
 
     if not works(settings.tensor_parallel_size):
@@ -106,6 +108,7 @@ def check_adapters(folder: Path, settings: DecodeSettings) -> None:
 def _read_config(folder: Path) -> Mapping[str, Any]:
     """Return config.json, or its part for the language model."""
     config = json.loads((folder / "config.json").read_text())
+    # Models that also take images keep the language model's dimensions there.
     text_config: Mapping[str, Any] = config.get("text_config") or config
     return text_config
 
@@ -133,6 +136,7 @@ def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[in
     heads = int(config["num_attention_heads"])
     key_heads = int(config.get("num_key_value_heads") or heads)
     widths = [heads * int(config.get("head_dim") or config["hidden_size"] // heads)]
+    # In a mixture, experts are split instead of a dense network, or not at all if each worker has whole ones.
     if not _experts(config):
         widths.append(int(config["intermediate_size"]))
     elif not settings.enable_expert_parallel:

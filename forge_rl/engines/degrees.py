@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def least_ranks(settings: TrainSettings) -> int:
     """Return the smallest number of ranks that the parallel flags allow; its multiples work too."""
+    # Expert-parallel ranks are the same ranks as the others of a copy, so only the least common multiple is needed.
     copies = settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree
     return copies * math.lcm(settings.peers, settings.expert_parallel_degree)
 
@@ -119,6 +120,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
             f"{flag} is set, and transformers' code of a {name!r} has no router of experts that the trainer knows",
             hint=f"leave {flag} out",
         )
+    # LongRoPE chooses its angles by the longest position of a call, and a row is one call.
     original = architecture.rope.get("original_max_position_embeddings", math.inf)
     if architecture.rope["rope_type"] == "longrope" and settings.longest_row > float(original):
         raise ConfigError(

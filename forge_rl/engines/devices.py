@@ -58,6 +58,7 @@ def device_type() -> Literal["cuda", "cpu"]:
     """Return the kind of device that services run on."""
     if (devices := hosts_devices()) is not None:
         return devices.kind
+    # Without a driver there is no need to load torch, which takes seconds.
     if not _has_driver():
         return "cpu"
     import torch

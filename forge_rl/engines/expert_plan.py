@@ -56,6 +56,7 @@ def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
     experts = len(load)
     experts_per_rank = experts // ranks
     rows = np.zeros((ranks, experts), dtype=np.int64)
+    # The plain plan: each rank computes all rows of its own experts.
     rows[np.arange(experts) // experts_per_rank, np.arange(experts)] = load
     totals = rows.sum(axis=1)
     mean = float(totals.mean())
@@ -64,9 +65,11 @@ def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
         target_rows = int(np.ceil(mean))
         while totals.max() > _EVEN * mean:
             owner, borrower = int(totals.argmax()), int(totals.argmin())
+            # The expert of which it still has the most rows: few loans, each a transfer of an expert's weights.
             expert = owner * experts_per_rank + int(
                 rows[owner, owner * experts_per_rank : (owner + 1) * experts_per_rank].argmax()
             )
+            # No more than the owner's surplus, the borrower's room, and the expert's rows.
             moved_rows = int(min(totals[owner] - target_rows, target_rows - totals[borrower], rows[owner, expert]))
             if moved_rows <= 0:  # the heaviest rank has the mean, rounded up
                 break
@@ -125,6 +128,8 @@ def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
     """
     ranks, experts = counts.shape
     experts_per_rank = experts // ranks
+    # [ranks, experts]: numbered rows of each expert, this rank's range of them against each computing rank's, and the
+    # reverse.
     sent_rows = _overlap(counts[rank], _before(counts)[rank], plan.rows, _before(plan.rows))
     received_rows = _overlap(plan.rows[rank], _before(plan.rows)[rank], counts, _before(counts))
     loans = [next((loan for loan in round_loans if loan.borrower == rank), None) for round_loans in plan.rounds]
@@ -132,7 +137,9 @@ def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
         *range(rank * experts_per_rank, (rank + 1) * experts_per_rank),
         *(loan.expert for loan in loans if loan is not None),
     ]
+    # This rank's rows are sorted by expert, within it by the computing rank; they are sent by rank, then expert.
     sent_starts = _starts(sent_rows.T).T
+    # Received rows are sorted by sender, then expert; they are computed by expert, then sender.
     received_starts = _starts(received_rows)
     return Routes(
         sent_blocks=(sent_starts.ravel(), sent_rows.ravel()),

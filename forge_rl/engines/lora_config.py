@@ -107,6 +107,7 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
         return {module.name: module.file_name for module in _general_modules(architecture)}
     a, names = architecture, _layer_names(architecture)
     has_latent_q = a.latent is not None and a.latent.q_rank > 0
+    # Latent attention has q either as one matrix or as a product of two.
     absent = {"attention.wq"} if has_latent_q else {"attention.wq_a", "attention.wq_b"}
     kinds = ("attention.",) if a.experts is not None else ("attention.", "feed_forward.")
     modules = {
@@ -132,6 +133,7 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
             "which has no adapter",
             hint=f"leave {HEAD} out, or untie them: tie_word_embeddings in config.json",
         )
+    # Targets match whole parts of names from the end, as PEFT's target_modules do.
     targets = [target for target in lora.targets if target not in (HEAD, EXPERTS)]
     if ALL_LINEAR in targets:
         unmatched_targets = [target for target in targets if target != ALL_LINEAR]
@@ -195,6 +197,7 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     if not lora.rank:
         return 0
     a, names = architecture, adapted_modules(architecture, lora)
+    # rank * (inputs + outputs) for each matrix: A and B.
     extra = lora.rank * (a.dim + a.vocab) if HEAD in lora.targets else 0
     if EXPERTS in lora.targets and a.experts is not None:
         extra += lora.expert_rank(a.experts.top_k) * _expert_features(a)

@@ -62,6 +62,7 @@ class TrainMemory:
     @property
     def total(self) -> int:
         """Bytes at the peak of a step."""
+        # All fields but those that are in host memory, or only there while a checkpoint is written.
         return int(sum(vars(self).values())) - self.largest - self.moments - self.offloaded
 
 

@@ -97,13 +97,16 @@ def init_distributed(rank: int, world_size: int, address: str, port: int, *, pla
     """
     # gloo for offloaded weights and gradients, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    # torch looks the class up by this name when it makes a group.
     distributed_c10d.ProcessGroupGloo = OneThreadGloo  # type: ignore[misc]
     if device_type() == "cuda":
         torch.cuda.set_device(local_device(rank if place is None else place))
+    # In memory: no port is opened that others could reach.
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     try:
+        # TCPStore takes over the socket, so Python must not close it.
         fd = _listen(address, port).detach() if rank == 0 else None
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, master_listen_fd=fd)
     except (OSError, RuntimeError, dist.DistError) as error:

@@ -133,6 +133,7 @@ def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress
         folder = dequantized(folder, cache, progress) if read_architecture(folder).quantized else folder
     except ModelError as error:
         raise ModelError(f"the draft model {speculation.model}: {error.message}", hint=error.hint) from error
+    # The folder goes into the flag's text, where commas and colons separate options.
     quote = "'" if '"' in str(folder) else '"'
     options = "".join(f",{name}={getattr(speculation, name)}" for name in _Options.__annotations__)
     return f"draft:{quote}{folder}{quote}{options}"
@@ -174,15 +175,18 @@ class DraftSwitch:
             tokens: number of their tokens that the last step sampled.
         """
         running = len(requests)
+        # A batch this large is bound by compute, and the next step's time must not be taken for a small one's.
         if running > self._settings.max_running:
             self._last = set(), False, 0.0
             return False
+        # Steps of 1, 2 to 3, 4 to 7, ... requests are measured apart.
         size, start_s = running.bit_length(), self._clock()
         last_requests, drafted, last_start_s = self._last
         if last_requests == set(requests):  # else the step also computed prompts
             self._speeds[size, drafted].append((tokens / running, start_s - last_start_s))
         pays_off = self._accepts() and not (self._settings.adaptive and self._loses(size))
         may_draft = pays_off
+        # Every so often do the opposite, so that both kinds stay measured.
         if self._settings.adaptive or not pays_off:
             self._steps += 1
             has_speeds = not self._settings.adaptive or len(self._speeds[size, not pays_off]) >= _MEASURED
@@ -199,6 +203,7 @@ class DraftSwitch:
         if any(len(steps) < _MEASURED for steps in speeds):
             return False
         draft_speed, plain_speed = (
+            # Mean tokens, as accepted drafts are rare and large; median seconds, as single steps may be held up.
             statistics.fmean(tokens for tokens, _ in steps) / statistics.median(seconds for _, seconds in steps)
             for steps in speeds
         )

@@ -60,6 +60,7 @@ def served_modules(model: Path) -> dict[str, tuple[int, int]]:
         and (not is_sparse or "attn." in name or "attention." in name)
     ]
     shapes: dict[str, tuple[int, int]] = {}
+    # Shapes come from the files' headers; no weight is read.
     for path in {files[name] for name in names}:
         with open_weights(path) as file:
             present = set(file.keys())

@@ -45,11 +45,13 @@ def merged_weights(
     stacks: dict[object, list[str]] = {}
     for name, (a, b, scale) in factors.items():
         weight = weights[name]
+        # Everything that a batched product must have in common.
         kind = weight.dtype, weight.device, weight.shape, a.dtype, a.shape, b.dtype, scale
         stacks.setdefault(kind, []).append(name)
     merged = dict[str, torch.Tensor]()
     for names in stacks.values():
         weight, (*_, scale) = weights[names[0]], factors[names[0]]
+        # As many weights as a chunk holds; stacks are batched in themselves.
         count = 1 if weight.ndim == 3 else max(1, _chunk_elements(weight) // max(1, weight.numel()))
         for first in range(0, len(names), count):
             batch = names[first : first + count]
@@ -89,6 +91,7 @@ class AdapterProduct:
     def __init__(self, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         self._factors = a, b = (a, b) if a.ndim == 3 else (a[None], b[None])
         self._scale = scale
+        # Sums of `rank` products of two such integers stay below 2**53, and are exact in float64 in any order.
         bits = min(_FACTOR_BITS, (_EXACT_BITS - math.ceil(math.log2(max(a.shape[1], 1)))) // 2)
         self._a, a_units = _multiples(a, bits)
         self._b, b_units = _multiples(b, bits)
@@ -107,6 +110,7 @@ class AdapterProduct:
             return self.added_to(weight[None], 0, *(place or (0, 0)))[0]
         count, rows, columns = weight.shape
         first, row, column = place or (0, 0, 0)
+        # A slice of W needs the rows of B and the columns of A that meet in it.
         experts, inputs = slice(first, first + count), slice(column, column + columns)
         if weight.dtype == torch.float64:
             a, b = (factor[experts].to(weight.dtype) for factor in self._factors)
@@ -117,6 +121,8 @@ class AdapterProduct:
         expert_step, row_step = (max(1, elements // max(1, size)) for size in (rows * columns, columns))
         for expert, start in itertools.product(range(0, count, expert_step), range(0, rows, row_step)):
             stack, chunk = slice(expert, expert + expert_step), slice(start, start + row_step)
+            # float64, exact up to here. Multiplying by powers of two is exact, too; scale, sum and the cast round
+            # element by element.
             part = torch.bmm(b[stack, chunk], a[stack])
             part *= units[stack]
             part *= self._scale

@@ -85,6 +85,7 @@ def write_adapter(
         record[_QUANTIZED] = asdict(quantization)
     (folder / BASE).write_text(json.dumps(record, indent=2) + "\n")
     for path in base.iterdir():
+        # Without config.json, which would make the folder look like a whole model: see `is_adapter`.
         is_config = path.name in ("config.json", CONFIG, BASE) or path.name.endswith(".index.json")
         if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
             shutil.copy(path, folder / path.name)
@@ -102,6 +103,7 @@ def write_factors(
     """Write the two files of PEFT's format into an existing folder; see `write_adapter`."""
     from safetensors.torch import save_file
 
+    # Factors with three dims are stacks of experts, [experts, ...].
     stacks = [name for name, (a, _) in factors.items() if a.ndim == 3]
     targets = sorted({expert_stacks.target(name) for name in stacks})
     tensors = {}
@@ -125,6 +127,7 @@ def write_factors(
         "bias": "none",
         "inference_mode": True,
     }
+    # PEFT has one rank for all modules and exceptions from it by pattern: experts may have a smaller one.
     if stacks:
         config |= {"target_parameters": targets, "rank_pattern": dict.fromkeys(targets, ranks[stacks[0]])}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -181,12 +184,14 @@ class Adapter:
         if config.get("peft_type") != "LORA":
             raise ModelError(f"{folder} holds a {config.get('peft_type')!r:.40} adapter", hint="give a LoRA adapter")
         for name, plain in _UNSUPPORTED.items():
+            # null, false and an empty list mean that a feature is off.
             if config.get(name, plain) not in (plain, None, False, []):
                 raise ModelError(
                     f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is more than plain LoRA",
                     hint="merge it with merge_and_unload() of peft, and save that",
                 )
         for name, value in config.items():
+            # A feature of a later version of PEFT, which may change what the adapter computes.
             if name.startswith("use_") and name not in _UNSUPPORTED and name != "use_rslora" and value:
                 raise ModelError(
                     f"{folder / CONFIG} sets {name:.40} to {value!r:.80}, which is not known here",
@@ -249,6 +254,7 @@ class Adapter:
         from forge_rl.models.digests import model_digests
 
         digests = model_digests(base)
+        # Weights only: a tokenizer or chat template may be edited without harm to the adapter.
         weights = {name: digest for name, digest in self.digests.items() if name.endswith(".safetensors")}
         if changed_files := sorted(name for name, digest in weights.items() if digests.get(name) != digest):
             raise ModelError(
@@ -285,12 +291,14 @@ class Adapter:
         self._check_head(files)
         total_bytes = 0
         dtype = ""
+        # File by file, so that one file of weights is in memory at a time.
         for path in sorted(set(files.values())):
             with open_weights(path) as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
             total_bytes += sum(tensor.nbytes for tensor in tensors.values())
             dtype = dtype or next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()), "")
             if self.quantization is not None:
+                # Rounded before the product is added: the adapter was trained on these values.
                 for name in quantized & tensors.keys():
                     tensors[name] = self.quantization.round_weight(name, tensors[name])
             tensors |= self._merged(tensors, factors)
@@ -308,6 +316,7 @@ class Adapter:
         stems: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
+                # Not a factor; `_check_head` compares it.
                 if key == _HEAD_COPY:
                     continue
                 module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -395,6 +404,7 @@ def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
 
     adapter = Adapter.read(folder)
     adapter.check_base(base)
+    # Named after its contents, so that a changed base or adapter is merged again.
     parts: list[object] = [model_digests(base), *(file_digest(folder / name) for name in (CONFIG, WEIGHTS))]
     if adapter.quantization is not None:
         parts.append(asdict(adapter.quantization))

@@ -131,6 +131,7 @@ def dequantize(
 def _row_chunks(values: torch.Tensor) -> Iterator[slice]:
     rows, columns = values.shape
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    # Each chunk is traced on its own, so that small ones would make the plan of a large model slow.
     if values.is_meta:
         step = max(step, math.ceil(rows / _TRACED_CHUNKS))
     for start in range(0, max(1, rows), step):

@@ -97,6 +97,7 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     folder = cache / _NAME
     report = progress or (lambda label, fraction: None)
     try:
+        # Without the build's lock, as nearly every call finds the model built.
         if not (changed_files := differences(folder)):
             check_own(cache, ModelError, deep=False)
             check_own(folder, ModelError)

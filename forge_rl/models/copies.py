@@ -57,6 +57,7 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
     folder.mkdir(parents=True, exist_ok=True)
     make_private(folder, ModelError, deep=False)
     target = folder / name
+    # Read again rather than trusted: a copy may have been cut short or changed on disk.
     if target.is_dir() and contents_of(target) == contents:
         return target
     needed_bytes, free_bytes = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
@@ -72,8 +73,10 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
             (new_folder / file).parent.mkdir(exist_ok=True)
             with open_file(file) as source, (new_folder / file).open("xb") as destination:
                 shutil.copyfileobj(source, destination, _PIECE_BYTES)
+        # The original may be overwritten while it is copied, file by file.
         if contents_of(new_folder) != contents:
             raise ModelError(f"the model changed while it was copied to {folder}", hint="start again")
+        # A folder that is not empty cannot be replaced by a rename.
         if target.exists():
             target.rename(Path(place, "replaced"))
         new_folder.rename(target)

@@ -41,6 +41,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
         ModelError: the cache is not writable or too small, other users can write to it, or a file cannot be read.
     """
     files = [path for path in sorted(folder.resolve().iterdir()) if path.is_file()]
+    # By size and time instead of contents, which are gigabytes.
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
     target = cache / f"dequantized-{key}"
@@ -69,6 +70,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
     with ExitStack() as stack:
         try:
             open_files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in weight_files}
+            # All files are open at once, since a weight's scales may be in another file than its codes.
             files_by_tensor: dict[str, Any] = {}
             for file in open_files.values():
                 files_by_tensor |= dict.fromkeys(file.keys(), file)
@@ -127,6 +129,7 @@ class _WeightReader:
         import torch
 
         for name in names:
+            # Scales, zeros and maps are read with the weight's main tensor.
             if name in self._parts:
                 continue
             if name not in self._whole:

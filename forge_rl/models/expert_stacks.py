@@ -50,6 +50,7 @@ def are_known(targets: object, ranks: object) -> bool:
 def stem(name: str, targets: Collection[str]) -> str:
     """Return the name under which PEFT writes the adapter of a stack, without its prefix."""
     module = name.rpartition(".")[0]
+    # PEFT wraps a module once for each adapted parameter: the first one's wrapper ends up inside.
     is_inner = len(targets) > 1 and not name.endswith(_DOWN)
     return f"{module}.base_layer" if is_inner else module
 
@@ -61,6 +62,7 @@ def is_stem(name: str) -> bool:
 
 def name(file_name: str, targets: Collection[str]) -> str:
     """Return the name of the stack that a name in an adapter's file, see `is_stem`, stands for."""
+    # down_proj last, as PEFT wraps it last.
     leaves = sorted({full.rpartition(".")[2] for full in targets}, key=lambda leaf: leaf == _DOWN)
     module = file_name.removesuffix(".weight")
     leaf = leaves[0] if module.endswith(".base_layer") else leaves[-1]
@@ -117,6 +119,7 @@ def file_factors(
     ]
     stacks = [file_name for file_name in names if file_name.endswith(stack_ends)]
     if len(stacks) == 1:
+        # (s B A)^T = s A^T B^T: in a transposed stack, the factors swap places.
         is_transposed = read_object(base / "config.json").get("model_type") in _TRANSPOSED
         return {stacks[0]: (b.mT, a.mT) if is_transposed else (a, b)}
     for parts in _FILE_PARTS[leaf]:
@@ -124,7 +127,9 @@ def file_factors(
             {int(match[1]): file_name for file_name in names if (match := re.search(pattern, file_name))}
             for pattern in (rf"\.experts\.(\d+)\.{part}\.weight$" for part in parts)
         ]
+        # Every expert must be there: a part of them is another model's.
         if all(set(part) == set(range(len(a))) for part in by_part):
+            # gate and up share A, as their stack has one input; B's rows are theirs in turn.
             chunks = b.chunk(len(parts), dim=1)
             return {
                 part[index]: (a[index], chunk[index])

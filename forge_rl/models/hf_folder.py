@@ -43,6 +43,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        # Mistral's folders hold the same weights twice, under other names.
         if path.match(OTHER_FORMATS):
             continue
         with open_weights(path) as file:
@@ -109,10 +110,12 @@ def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
         except SafetensorError as error:
             raise ModelError(f"{embedding.parent} cannot be read: {error}", hint=_AGAIN) from error
         shape = pair[0].get_shape()
+        # A head of another shape cannot be the embedding's copy.
         if pair[1].get_shape() != shape or not shape:
             return True
         for first in range(0, shape[0], _COMPARED_ROWS):
             left, right = (tensor[first : first + _COMPARED_ROWS] for tensor in pair)
+            # One may be stored in float32 and be equal in value all the same.
             wide = torch.promote_types(left.dtype, right.dtype)
             if not torch.equal(left.to(wide), right.to(wide)):
                 return True
@@ -144,6 +147,7 @@ def complete_folder(
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(path, copy)
     config = json.loads((target / "config.json").read_text())
+    # Of the source's weights: the new ones have one plain dtype, under the newer key.
     for stale in ("torch_dtype", "quantization_config"):
         config.pop(stale, None)
     if valued:

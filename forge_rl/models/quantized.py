@@ -43,6 +43,7 @@ def refusal(config: object, model_type: str) -> str:
     if not config:
         return ""
     method = config.get("quant_method") if isinstance(config, dict) else config
+    # MXFP4 is read for gpt-oss only, whose experts it packs, and gpt-oss comes in no other format.
     if not isinstance(config, dict) or method not in _METHODS or (method == "mxfp4") != (model_type == "gpt_oss"):
         return f"quant_method {method!r:.80}"
     bits = config.get("bits", 4)
@@ -100,8 +101,10 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     q = _unpack(parts[".qweight"].t(), bits).t()  # [K, N]
     zeros, scales = _unpack(parts[".qzeros"], bits), parts[".scales"].float()  # [groups, N]
     if config.get("checkpoint_format", "gptq") != "gptq_v2":
+        # Stored modulo 2**bits: a zero of 0 is written as the largest code.
         zeros = (zeros + 1) & (2**bits - 1)
     groups = parts.get(".g_idx")
+    # Without g_idx, groups are runs of consecutive inputs.
     if groups is None:
         groups = torch.arange(len(q)) // -(-len(q) // len(scales))
     groups = groups.long()
@@ -131,6 +134,7 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
     if packed.dtype != torch.int32 or packed.ndim != 2:
         raise ValueError(f"packed values are {packed.dtype}, not int32")
+    # `>>` of a negative int32 fills in ones, which the mask removes.
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values: torch.Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
     return values.flatten(1)
@@ -144,14 +148,17 @@ def _bits4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     """
     import torch
 
+    # Shape and block sizes, as JSON in a tensor of bytes.
     (state,) = (values for suffix, values in parts.items() if ".quant_state." in suffix)
     meta = json.loads(bytes(state.tolist()).decode())
     shape = torch.Size(meta["shape"])
     codes = parts[".weight"].flatten()
+    # Two codes in a byte, the first in the high half; an odd last one is padding.
     codes = torch.stack([codes >> 4, codes & 15], 1).flatten().long()[: shape.numel()]
     largest = parts[".weight.absmax"]
     if ".weight.nested_absmax" in parts:
         scale = _expanded(parts[".weight.nested_absmax"], int(meta["nested_blocksize"]), largest.numel())
+        # Double quantisation: the maxima are looked up in a map, scaled by blocks, and shifted by their mean.
         largest = parts[".weight.nested_quant_map"][largest.long()] * scale + float(meta["nested_offset"])
     return (parts[".weight.quant_map"][codes] * _expanded(largest, int(meta["blocksize"]), len(codes))).view(shape)
 

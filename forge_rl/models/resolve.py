@@ -40,7 +40,6 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         name: bundled model, hub id with or without @revision, or folder of a model, an adapter or a checkpoint.
             Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
-        revision: branch, tag or commit of a model on the hub; by default its main branch.
 
     Raises:
         ModelError: no such model exists, or its files are missing, broken, or links out of its folder.
@@ -49,6 +48,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         return bundled_model(cache, progress)
     folder = Path(name).expanduser()
     if folder.is_dir():
+        # A run has several models: which one is meant must be said.
         if newest := _newest_checkpoint(folder):
             raise ModelError(f"{folder} is a run, not a model", hint=f"name one of its checkpoints, such as {newest}")
         model = model_in(folder)
@@ -123,6 +123,7 @@ def _newest_checkpoint(run: Path) -> Path | None:
     Raises:
         ModelError: the run has no checkpoint.
     """
+    # Weights make it a model, whatever else lies there.
     if any(run.glob("*.safetensors")):
         return None
     try:
@@ -151,6 +152,7 @@ def _checked(folder: Path) -> Path:
         missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
     if missing:
         raise ModelError(f"{folder} is not a complete model: it lacks {', '.join(missing)}", hint=_completion(folder))
+    # Headers only: a truncated download shows there, without reading gigabytes.
     for part in weights:
         _check_header(folder / part)
     return folder
@@ -178,6 +180,7 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
     place = Path(base).expanduser()
     if place.is_dir() and is_adapter(model_in(place)):
         raise ModelError(f"{folder} adapts {base}, an adapter itself", hint="merge that one first: forge-rl merge")
+    # The adapter belongs to that revision's weights; a folder has none.
     if not name and adapter.revision and is_hub_model(base) and not place.is_dir():
         base = f"{base}@{adapter.revision}"
     try:
@@ -216,6 +219,7 @@ def _completion(folder: Path) -> str:
 def _check_links(folder: Path, files: Sequence[Path]) -> None:
     """Check that no link leads out of the folder; the hub's cache links to files next to its snapshots."""
     home = folder.resolve()
+    # snapshots/COMMIT/FILE is a link to blobs/HASH.
     home = home.parent.parent if home.parent.name == "snapshots" else home
     for path in files:
         if not (target := Path(os.path.realpath(path))).is_relative_to(home):
@@ -233,6 +237,7 @@ def _check_owners(folder: Path, files: Sequence[Path]) -> None:
             status, problem = path.stat(), ""
             if status.st_uid not in owners:
                 problem = f"{path} belongs to user {status.st_uid}, but the folder to user {top.st_uid}"
+            # World-writable files are out of reach if others cannot enter the folder.
             elif status.st_mode & stat.S_IWOTH and top.st_mode & stat.S_IXOTH:
                 problem = f"{path} is world-writable (mode {stat.S_IMODE(status.st_mode):o})"
             elif path != folder and not stat.S_ISREG(status.st_mode):
@@ -250,6 +255,7 @@ def _parts(path: Path, index: Mapping[str, object]) -> list[str]:
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path} lists no weights", hint=_AGAIN)
     for name in files.values():
+        # An index could name files anywhere on this machine.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{path} names {name!r:.80}, not a safetensors file in the same folder", hint=_AGAIN)
     return sorted(set(files.values()))

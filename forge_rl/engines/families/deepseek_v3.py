@@ -68,6 +68,7 @@ def read(config: ConfigFile) -> Architecture:
         value_dim=config.whole("v_head_dim"),
         interleaved=bool(values.get("rope_interleave", True)),
     )
+    # A group is scored by its two best experts, and the chosen groups must have enough experts.
     groups_fit = experts.groups == 1 or (
         experts.count % experts.groups == 0
         and experts.count // experts.groups > 1
@@ -105,6 +106,7 @@ def layer(architecture: Architecture, index: int, max_positions: int) -> Any:
     a, latent = architecture, architecture.latent
     assert latent is not None, "read() gives it"
     q_dim = a.heads * a.head_dim
+    # torchtitan's class wants a norm of q, which it does not use without a low rank.
     q = {"wq": linear(a.dim, q_dim), "q_norm": RMSNorm.Config(normalized_shape=1)}
     if latent.q_rank:
         q = {

@@ -146,6 +146,7 @@ class Architecture:
         """Number of weights in the matrices."""
         if self.weight_count:
             return self.weight_count
+        # q and o have all heads, k and v the key heads.
         grouped = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
         attention = self.latent.weights(self.dim, self.heads) if self.latent else grouped
         embeddings = self.vocab * self.dim * (1 if self.tied else 2)
@@ -153,6 +154,7 @@ class Architecture:
         network = 3 * self.dim * self.hidden_dim
         mixture = 0
         if self.experts:
+            # Router and three matrices of each expert.
             mixture = self.experts.count * self.dim * (1 + 3 * self.experts.hidden_dim)
             mixture += 3 * self.dim * self.experts.shared_dim
         return self.layers * attention + (self.layers - sparse) * network + sparse * mixture + embeddings
@@ -169,6 +171,7 @@ class ConfigFile:
     def whole(self, name: str, default: int = 0, *, max_value: int = 2**31 - 1) -> int:
         """Read a positive integer; a default of 0 makes it required."""
         value = self.values.get(name) or default
+        # By `type`, as true is an int in Python.
         if type(value) is not int or not 0 < value <= max_value:
             problem = (
                 "not a whole number above 0" if max_value == 2**31 - 1 else f"not a whole number from 1 to {max_value}"
@@ -191,6 +194,7 @@ class ConfigFile:
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(self.values.get(name) or {}, dict):
                 raise self.wrong(name, "not an object")
+        # Older files have rope_scaling, rope_theta and "type"; newer ones have all of it in rope_parameters, which win.
         rope = {**(self.values.get("rope_scaling") or {}), **(self.values.get("rope_parameters") or {})}
         rope.setdefault("rope_theta", self.values.get("rope_theta", 10000.0))
         rope.setdefault("rope_type", rope.pop("type", "default"))

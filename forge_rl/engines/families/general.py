@@ -87,6 +87,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
     dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
+    # Without `layer_types`, a window is every layer's.
     window_layers = [
         index for index in range(layers) if layer_types is None or layer_types[index] == "sliding_attention"
     ]
@@ -157,8 +158,10 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
             hint="use a model of another architecture",
         )
     tied = causal.config.tie_word_embeddings
+    # These are buffers, see `causal_model`, and published like weights.
     biases = ((name, buffer) for name, buffer in causal.named_buffers() if name.endswith(ROUTER_BIASES))
     weights = itertools.chain(causal.named_parameters(), biases)
+    # A tied head is the embedding, which is published once.
     return {name: weight.shape for name, weight in weights if not (tied and name == HEAD)}
 
 
@@ -265,6 +268,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     def in_files(name: str) -> str:
         """Undo the renamings if the files have the result; a stack's name is looked up for its first expert."""
         original = name
+        # One renaming after the other, until the files have the result: several may act on one name.
         for rename in renames:
             for source, target in zip(rename.source_patterns, rename.target_patterns, strict=False):
                 if name.format(0) not in stored_names:
@@ -273,6 +277,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
 
     renamed, stacks = dict[str, str](), dict[str, tuple[str, ...]]()
     for name in weight_shapes(folder):
+        # The same name in the files, or no files to compare with.
         if not stored_names or name in stored_names:
             continue
         merge = next((merge for merge in merges if merge.target_patterns[0] in name), None)
@@ -280,6 +285,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
             renamed[name] = in_files(name)
             continue
         dims = [(type(operation), getattr(operation, "dim", None)) for operation in merge.operations]
+        # Stacking experts, and concatenating equal parts of their outputs, can be undone by views. Nothing else can.
         if dims not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             raise ModelError(
                 f"{folder}: transformers computes {name!r} from what the files hold, and the trainer cannot convert it "

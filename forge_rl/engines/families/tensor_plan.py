@@ -51,6 +51,7 @@ def module_styles(causal: Any) -> Mapping[str, str]:
     if not plan:
         raise LookupError("transformers states no tensor parallelism of it")
     modules = {_pattern(name): module for name, module in causal.model.named_modules()}
+    # Parts of a module that is shared as a whole, by experts, are not split again.
     stacks = tuple(f"{pattern}." for pattern, style in plan.items() if style == EXPERTS)
     used_styles = {
         pattern: style
@@ -62,6 +63,7 @@ def module_styles(causal: Any) -> Mapping[str, str]:
         if module is None and pattern not in {_pattern(name) for name, _ in causal.model.named_parameters()}:
             continue  # a plan may name what only other models of its type have
         if style in (*COLUMNS, *ROWS):
+            # Exactly nn.Linear, as a subclass may compute something else; or one with an adapter.
             is_known = type(module) is nn.Linear or hasattr(module, "lora_A")
         elif style == EXPERTS:  # transformers marks experts that can leave out those of other ranks
             is_known = hasattr(module, "_is_expert_parallel")
@@ -103,6 +105,7 @@ def expert_routers(causal: Any) -> dict[int, nn.Module]:
             for name, module in block.named_modules()
             if all(type(getattr(module, count, None)) is int for count in ("top_k", "num_experts"))
         }
+        # A router may be inside a module that holds the same counts: the innermost one chooses.
         innermost = [
             module for name, module in choosing.items() if not any(other.startswith(f"{name}.") for other in choosing)
         ]
@@ -111,6 +114,7 @@ def expert_routers(causal: Any) -> dict[int, nn.Module]:
         if innermost:
             routers[layer] = innermost[0]
     shapes = {(router.num_experts, router.top_k) for router in routers.values()}
+    # Router replay replaces `topk` while a router runs, so it must call it by this name.
     choose_by_topk = all(
         "topk" in inspect.unwrap(type(router).forward).__code__.co_names for router in routers.values()
     )
@@ -131,6 +135,7 @@ def uneven_part(causal: Any, ranks: int) -> str | None:
         elif style in COLUMNS:
             count = module.out_features
             width = getattr(causal.model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+            # Attention's projections are split between heads, never within one.
             if style == "colwise" and isinstance(width, int) and count % width == 0:
                 count, unit = count // width, "heads"
         elif style in ROWS:

@@ -61,9 +61,11 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
         parameter.data = parameter.to(torch.get_default_dtype())
     if torch.get_default_dtype() == torch.float64:
         causal.set_experts_implementation("eager")  # torch's product of groups has no float64
+    # Moving weights to meta has made two of them.
     if config.tie_word_embeddings:
         causal.lm_head.weight = causal.get_input_embeddings().weight
     for module in causal.modules():
+        # Buffers in the files are published and saved with the weights; buffers that are computed stay buffers.
         for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
             buffer = module._buffers.pop(name)
             if buffer is not None:
@@ -99,10 +101,12 @@ def _weights_on_meta() -> Iterator[None]:
     original, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # The patch is the whole process's, and another thread may be making modules of its own.
         if parameter is not None and threading.get_ident() == thread:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         original(module, name, parameter)
 
+    # Not `torch.device("meta")`, under which buffers, such as RoPE's frequencies, would have no values either.
     nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
     try:
         yield

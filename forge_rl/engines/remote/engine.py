@@ -65,12 +65,17 @@ class RemoteEngine:
             ConfigError: it cannot be reached, refuses the key, is used by another run, or its settings do not fit.
         """
         key = api_key("--generator.urls", KEY_VARIABLE)
+        # Before the first request, which would carry the key. Looking up a name may block for seconds.
         await asyncio.to_thread(_check_address, server.url)
         client = httpx.AsyncClient(
             base_url=server.url.rstrip("/") + PREFIX,
+            # Uncompressed answers only: a few bytes could otherwise expand to any size.
             headers={"authorization": f"Bearer {key}", "accept-encoding": "identity"},
+            # One connection for each request in flight: a limit would make completions wait for one another.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # A completion may take any time; heartbeats notice a server that is gone.
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            # Neither a redirect nor a proxy from the environment may take the key elsewhere.
             follow_redirects=False,
             trust_env=False,
         )
@@ -90,6 +95,7 @@ class RemoteEngine:
             try:
                 answer = await self._ask("claim", {"owner": self._server.owner}, deadline_s=_CLAIM_S)
                 break
+            # Only silence is worth waiting for; any answer but the right one ends the claim.
             except (_ConnectionLostError, TimeoutError) as error:
                 if clock() >= end:
                     raise ConfigError(
@@ -109,6 +115,7 @@ class RemoteEngine:
                     hint="start one there by: forge-rl serve-engine --model MODEL",
                 ) from error
         session, facts = answer.get("session"), answer.get("facts")
+        # The session becomes a header's value, so that its form is checked as well.
         if answer.get("protocol") != PROTOCOL or not isinstance(facts, dict) or not _is_plain(session):
             raise ConfigError(
                 f"the engine at {self._server.url} speaks protocol {wire.shown(answer.get('protocol'))}, "
@@ -160,6 +167,7 @@ class RemoteEngine:
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
         with self._blaming():
+            # Its devices are its own, so there is no memory to free for a trainer: asleep is only paused.
             answer = await self._ask("hold", {"paused": paused or asleep, "asleep": False})
         return answer.get("whole") is True
 
@@ -175,9 +183,11 @@ class RemoteEngine:
                 async with contextlib.aclosing(lines):
                     report = wire.report_from_json(await anext(lines))
         except Exception:
+            # A failure on this side breaks the upload, and the server's complaint about that would hide the cause.
             if problems:
                 raise problems[0] from None
             raise
+        # Attested on this side: the server's own word is not trusted.
         manifest.attest(report.fingerprints, reader, merged=True)
         return report
 
@@ -185,7 +195,7 @@ class RemoteEngine:
         raise _adapters_refused(name)
 
     async def drop_adapter(self, name: str) -> None:
-        """No adapter is ever loaded."""
+        """Do nothing: no adapter is ever loaded."""
 
     def close(self) -> None:
         """Give the server back; its process stays."""
@@ -199,6 +209,7 @@ class RemoteEngine:
         """End this process once the server is gone."""
         clock = asyncio.get_running_loop().time
         last_answer_s, cause, failures = clock(), "it does not answer", 0
+        # A timeout may be a busy server: only silence for _SILENT_S counts as its end. A failure is retried at once.
         while clock() - last_answer_s < _SILENT_S and failures < _MOST_FAILURES:
             await asyncio.sleep(0 if failures else _BEAT_S)
             try:
@@ -240,6 +251,7 @@ class RemoteEngine:
             async with self._client.stream("POST", route, content=content) as response:
                 if "content-encoding" in response.headers:
                     raise wire.WireError("the answer is compressed")
+                # An error's text is read in part only, whatever its length.
                 if response.status_code != 200:
                     raise _StatusError(response.status_code, await _start_of(response))
                 async with contextlib.aclosing(_split(response)) as lines:
@@ -276,6 +288,7 @@ async def _split(response: httpx.Response) -> AsyncGenerator[bytes, None]:
     rest = bytearray()
     async for part in response.aiter_raw():
         rest += part
+        # Searched in the new part alone: a long line would otherwise be scanned again with each part.
         if b"\n" in part:
             *lines, rest = rest.split(b"\n")
             for line in lines:
@@ -301,9 +314,10 @@ async def _start_of(response: httpx.Response) -> str:
 async def _frames(
     manifest: Manifest, buckets: AsyncIterator[TensorBucket], reader: str, problems: list[Exception]
 ) -> AsyncIterator[bytes]:
-    """Yield a version as frames: a header each, then the bytes of a bucket's tensors.
+    """Yield a version as frames: each a header, then the bytes of a bucket's tensors.
 
-    What goes wrong is added to `problems`, and the server told, so that it has given up the load when it answers.
+    Errors on this side are added to `problems`. The server is told of them, so that it has given up the load by the
+    time it answers.
     """
     yield _header({**wire.manifest_to_json(manifest), "reader": reader})
     while True:
@@ -311,8 +325,10 @@ async def _frames(
             bucket = await anext(buckets, None)
         except Exception as error:
             problems.append(error)
+            # Between two buckets the server can still be told; it then gives up the load and answers.
             yield _header({"failed": True})
             return
+        # An empty list ends the version.
         if bucket is None:
             yield _header({"tensors": []})
             return
@@ -323,6 +339,7 @@ async def _frames(
                     data = memoryview(_bytes(tensors[entry.name]))
                     for start in range(0, len(data), _PART_BYTES):
                         yield bytes(data[start : start + _PART_BYTES])
+                    # The server puts the bytes into memory as they come, where each tensor must be aligned.
                     if padding := -len(data) % wire.ALIGN:
                         yield bytes(padding)
         except Exception as error:  # the connection ends in the middle of a bucket, which the server takes for the end
@@ -375,6 +392,7 @@ def _check_address(url: str) -> None:
         ConfigError: the address is public, or its name is unknown.
     """
     parts = urlsplit(url)
+    # TLS protects key and weights wherever the server is.
     if parts.scheme == "https":
         return
     try:

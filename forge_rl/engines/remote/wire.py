@@ -42,6 +42,7 @@ def read_object(data: bytes, *, max_bytes: int = MOST_LINE) -> dict[str, Any]:
         raise WireError(f"a message has more than {max_bytes} bytes")
     try:
         payload = json.loads(data)
+    # Deeply nested JSON exceeds Python's recursion limit.
     except (ValueError, RecursionError):
         payload = None
     if not isinstance(payload, dict):
@@ -110,6 +111,7 @@ def integers(values: object, name: str) -> list[int]:
     Raises:
         WireError: it is something else.
     """
+    # By `type`, as bool is a subclass of int.
     if not isinstance(values, list) or not all(type(value) is int and -(2**31) <= value < 2**31 for value in values):
         raise WireError(f"{name} are not a list of integers")
     return values

@@ -29,7 +29,7 @@ def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
     extra = dict(sampling.extra)
     if isinstance(constraint := extra.get("structured_outputs"), Mapping):
         extra["structured_outputs"] = StructuredOutputsParams(**constraint)
-    # A request that ignores the end of a text must not stop at the template's end tokens either.
+    # `ignore_eos` asks for max_tokens in any case, so tokens that end a completion are left out as well.
     if not extra.get("ignore_eos"):
         requested: Any = extra.get("stop_token_ids")
         extra["stop_token_ids"] = [*(requested or ()), *sampling.stop_ids]
