@@ -1,4 +1,4 @@
-"""What only vLLM's CPU backend needs: patches of heads, experts, RoPE, norms and SwiGLU, and memory it does not free.
+"""Patches for vLLM's CPU backend: heads, experts, RoPE, norms, SwiGLU and LoRA, and memory that it does not free.
 
 Tested with vLLM 0.32.0.
 """
@@ -76,7 +76,8 @@ def patch(model: nn.Module) -> None:
 def _heed_biases(router: Any) -> None:
     """Have a router choose experts by its biases, which vLLM 0.32 heeds on CPU only where experts are in groups.
 
-    A single group is the same as none. Without it, ERNIE 4.5 would go to other experts, and MiniMax M2 not run.
+    A single group is equivalent to no groups. Without the patch, ERNIE 4.5 would route tokens to other experts, and
+    MiniMax M2 would not run.
     """
     plain = not router.use_grouped_topk and router.custom_routing_function is None
     if plain and router.e_score_correction_bias is not None and router.scoring_func in ("softmax", "sigmoid"):
@@ -84,9 +85,9 @@ def _heed_biases(router: Any) -> None:
 
 
 def _pack_when_used(layer: Any) -> None:
-    """Make an embedding pack its weights at its first product, as a head, in the dtype of its input.
+    """Make an embedding pack its weights only when it first computes a product as a head, in the dtype of its input.
 
-    vLLM packs every embedding at each load, although most compute no product.
+    vLLM packs every embedding at each load, although most of them never compute a product.
     """
     linears: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
 
@@ -115,9 +116,10 @@ def _packed_product(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Cal
 
 
 def _with_packed_head(original: Any) -> Any:
-    """Make a head that computes in another dtype than the model pack its weights in that dtype once per load.
+    """Make a head whose dtype differs from the model's pack its weights in that dtype once per load.
 
-    vLLM converts and packs them at each step: a quarter of the time of a small bfloat16 model with a float32 head.
+    vLLM converts and packs them at each step, which takes a quarter of the time of a small bfloat16 model with a
+    float32 head.
     """
 
     @functools.wraps(original)
@@ -132,8 +134,8 @@ def _with_packed_head(original: Any) -> Any:
 
 
 def unlink_shared_memory(worker: int) -> None:
-    """Unlink the shared memory of a CPU worker's all-reduce, once all workers have mapped it: vLLM would leave it
-    behind when killed."""
+    """Unlink the shared memory of a CPU worker's all-reduce once all workers have mapped it; a killed vLLM would leave
+    it behind."""
     for line in Path(f"/proc/{worker}/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("vllm_dist_") and path.parent == Path("/dev/shm"):
@@ -141,7 +143,8 @@ def unlink_shared_memory(worker: int) -> None:
 
 
 def release_kv_cache(worker: Any) -> None:
-    """Free the KV cache's pages on CPU, which vLLM's sleep cannot; it then reads as zeros, as on a fresh start."""
+    """Free the KV cache's pages on CPU, which vLLM's sleep cannot do. The cache then reads as zeros, as after a fresh
+    start."""
     internals.check_names(worker, ("model_runner.kv_caches",))
     release(worker.model_runner.kv_caches)
 
@@ -149,7 +152,7 @@ def release_kv_cache(worker: Any) -> None:
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros whose pages are allocated when written, for keys and values.
 
-    Attention multiplies masked values by 0, which a NaN in memory that was used before would survive.
+    Attention multiplies masked values by 0, and a NaN left over in reused memory would survive that.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
@@ -174,8 +177,8 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
 def _normalize(
     norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Apply RMSNorm by vLLM's compiled kernel, which its CPU backend has but does not call: one pass over memory, not
-    six. Shapes as for `RMSNorm`; with a residual, both arguments are overwritten, as vLLM allows."""
+    """Apply RMSNorm with vLLM's compiled kernel, which its CPU backend has but does not call: one pass over memory
+    instead of six. Shapes as for `RMSNorm`; with a residual, both arguments are overwritten, as vLLM allows."""
     tensors = [x] if residual is None else [x, residual]
     weight, epsilon = norm.weight.data, norm.variance_epsilon
     # The kernel takes a weight of the input's dtype, over the full width, and contiguous rows.
@@ -208,9 +211,9 @@ def _add_lora(
     output_slices: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """Add each row's adapter product to `y`, with two products for each run of rows with one adapter.
+    """Add each row's adapter product to `y`: two matrix products for each run of rows with the same adapter.
 
-    vLLM's own copies A and B for each row, and lets rows without an adapter use the last slot's.
+    vLLM's version copies A and B for each row, and applies the last slot's adapter to rows without one.
 
     Args:
         wrapper: knows the slot of each run of rows; -1 stands for none.
@@ -233,9 +236,9 @@ def _add_lora(
 
 
 def _on_rows(original: Any) -> Any:
-    """Have RoPE flatten its inputs to [tokens, heads * dim], as its kernel expects.
+    """Make RoPE flatten its inputs to [tokens, heads * dim], as its kernel expects.
 
-    Latent attention passes parts of queries as [tokens, heads, dim], of which the kernel rotates the wrong elements.
+    Latent attention passes parts of queries as [tokens, heads, dim], where the kernel would rotate the wrong elements.
     """
 
     @functools.wraps(original)
@@ -251,7 +254,7 @@ def _on_rows(original: Any) -> Any:
 
 
 def _with_repacking(original: Any) -> Any:
-    """Have reloaded experts packed for the kernel again: vLLM does so only on the first load, and would then compute
+    """Make a reload pack experts for the kernel again. vLLM packs them only at the first load, and would then compute
     with weights in the wrong order."""
 
     @functools.wraps(original)
@@ -265,10 +268,10 @@ def _with_repacking(original: Any) -> Any:
 
 
 def _with_expert_map(original: Any) -> Any:
-    """Have experts apply the expert map of a worker that holds only some of them.
+    """Make experts apply the expert map of a worker that holds only some of them.
 
-    vLLM's use global expert ids as local ones and read past the end of their weights. Here an expert of another worker
-    maps to a local one with a gate weight of 0; the workers' results are added up later.
+    vLLM uses global expert ids as local ones, and reads past the end of the weights. Here, another worker's expert maps
+    to a local one with a gate weight of 0; the workers' results are summed later.
     """
 
     @functools.wraps(original)

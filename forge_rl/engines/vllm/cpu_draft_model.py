@@ -1,7 +1,7 @@
-"""Drafts by a frozen smaller model in a CPU worker of vLLM, with vLLM's layers and keys and values of its own.
+"""Drafts tokens with a smaller, frozen model in vLLM's CPU worker, on vLLM's layers with a KV cache of its own.
 
-vLLM's own draft models need Triton, keep up with all requests, and thus cost time also while no drafts are wanted. This
-one reads a request's tokens when it first drafts for it. Tested with vLLM 0.32.0.
+vLLM's own draft models need Triton and keep up with all requests, which costs time even while no drafts are wanted.
+This one reads a request's tokens when it first drafts for it. Tested with vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from forge_rl.engines.vllm import cpu, internals
 from forge_rl.errors import ModelError
 
 _LEAST = 0.25
-"""Minimum probability of a whole draft by the draft model; the draft ends before the token that would fall below."""
+"""Minimum probability that the draft model gives a whole draft; a draft ends before the token that would bring it
+below."""
 _AT_ONCE = 1024
-"""Maximum tokens of a request that are read at once."""
+"""Maximum tokens of a request in one forward pass."""
 
 
 class DraftModel:
@@ -146,8 +147,8 @@ class DraftModel:
         return self._slots[request]
 
     def _forget(self, slot: int, text: npt.NDArray[np.int32]) -> None:
-        """Drop a slot's tokens that the text does not have, such as rejected drafts, and always the text's last token,
-        which must be read to draft after it."""
+        """Drop the tokens of a slot that the text does not have, such as rejected drafts. Also drop the text's last
+        token, which must be computed again to draft after it."""
         # Keys and values up to the first difference are still right, as each depends on earlier tokens alone.
         count = min(self._count[slot], len(text) - 1)
         differs = np.flatnonzero(self._held[slot, :count] != text[:count])

@@ -1,7 +1,7 @@
 """Captures which experts a CPU worker routes each request's tokens to.
 
-vLLM can return them (enable_return_routed_experts), but only from its second model runner, which needs Triton for CPUs.
-This module uses its capturer, and its hooks in the routers, with the first runner. Tested with vLLM 0.32.0.
+vLLM returns them (enable_return_routed_experts) only from its second model runner, which needs Triton on CPUs. This
+module uses vLLM's capturer and its hooks in the routers with the first runner. Tested with vLLM 0.32.0.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from forge_rl.engines.vllm.cpu_rejection import run_without_kernels
 from forge_rl.engines.vllm.suffixes import AnswerIndex
 
 _INDEX_TOKENS = 1 << 20
-"""Tokens that a worker's index of answers holds: 52 MiB."""
+"""Tokens in a worker's index of answers: 52 MiB."""
 
 
 def speculative_config(settings: Speculation) -> dict[str, object]:
@@ -33,8 +33,8 @@ def speculative_config(settings: Speculation) -> dict[str, object]:
 class Drafter:
     """vLLM's proposer of its method "custom_class": switched by `DraftSwitch`.
 
-    Drafts are only proposals. A token is accepted if it is the one that the request samples in its place, so that
-    completions are as without drafts; see `sampling.py`.
+    Drafts are only proposals: a drafted token is accepted if the request samples the same token in its place, so
+    completions are the same as without drafts; see `sampling.py`.
     """
 
     def __init__(self, vllm_config: Any) -> None:

@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _MOST_GATHERED = 32
-"""Maximum tokens of a request that vLLM keeps before it hands them over."""
+"""Maximum tokens of a request that vLLM gathers before it hands them over."""
 _CLOSE_S = 0.5
-"""Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
+"""Seconds until vLLM's process is killed on shutdown: a graceful exit takes four seconds and saves nothing."""
 
 
 class VLLMEngine:
@@ -78,7 +78,7 @@ class VLLMEngine:
         self._returns_routing = settings.routed_experts
         self._adapters = EngineAdapters(Path(llm.vllm_config.model_config.model), settings, call=self._all_workers)
         self._base: dict[str, int] = {}
-        """Fingerprints of the base that is in place, if versions are adapters of it; none otherwise."""
+        """Fingerprints of the loaded base if versions are adapters of it; empty otherwise."""
         self._closing = False
         self._requests = 0
         """Requests in flight."""
@@ -90,17 +90,17 @@ class VLLMEngine:
         self._working = 0
         """Number of calls to the workers in progress, during which no step is taken."""
         self._changing = asyncio.Lock()
-        """Held while vLLM's state (below) is brought to the requested state (above), and during loads."""
+        """Held during loads, and while vLLM's actual state (below) is brought to the requested state (above)."""
         self._stopped = False
-        """True while vLLM decodes nothing."""
+        """True while vLLM is stopped."""
         self._cleared = False
         """True if the KV cache was cleared since vLLM last decoded."""
         self._released: list[str] = []
         """Parts that were freed: "weights", "kv_cache"."""
         self._loaded = False
-        """True once a published version was loaded, which can be loaded again."""
+        """True once a published version was loaded: its weights can be loaded again."""
         self._dropped = False
-        """True while the weights are freed, with no copy kept."""
+        """True while the weights are freed without a copy."""
         pids = engine_pids(llm)
         # Workers end with this process, and engines with their workers; vLLM's coordinator does not.
         self._guard = clean_up_after((), pids) if len(pids) > 1 else None
@@ -126,7 +126,7 @@ class VLLMEngine:
 
     @classmethod
     async def over(cls, llm: AsyncLLM, settings: DecodeSettings, cache: CacheStats, *, hosts: int = 1) -> VLLMEngine:
-        """Prepare a vLLM engine that has started with this module's worker extension and weight transfer.
+        """Prepare a vLLM engine that was started with this package's worker extension and weight transfer.
 
         Args:
             hosts: number of hosts with equally many of its workers; the first ones are on this host.
@@ -337,7 +337,7 @@ class VLLMEngine:
     async def _load_adapted(
         self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str
     ) -> LoadReport:
-        """Load a version whose base is in place: its adapters alone, while requests in flight go on."""
+        """Load a version whose base is already loaded: only its adapters, while requests in flight continue."""
         clock, factors = PhaseClock(), VersionFactors()
         async with self._changing:
             try:
@@ -374,7 +374,7 @@ class VLLMEngine:
         await self._adapters.drop(name)
 
     async def _all_workers(self, method: str, *args: object) -> list[Any]:
-        """Call a method of WorkerExtension on each worker; returns the answers in order, or raises the first error."""
+        """Call a method of WorkerExtension on each worker; return the answers in order, or raise the first error."""
         with self._at_work():
             # A collective call occupies the workers between steps, and a load may take longer than a step's timeout:
             # `_watch` must not take it for a hang.
@@ -411,7 +411,7 @@ class VLLMEngine:
             self._cleared |= clear_cache
 
     async def _release(self) -> None:
-        """Free memory; not with AsyncLLM.sleep, as its wake_up resumes a paused engine."""
+        """Free memory, without AsyncLLM.sleep: its wake_up would resume a paused engine."""
         if device_type() == "cpu":
             await self._all_workers("release_kv_cache")
             self._released = ["kv_cache"]
@@ -435,7 +435,7 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Expect no step while the body runs."""
+        """Tell `_watch` that no step will end while the body runs."""
         self._working += 1
         try:
             yield
@@ -443,7 +443,7 @@ class VLLMEngine:
             self._working -= 1
 
     async def _watch(self, stall_s: float) -> None:
-        """End this process, and with it the engine, once the engine hangs in a step."""
+        """End this process, and the engine with it, once the engine hangs in a step."""
         await watch_steps(
             lambda: answer_between_steps(self._llm),
             lambda: self._requests > 0 and not self._working,

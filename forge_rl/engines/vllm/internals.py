@@ -39,9 +39,9 @@ _OF_ENGINE = (
 _COPIED = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
 """Parameters of gpt-oss that vLLM's loader copies into."""
 PACKED = (".w13_weight", ".w2_weight")
-"""Suffixes of expert weights, which a kernel may reorder without changing their shape."""
+"""Suffixes of expert weights. A kernel may reorder these without changing their shape."""
 WRAPPED = ".base_layer."
-"""Part of the names of weights of modules that may have adapters; loaders report them without it."""
+"""Part of the names of weights in modules that may have adapters; loaders report the names without it."""
 _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights", "restore_metadata")
 
 
@@ -57,7 +57,8 @@ def check_names(owner: Any, names: tuple[str, ...]) -> None:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    """Return the ids of the engine's processes that are direct children of this one; workers may be their children."""
+    """Return the ids of the engine's processes that are direct children of this process; workers may be children of
+    those."""
     check_names(llm, _OF_ENGINE)
     # The coordinator of data parallelism is a process of its own.
     resources = llm.engine_core.resources
@@ -66,7 +67,8 @@ def engine_pids(llm: AsyncLLM) -> list[int]:
 
 
 def start_following(arguments: EngineArgs) -> tuple[object, list[int]]:
-    """Start this host's workers of an engine whose first host schedules, and wait until all hosts' have met.
+    """Start this host's workers of an engine that another host schedules, and wait until the workers of all hosts have
+    met.
 
     Returns:
         What keeps them alive, and their process ids.
@@ -101,8 +103,8 @@ async def answer_between_steps(llm: AsyncLLM) -> None:
 def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> list[tuple[str, int]]:
     """Return each version of a completion with the index of its first token.
 
-    vLLM reports them only at the end of a completion; before that they are read from its request state. They match
-    this output, as nothing is awaited between its delivery and this call.
+    vLLM reports versions only at the end of a completion; before that, they are read from its request state. They match
+    this output because nothing is awaited between its delivery and this call.
     """
     if output.finish_reason is not None:
         return [(span.version, span.start) for span in output.weight_versions or ()]
@@ -113,9 +115,9 @@ def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> lis
 
 
 def inspect_models_here() -> None:
-    """Have vLLM inspect a model's class in this process, which imports it anyway. Idempotent.
+    """Make vLLM inspect model classes in this process, which imports them anyway. Idempotent.
 
-    vLLM does it in a process of its own, whose imports take 10 s of CPU at an engine's first start with each class.
+    vLLM starts a process for it, whose imports take 10 s of CPU time when an engine first starts with a class.
     """
     from vllm.model_executor.models import registry
 
@@ -125,9 +127,9 @@ def inspect_models_here() -> None:
 
 
 def leave_tokens_undecoded() -> None:
-    """Have vLLM decode no text for tokens with flat logprobs, which took a third of its time per token here.
+    """Keep vLLM from decoding text for tokens with flat logprobs, which took a third of its time per token.
 
-    Only requests of forge_rl have flat logprobs; a completion's text is decoded elsewhere.
+    Only forge_rl's requests have flat logprobs, and their text is decoded elsewhere.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
@@ -145,8 +147,7 @@ def leave_tokens_undecoded() -> None:
 
 
 def hand_over_in_pieces() -> None:
-    """Have the cores of engines that start in this process join the outputs of requests; see `OutputPieces`.
-    Idempotent."""
+    """Make the cores of engines in this process join the outputs of requests; see `OutputPieces`. Idempotent."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
 
@@ -182,8 +183,8 @@ def hand_over_in_pieces() -> None:
 
 
 def draft_counts(output: CompletionOutput) -> tuple[int, int, int]:
-    """Return an ended completion's numbers of drafted tokens, accepted tokens, and steps that verified a draft; 0
-    without speculation."""
+    """Return an ended completion's counts of drafted tokens, of accepted tokens, and of steps that verified a draft;
+    zeros without speculation."""
     metrics = output.spec_decode_metrics
     if metrics is None:
         return 0, 0, 0
@@ -193,9 +194,9 @@ def draft_counts(output: CompletionOutput) -> tuple[int, int, int]:
 
 
 def draft_to_the_end(runner: Any) -> None:
-    """Leave it to the drafter to keep within the context.
+    """Leave it to the drafter to stay within the context.
 
-    vLLM has all requests of a batch verify zeros once one of them comes near the end of its context.
+    Once one request nears the end of its context, vLLM makes all requests of the batch verify zeros.
     """
     batch = ("input_batch.req_ids", "input_batch.num_prompt_tokens")
     check_names(runner, ("drafter", "effective_drafter_max_model_len", *batch))
@@ -203,8 +204,8 @@ def draft_to_the_end(runner: Any) -> None:
 
 
 def accept_no_drafts() -> None:
-    """Let requests use top-k or top-p in a step without drafts. vLLM verifies such a step too, and its kernels fail on
-    zero rows, which ends the engine. Idempotent."""
+    """Let requests use top-k or top-p in a step without drafts. vLLM verifies such a step as well, and its kernels fail
+    on zero rows, which ends the engine. Idempotent."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -215,7 +216,8 @@ def accept_no_drafts() -> None:
 
 
 def ngram_proposer(vllm_config: Any, max_tokens: int) -> Any:
-    """Return vLLM's proposer of what followed the last 2 to 8 tokens before, in the same request."""
+    """Return vLLM's n-gram proposer, which looks for earlier occurrences of the last 2 to 8 tokens in the same
+    request."""
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer  # imports numba
 
     config = copy.copy(vllm_config)
@@ -226,7 +228,7 @@ def ngram_proposer(vllm_config: Any, max_tokens: int) -> Any:
 
 
 def config_of_draft_model(vllm_config: Any, folder: str) -> Any:
-    """Return vLLM's settings for a second model in an engine's process, whose layers are kept apart.
+    """Return vLLM's settings for a second model in an engine's process, with its layers kept apart.
 
     Raises:
         ValueError: vLLM does not serve the model.
@@ -259,7 +261,7 @@ def allow_another_update(worker: Any) -> None:
 
 
 def begin_reload(model: torch.nn.Module) -> None:
-    """Have the model's loaders collect each layer's weights until it is complete."""
+    """Make the model's loaders collect each layer's weights until the layer is complete."""
     layer: Any
     for layer in model.modules():
         if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
@@ -276,7 +278,7 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 
 def accept_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor | None]) -> None:
-    """Make the loaders of a layer's experts accept stacks; other layers stay as they are.
+    """Make the loaders of a layer's experts accept stacks; do nothing for other layers.
 
     Args:
         layer: a layer of the model, once a reload has begun.
@@ -345,10 +347,10 @@ def _stack_collector(collect: Any, stack_of: Callable[[torch.Tensor, int], torch
 
 
 def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return second names of parameters during a reload, with the names under which their values come.
+    """Map the second names of parameters during a reload to the names under which their values arrive.
 
-    vLLM registers a mixture's biases that choose experts with the experts, too. A reload sets AFMoE's aside
-    under their first name alone, and copies the new values into the same memory at its end.
+    vLLM also registers the biases that choose experts with the experts. A reload moves AFMoE's biases aside under their
+    first name only, and copies the new values into the same memory at its end.
 
     Args:
         before: the parameters before the reload, each by its first name.
@@ -365,9 +367,9 @@ def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[
 
 
 def was_untied(model_config: Any) -> bool:
-    """Return True if config.json ties the output projection to the embedding, and the files hold one all the same.
+    """Return True if config.json ties the output projection to the embedding, but the files hold one nevertheless.
 
-    vLLM's own tie_word_embeddings is False then, also if the two were equal and it has tied them again.
+    vLLM's own tie_word_embeddings is then False, even if the two were equal and vLLM tied them again.
     """
     check_names(model_config, ("word_embeddings_untied_by_checkpoint",))
     return bool(model_config.word_embeddings_untied_by_checkpoint)
@@ -403,7 +405,7 @@ def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def inert_modules(runner: Any, number: int) -> list[str]:
-    """Return the modules for which an adapter has factors that vLLM applies nowhere; it says nothing of them itself."""
+    """Return the modules whose adapter vLLM loads but never applies; vLLM does not report them."""
     check_names(runner, ("lora_manager._adapter_manager.modules", "lora_manager._adapter_manager.get_adapter"))
     manager = runner.lora_manager._adapter_manager
     return sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
@@ -412,8 +414,8 @@ def inert_modules(runner: Any, number: int) -> list[str]:
 def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
     """Yield the names of linear layers that lack some of their weights, and of other layers that lack all of them.
 
-    Excluded are attention, whose scales no model folder has, and an output projection tied to the embedding. Embeddings
-    may be padded, so partly filled ones count as complete.
+    Attention is excluded, as no model folder has its scales, and so is an output projection tied to the embedding.
+    Embeddings may be padded, so partly filled ones count as complete.
     """
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -428,7 +430,7 @@ def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
 
 @contextlib.contextmanager
 def collecting(model: torch.nn.Module) -> Iterator[None]:
-    """Have a reload also collect weights that gpt-oss's loader copies directly into parameters."""
+    """Make a reload also collect weights that gpt-oss's loader copies directly into parameters."""
     if type(model).__name__ != "GptOssForCausalLM":
         yield
         return
@@ -445,7 +447,8 @@ def collecting(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _CollectCopies(TorchDispatchMode):
-    """Redirects copies into parameters on the meta device, which would be lost, to the parameters' loaders."""
+    """Redirects copies into parameters on the meta device to the parameters' loaders; the copies would otherwise be
+    lost."""
 
     def __init__(self, places: Mapping[int, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -463,7 +466,7 @@ class _CollectCopies(TorchDispatchMode):
 def copy_held(
     model: torch.nn.Module, passing: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Copy tensors that are about to be freed, where loaders of incomplete layers still hold them."""
+    """Copy tensors that are about to be freed, if loaders of incomplete layers still hold them."""
     freed_storages = {_storage(tensor) for tensor in passing.values()}
 
     def owned(value: Any) -> Any:

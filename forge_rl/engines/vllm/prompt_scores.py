@@ -1,7 +1,8 @@
-"""Computes prompt logprobs at a temperature; vLLM ignores a request's temperature in them.
+"""Computes prompt logprobs at a temperature, which vLLM ignores for them.
 
-Logprobs of the k most likely tokens cannot be rescaled afterwards, as they are normalised over the whole vocabulary. So
-the logits are divided before the softmax, by the temperature in a request's extra_args. Tested with vLLM 0.32.0.
+Logprobs of the k most likely tokens cannot be rescaled afterwards, because they are normalised over the whole
+vocabulary. So the logits are divided before the softmax, by the temperature in a request's extra_args. Tested with vLLM
+0.32.0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TEMPERATURE = "forge_rl_prompt_temperature"
 
 
 def scale_prompt_logits(runner: Any) -> None:
-    """Have a worker's model runner, of either version, scale the logits of prompts that are scored."""
+    """Make a worker's model runner, of either version, scale the logits of scored prompts."""
     if hasattr(runner, "prompt_logprobs_worker"):
         if runner.prompt_logprobs_worker is not None:  # None on all but the last pipeline stage
             _RowHook(runner.prompt_logprobs_worker)
@@ -73,7 +74,7 @@ class _RowHook:
     def __init__(self, worker: Any) -> None:
         check_names(worker, ("add_request", "compute_prompt_logprobs", "max_num_reqs"))
         self._temperatures = np.ones(worker.max_num_reqs, np.float32)
-        """By the index of a request."""
+        """Temperatures by request index."""
         self._add, self._score = worker.add_request, worker.compute_prompt_logprobs
         worker.add_request, worker.compute_prompt_logprobs = self.add, self.score
 
@@ -104,8 +105,7 @@ class _RowHook:
 def _scaled(
     logits_of: Callable[[torch.Tensor], torch.Tensor], row_temperatures: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """Return `logits_of`, which is called with consecutive rows, with the logits of each row divided by its
-    temperature."""
+    """Wrap `logits_of`, which is called with consecutive rows, to divide each row's logits by its temperature."""
     # vLLM asks for logits in chunks of consecutive rows, without saying which.
     position = 0
 

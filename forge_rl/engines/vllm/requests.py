@@ -47,7 +47,8 @@ def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
 
 
 def checked_parameters(sampling: Sampling, stream_interval: int) -> SamplingParams:
-    """Return vLLM's parameters, tried on its decoder: an error there ends the only thread that reads requests.
+    """Return vLLM's parameters after a trial run of its decoder: an error there would end the only thread that reads
+    requests.
 
     Raises:
         ConfigError: they are malformed.
@@ -68,7 +69,7 @@ def read_prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> P
 
 
 def scored_tokens(positions: object, count: int, top_k: int) -> ScoredTokens:
-    """Read vLLM's logprobs of the last `count` tokens of a prompt: each token's own, then the top k."""
+    """Read vLLM's logprobs of the last `count` tokens of a prompt: each token's own, followed by the top k."""
     assert isinstance(positions, FlatLogprobs), "flat_logprobs was asked for"
     end = len(positions.token_ids)
     # Each position has 1 + top_k entries: its own token first, then the likeliest.

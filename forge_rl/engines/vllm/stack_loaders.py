@@ -1,4 +1,4 @@
-"""Loads stacks of experts into vLLM's parameters, with one copy for each stack instead of one for each expert."""
+"""Loads stacks of experts into vLLM's parameters, with one copy per stack instead of one per expert."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class StackLoaders:
                     yield entry.name, values
 
     def _expand(self, values: torch.Tensor, expert: int) -> torch.Tensor | None:
-        """Return the view of the whole stack that `values` is of its first tensor; None for any other tensor."""
+        """Return the view of the whole stack that corresponds to `values`, a view of its first tensor; None for any
+        other tensor."""
         stack = self._stack
         if stack is None or len(stack.entries) == 1 or expert != stack.expert:
             return None

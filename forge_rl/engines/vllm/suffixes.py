@@ -1,4 +1,4 @@
-"""Indexes of recent answers, of fixed size, that find what followed the end of a text before."""
+"""Indexes of recent answers, of fixed size, that find what followed a text's ending before."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 _ANCHORS = (8, 3)
-"""Numbers of tokens that must recur for a place to be found. Places where more recur come first: in a text of many like
-lines, the last few tokens occur at more places than are compared, of which nearly all continue otherwise."""
+"""Numbers of tokens that must recur for a place to be found, the larger one first: in a text of many similar lines, the
+last few tokens occur at more places than are compared, and nearly all of these continue differently."""
 _LONGEST = 24
 """Maximum length of a match; longer ones count as this long."""
 _PLACES = 16
@@ -28,11 +28,11 @@ _RECENT = (1 << _LONGEST) - 1
 _LEAST_HITS = 6
 """Minimum number of these tokens that a guide must have predicted."""
 _PROMPT = 4096
-"""Maximum number of a prompt's last tokens that are taken up."""
+"""Maximum number of a prompt's last tokens that are indexed."""
 _TASKS = 4096
 """Maximum number of prompts that are remembered."""
 _FOLLOWED = 2048
-"""Maximum number of requests that are remembered, for those that a weight update interrupts."""
+"""Maximum number of requests that are remembered, so that those interrupted by a weight update are found again."""
 
 
 @dataclass
@@ -58,8 +58,8 @@ class _Voter:
     token: int
     """The token at the place."""
     instead: dict[tuple[int, int], int]
-    """Substitutions to repeat: by two consecutive tokens of the place's own text, the token that the drafted text had
-    in place of the second. The latest one counts."""
+    """Substitutions to repeat, by two consecutive tokens of the place's own text: the token that the drafted text had
+    in place of the second one. The latest substitution counts."""
     proposes: int = -1
 
 
@@ -243,7 +243,7 @@ class _Endings:
 
 
 class AnswerIndex:
-    """Drafts the rest of an answer from other answers to the same prompt, and from what the request itself holds.
+    """Drafts the rest of an answer from other answers to the same prompt, and from the request's own text.
 
     A prompt that begins with another request's whole prompt belongs to the same task: a later turn of a sibling, or
     the rest of an answer that another engine began.
@@ -261,7 +261,7 @@ class AnswerIndex:
         self._requests: OrderedDict[str, _IndexedRequest] = OrderedDict()
 
     def follow(self, request: str, tokens: npt.NDArray[np.int32], prompt_tokens: int) -> None:
-        """Take up what a request has gained since the last call.
+        """Index the tokens that a request gained since the last call.
 
         Args:
             tokens: `[T]`, its prompt and its answer so far.
@@ -282,7 +282,7 @@ class AnswerIndex:
         self._requests.move_to_end(request)
 
     def draft(self, request: str, max_tokens: int) -> list[int]:
-        """Return what may follow a request's tokens, at most `max_tokens` of them."""
+        """Return tokens that may follow a request's, at most `max_tokens`."""
         followed = self._requests[request]
         return self._index.draft(followed.end, key=followed.task, max_tokens=max_tokens, guide=followed.guide)
 
@@ -314,5 +314,5 @@ class _IndexedRequest:
     end: int
     """Place of its last token."""
     num_seen: int
-    """Number of its tokens that were taken up or passed over."""
+    """Number of its tokens that were indexed or skipped."""
     guide: Guide = field(default_factory=Guide)

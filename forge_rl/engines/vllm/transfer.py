@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from forge_rl.engines.vllm.cpu_routing import RoutingCapture
 
 _FACTORS = factor_names("")
-"""Ends of the names of adapters' factors."""
+"""Suffixes of the names of adapters' factors."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class WorkerReport:
 
 
 def _answered(work: Callable[..., object]) -> Callable[..., bytes]:
-    """Have a method return its pickled result, or the pickled error that it raised."""
+    """Make a method return its pickled result, or the pickled error that it raised."""
 
     @functools.wraps(work)
     def answer(*args: object) -> bytes:
@@ -92,7 +92,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker, for collective_rpc.
 
     They never raise: when one worker fails, vLLM leaves the other workers' answers unread and takes them for answers to
-    the next call. Answers are pickled, since vLLM only sends plain types.
+    the next call. Answers are pickled because vLLM only sends plain types.
     """
 
     weight_transfer_engine: BucketTransferEngine
@@ -104,9 +104,9 @@ class WorkerExtension:
 
     @_answered
     def forge_rl_start_load(self, adds_adapters: bool = True) -> None:
-        """Begin to load a version, possibly after a failed load: its weights with the adapters added, or alone.
+        """Begin to load a version, possibly after a failed load: its weights with the adapters added, or without.
 
-        On CPU the KV cache gives its memory back, so the scheduler must have dropped all of its blocks.
+        On CPU this frees the KV cache's memory, so the scheduler must have dropped all of its blocks.
         """
         worker: Any = self
         if worker.device.type == "cpu":  # free blocks are taken in turn: before long, all would have been written
@@ -161,7 +161,8 @@ class WorkerExtension:
 
     @_answered
     def forge_rl_take_routing(self, request: str) -> npt.NDArray[Any] | None:
-        """Answer `RoutingCapture.take`; None from all but the first tensor-parallel rank, since all hold the same."""
+        """Return `RoutingCapture.take`'s answer; None from all but the first tensor-parallel rank, as all hold the
+        same."""
         worker: Any = self
         routed_experts = self.forge_rl_routing.take(request)
         return routed_experts if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
@@ -229,7 +230,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     init_info_cls = NoInitInfo
     update_info_cls = BucketUpdateInfo
     adds_adapters = True
-    """Whether the version's adapters are added to its weights."""
+    """True if the version's adapters are added to its weights."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -304,8 +305,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def _merged(
         self, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
-        """Keep the factors of adapters, and return the other tensors, by default with their adapters added to those
-        that have one.
+        """Keep the factors of adapters, and return the other tensors, with the adapters added where there are any
+        unless versions are served.
 
         Raises:
             WeightsError: the factors of an adapter have not come, or do not fit.
