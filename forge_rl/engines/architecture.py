@@ -26,7 +26,7 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def predicting_layers(folder: Path, architecture: Architecture) -> int:
-    """Count the multi-token-prediction layers that a model's files hold, stored after its last layer.
+    """Count the multi-token-prediction layers in a model's files, stored after its last layer.
 
     Raises:
         ModelError: the folder holds no weights, or they cannot be read.
@@ -36,7 +36,7 @@ def predicting_layers(folder: Path, architecture: Architecture) -> int:
 
 
 def check_weights(folder: Path, architecture: Architecture, *, values: bool = False) -> list[str]:
-    """Check the names of a folder's weights, which need not be what its config.json describes.
+    """Check the names of a folder's weights, which may not be the ones that its config.json describes.
 
     Args:
         values: a value model is trained on, which needs no head.
@@ -102,7 +102,7 @@ def _weight_names(architecture: Architecture) -> Iterator[str]:
 
 
 def read_served(folder: Path) -> Architecture:
-    """Read config.json of a model that engines alone run: as transformers has it where the native family refuses it.
+    """Read config.json of a model that only engines run. If the native family refuses it, read it as transformers does.
 
     Raises:
         ModelError: as `read_architecture`.
@@ -117,7 +117,7 @@ def read_served(folder: Path) -> Architecture:
 
 
 def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architecture:
-    """Read config.json, and whether the files agree with it that the embedding is also the output projection.
+    """Read config.json, and check in the files whether the embedding is also the output projection.
 
     Args:
         modelling: which code computes the model, see `TrainSettings.modelling`.

@@ -41,7 +41,7 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
 
 
 def with_longest_context(settings: S, folder: Path, *, min_tokens: int, max_tokens: int | None = None) -> S:
-    """Return engine settings with the longest context that the model and memory allow, unless they set one.
+    """Return engine settings with the longest context that the model and the memory allow, unless the settings set one.
 
     Args:
         folder: folder of the model.

@@ -13,16 +13,16 @@ from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.adapter_limits import has_experts
 
 _WITHOUT_LORA = ("stablelm",)
-"""Model types for which vLLM has no adapters; it has them for all other types that can be trained."""
+"""Model types for which vLLM has no adapters; it has them for all other trainable types."""
 _WORD_ITEMS = 4
-"""A worker's part of a row must be a multiple of this many elements, 8 bytes of bfloat16, to be fingerprinted."""
+"""Elements in 8 bytes of bfloat16: to be fingerprinted, a worker's part of a row must be a multiple of this."""
 
 
 def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int = 1) -> None:
     """Check that the model can be split as the settings say, and that each engine has GPUs of its own.
 
-    Engines do not share a GPU: vLLM would count the other's memory as its own while it starts, and one engine that
-    decodes more requests at a time is faster than two.
+    Engines do not share a GPU: while it starts, vLLM would count the other engine's memory as its own, and one engine
+    that decodes more requests at a time is faster than two.
 
     Args:
         folder: Hugging Face model folder.
@@ -106,7 +106,7 @@ def check_adapters(folder: Path, settings: DecodeSettings) -> None:
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
-    """Return config.json, or its part for the language model."""
+    """Return config.json, or its section for the language model."""
     config = json.loads((folder / "config.json").read_text())
     # Models that also take images keep the language model's dimensions there.
     text_config: Mapping[str, Any] = config.get("text_config") or config
@@ -114,7 +114,8 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_kernels(settings: DecodeSettings) -> None:
-    """Refuse kernels that vLLM has for no model: on CPU none is batch-invariant, and quantised ones take bfloat16."""
+    """Refuse settings for which vLLM has no kernels with any model: on CPU none is batch-invariant, and quantised
+    kernels compute in bfloat16."""
     flag = "--generator.batch-invariant"
     if settings.batch_invariant and device_type() != "cuda":
         raise ConfigError(f"{flag} needs GPUs, and engines would run on CPU", hint=f"leave out {flag}")

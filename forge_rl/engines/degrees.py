@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def least_ranks(settings: TrainSettings) -> int:
-    """Return the smallest number of ranks that the parallel flags allow; its multiples work too."""
+    """Return the smallest number of ranks that the parallel flags allow; its multiples also work."""
     # Expert-parallel ranks are the same ranks as the others of a copy, so only the least common multiple is needed.
     copies = settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree
     return copies * math.lcm(settings.peers, settings.expert_parallel_degree)
@@ -97,7 +97,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
 
 
 def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
-    """Raise ConfigError for what a model on transformers' code cannot do."""
+    """Raise ConfigError for settings that a model on transformers' code does not support."""
     a, name = architecture, architecture.family.model_type
     degrees = [f"{kind}_parallel_degree" for kind in ("context", "pipeline")]
     if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in degrees if getattr(settings, field) > 1]:
@@ -131,7 +131,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
 
 
 def general_layouts(architecture: Architecture) -> list[str]:
-    """List the layouts of a model on transformers' code."""
+    """List the supported layouts of a model on transformers' code."""
     from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
     from forge_rl.engines.families.transformers_model import inspected_model  # imports transformers
 
@@ -186,7 +186,7 @@ def _check_experts(settings: TrainSettings, architecture: Architecture) -> None:
 
 
 def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
-    """Raise ConfigError for adapters that the model or the layout cannot have."""
+    """Raise ConfigError for adapters that the model or the layout does not support."""
     lora = settings.lora
     if not lora.rank:
         return
@@ -247,7 +247,7 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
 
 
 def _has_branching_states(architecture: Architecture) -> bool:
-    """Return whether layers have a state that branches could share, as convolutions have not."""
+    """Return whether layers have a state that branches could share; convolutions do not count."""
     from forge_rl.engines.families.general import has_states  # imports transformers
 
     return architecture.folder is not None and has_states(architecture.folder, convolutions=False)

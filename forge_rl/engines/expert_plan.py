@@ -1,7 +1,7 @@
-"""Least-loaded expert parallelism: which rank computes which rows of which expert.
+"""Plans least-loaded expert parallelism: which rank computes which rows of which expert.
 
-The plan is a function of the counts alone, so every rank that gathers them makes the same one. It follows
-"Least-Loaded Expert Parallelism: Load Balancing An Imbalanced Mixture-of-Experts", arXiv:2601.17111.
+The plan depends on the counts alone, so every rank that gathers them makes the same one. It follows "Least-Loaded
+Expert Parallelism: Load Balancing An Imbalanced Mixture-of-Experts", arXiv:2601.17111.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 
 _PLAIN_BELOW = 1.1
-"""Ratio of the heaviest rank's rows to the mean, up to which each rank computes its own experts."""
+"""Ratio of the heaviest rank's rows to the mean up to which each rank computes its own experts."""
 _EVEN = 1.02
 """Ratio of the heaviest rank's rows to the mean at which a plan is even enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loan:
-    """An expert whose weights a rank fetches from their owner, to compute a part of its rows."""
+    """An expert whose weights a rank fetches from the owner to compute some of its rows."""
 
     expert: int
     owner: int
@@ -30,7 +30,7 @@ class Loan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
-    """Which rank computes which rows of each expert.
+    """Assignment of each expert's rows to ranks.
 
     plan = plan_experts(counts.sum(axis=0), ranks=4)
     plan.rows[2, 5]  # rows of expert 5 that rank 2 computes
@@ -39,8 +39,8 @@ class ExpertPlan:
     rows: Counts
     """[ranks, experts]: rows that each rank computes of each expert. The columns sum up to the experts' loads."""
     rounds: tuple[tuple[Loan, ...], ...]
-    """Loans, in the order in which ranks exchange them: in a round, a rank lends at most one expert and borrows at
-    most one. Empty if each rank computes its own experts."""
+    """Loans, in the order of exchange: in a round, a rank lends at most one expert and borrows at most one. Empty if
+    each rank computes its own experts."""
 
 
 def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
@@ -97,16 +97,16 @@ def _rounds(loans: dict[tuple[int, int, int], int]) -> tuple[tuple[Loan, ...], .
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """What one rank sends, receives and computes in a plan.
+    """One rank's part in a plan: the rows that it sends, receives and computes.
 
     Rows are sent in the order of `sent_blocks`, and computed in the order of `computed_blocks`: first the rows of the
     rank's own experts, then of borrowed ones, round by round; within an expert, by the rank that sent them.
     """
 
     sent_blocks: tuple[Counts, Counts]
-    """Starts and lengths of blocks of this rank's rows, sorted by expert, in the order in which they are sent."""
+    """Starts and lengths of blocks of this rank's rows, which are sorted by expert, in the order of sending."""
     computed_blocks: tuple[Counts, Counts]
-    """Starts and lengths of blocks of the received rows, in the order in which they are computed."""
+    """Starts and lengths of blocks of the received rows, in the order of computing."""
     send: list[int]
     """[ranks], rows sent to each rank."""
     receive: list[int]
@@ -120,7 +120,7 @@ class Routes:
 def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
     """Work out one rank's part of a plan.
 
-    The rows of an expert are numbered by the rank that has them, and the ranks that compute them take consecutive
+    An expert's rows are numbered in the order of the ranks that hold them, and each computing rank takes consecutive
     ones.
 
     Args:
@@ -152,7 +152,7 @@ def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
 
 
 def _before(rows: Counts) -> Counts:
-    """Sum the rows of earlier ranks, [ranks, experts]."""
+    """Return the sum of the rows of earlier ranks, [ranks, experts]."""
     return rows.cumsum(axis=0) - rows
 
 

@@ -1,4 +1,4 @@
-"""Breakdown of a trainer rank's memory. Computing it needs torchtitan, reading it does not."""
+"""Breakdown of a trainer rank's memory. Computing it needs torchtitan; reading it does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainMemory:
     optimizer: int
     """Both moments of AdamW, in the dtype of `TrainSettings.optimizer_state`."""
     moments: int
-    """Both moments as a checkpoint holds them, float32 or wider; no part of a step."""
+    """Both moments as a checkpoint holds them, float32 or wider; not part of a step."""
     reference: int
     """Frozen copy for a KL penalty, in the dtype of forward and backward."""
     gathered: int
@@ -31,7 +31,7 @@ class TrainMemory:
     activations: int
     """Activations that a row's forward pass keeps, and the temporary memory of one layer's forward and backward."""
     hot_experts: int = 0
-    """What an expert-parallel rank needs more if its experts are chosen more often than others'."""
+    """Additional memory of an expert-parallel rank whose experts are chosen more often than others'."""
     head: int
     """Excess over the activations of the output projection with its chunk of logits, if any."""
     masks: int
@@ -44,7 +44,7 @@ class TrainMemory:
     """
 
     offloaded: int
-    """Inputs of layers that are in host memory until the backward pass; no part of the device's."""
+    """Inputs of layers that are in host memory until the backward pass; not part of the device's memory."""
     largest: int
     """This rank's shard of the largest weight, held twice while a checkpoint is written."""
 

@@ -23,12 +23,13 @@ def local_device(place: int) -> torch.device:
 
 
 def own_device() -> torch.device:
-    """Return the device that `init_distributed` has given this process, in the thread that called it."""
+    """Return the device that `init_distributed` chose for this process, in the thread that called it."""
     return local_device(0 if device_type() == "cpu" else torch.cuda.current_device())
 
 
 def device_threads(name: str, max_workers: int | None = None) -> ThreadPoolExecutor:
-    """Create a thread pool on this process's device; by default a new thread creates its CUDA context on the first GPU.
+    """Create a thread pool on this process's device; a new thread would otherwise create its CUDA context on the first
+    GPU.
 
     Args:
         name: prefix of the threads' names.
@@ -119,8 +120,8 @@ def init_distributed(rank: int, world_size: int, address: str, port: int, *, pla
 
 
 def open_store(address: str) -> tuple[dist.TCPStore, int]:
-    """Serve a store at an address of this host only, and return it with its port. Its clients set
-    TORCHELASTIC_USE_AGENT_STORE, so that torch does not open another one."""
+    """Serve a store at an address of this host only; return it with its port. Its clients set
+    TORCHELASTIC_USE_AGENT_STORE to keep torch from opening another one."""
     server = _listen(address, 0)
     port: int = server.getsockname()[1]
     fd = server.detach()

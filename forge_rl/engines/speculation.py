@@ -1,4 +1,4 @@
-"""Reads the flag --generator.speculation: who drafts tokens ahead, and when drafts are not worth their cost."""
+"""Reads --generator.speculation, and switches drafts off where they are not worth their cost."""
 
 from __future__ import annotations
 

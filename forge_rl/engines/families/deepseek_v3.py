@@ -30,7 +30,7 @@ LAYER = {
 
 
 def read(config: ConfigFile) -> Architecture:
-    """Read the latent attention, and the experts of all but the first, dense layers."""
+    """Read the latent attention, and the experts of all layers after the first, dense ones."""
     values = config.values
     config.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
     config.need("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")

@@ -25,7 +25,7 @@ _SCALING = {
 
 
 SCALES = ("attention_factor", "mscale", "mscale_all_dim")
-"""Parameters of YaRN that change the factor on attention scores, 0.1 ln(factor) + 1 without them."""
+"""Parameters of YaRN that change the factor on attention scores; without them, it is 0.1 ln(factor) + 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Family:
     """Names of the weights."""
     layer: Callable[[Architecture, int, int], Any]
     """Makes torchtitan's `Config` of a layer from the architecture, the layer's index, and the maximum sequence length
-    in tokens. Imports torchtitan, as does set_sharding: only trainer processes call them."""
+    in tokens. Like set_sharding, it imports torchtitan and is only called in trainer processes."""
     set_sharding: Callable[..., None]
     """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
     general: bool = False
@@ -90,7 +90,7 @@ class LatentAttention:
     nope_dim: int
     """Dimension per head of q and k without RoPE."""
     rope_dim: int
-    """Dimension with RoPE, of q per head and of the k that all heads share."""
+    """Dimension with RoPE: of each head's q, and of the k that all heads share."""
     value_dim: int
     """Dimension of v per head."""
     interleaved: bool
@@ -137,7 +137,7 @@ class Architecture:
     quantized: bool = False
     """True if the folder holds quantised weights, which are dequantised."""
     weight_count: int = 0
-    """Number of weights of a model that these dimensions do not describe; 0 if they do."""
+    """Number of weights if these dimensions do not determine it; 0 if they do."""
     folder: Path | None = None
     """Folder of a model that transformers' code builds; None for native families."""
 
@@ -213,7 +213,7 @@ class ConfigFile:
             raise ModelError(f"{self.path} lacks {', '.join(missing_names)}", hint=_AGAIN)
 
     def wrong(self, name: str, problem: str, value: object = None) -> ModelError:
-        """Make the error for a value that is not valid, by default the file's own."""
+        """Make the error for an invalid value, by default the one in the file."""
         value = self.values.get(name) if value is None else value
         return ModelError(f"{self.path}: {name} is {value!r:.80}, {problem}", hint=_AGAIN)
 
@@ -288,7 +288,8 @@ class ConfigFile:
         )
 
     def _check_dtype(self) -> None:
-        """Refuse a dtype that transformers and vLLM would look up in torch and find to be something else."""
+        """Refuse a name that is not a float dtype: transformers and vLLM would look it up in torch and find something
+        else."""
         name = self.values.get("dtype") or self.values.get("torch_dtype") or "bfloat16"
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Builds transformers' model of a folder without loading its weights, to train it or only to inspect its parts."""
+"""Builds transformers' model of a folder without loading its weights, to train it or to inspect its parts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _inspected_model(folder: Path, modified_ns: int) -> Any:
 def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
     """Build transformers' model of a folder with its weights on the meta device and its buffers in memory.
 
-    Weights have torch's default dtype. Buffers that the files hold become weights that are not trained, except biases
-    that choose experts: these are buffers in float32, which no pass casts.
+    Weights have torch's default dtype. Buffers that are in the files become untrained weights, except biases that
+    choose experts: these are float32 buffers, which no pass casts.
 
     Args:
         tied: whether embedding and head are one weight; by default as config.json says.
@@ -77,7 +77,7 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
 
 
 def load_config(path: Path) -> Any:
-    """Load a config of a type that transformers has; the model's own code is not run."""
+    """Load a config of a type that transformers knows; the model's own code is never run."""
     from transformers import AutoConfig
 
     try:
@@ -97,7 +97,7 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
 
 @contextlib.contextmanager
 def _weights_on_meta() -> Iterator[None]:
-    """Have the modules that this thread makes put their weights on the meta device, and their buffers in memory."""
+    """Put the weights of modules that this thread makes on the meta device, and their buffers in memory."""
     original, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

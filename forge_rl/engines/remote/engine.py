@@ -36,11 +36,12 @@ _CONNECT_S = 5.0
 _BEAT_S = 1.0
 """Seconds between heartbeats."""
 _SILENT_S = LEASE_S - 5.0
-"""Seconds without an answer to a heartbeat after which the server counts as gone; its session may end soon after."""
+"""Seconds without an answered heartbeat after which the server counts as gone; its session may end soon after."""
 _MOST_FAILURES = 2
-"""Failed heartbeats after which the server counts as gone; a single one may be a connection that was just closed."""
+"""Failed heartbeats after which the server counts as gone; a single failure may be a connection that was just
+closed."""
 _CLAIM_S = 120.0
-"""Time for a server to answer a claim: the first one prepares its workers."""
+"""Seconds for a server to answer a claim; it prepares its workers for the first one."""
 _PART_BYTES = 1 << 20
 
 
@@ -49,7 +50,7 @@ class RemoteEngine:
 
     engine = await RemoteEngine.connect(RemoteServer(url="http://10.0.0.7:8000", owner="..."), settings)
 
-    Its process ends once the server is gone. Pausing frees nothing there: the server's devices are its own.
+    Its process ends once the server is gone. Pausing frees no memory there: the server's devices are its own.
     """
 
     def __init__(self, client: httpx.AsyncClient, server: RemoteServer) -> None:
@@ -198,7 +199,7 @@ class RemoteEngine:
         """Do nothing: no adapter is ever loaded."""
 
     def close(self) -> None:
-        """Give the server back; its process stays."""
+        """Release the server; its process stays."""
         if self._beating is not None:
             self._beating.cancel()
         with contextlib.suppress(httpx.HTTPError):
@@ -224,14 +225,14 @@ class RemoteEngine:
 
     @contextlib.contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Raise RuntimeError, as a failed engine does, if the server is gone or answers with something else."""
+        """Raise RuntimeError, as a failed engine does, if the server is gone or its answer is malformed."""
         try:
             yield
         except (_ConnectionLostError, _StatusError, wire.WireError, StopAsyncIteration) as error:
             raise RuntimeError(f"{self._server.url}: {error or 'its answer ends too early'}") from error
 
     async def _ask(self, route: str, body: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
-        """Send a request and return its answer, of one line."""
+        """Send a request and return its one-line answer."""
         async with asyncio.timeout(deadline_s):
             async with contextlib.aclosing(self._lines(route, json.dumps(body).encode())) as lines:
                 async for line in lines:
@@ -272,11 +273,11 @@ def _adapters_refused(name: str) -> ConfigError:
 
 
 class _ConnectionLostError(Exception):
-    """A server that cannot be reached, or ended the connection."""
+    """The server cannot be reached, or closed the connection."""
 
 
 class _StatusError(Exception):
-    """An answer with an error's status."""
+    """The server answered with an error status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"status {status}: {text}")
@@ -300,7 +301,7 @@ async def _split(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 async def _start_of(response: httpx.Response) -> str:
-    """Return the message of an error's answer, or its start."""
+    """Return the message in an error response, or the start of the response."""
     data = b""
     async for part in response.aiter_raw():
         data = (data + part)[:4096]
@@ -359,7 +360,7 @@ def _header(payload: Mapping[str, Any]) -> bytes:
 
 
 def _is_plain(text: object) -> bool:
-    """Return whether a text can be a header's value."""
+    """Return whether a text can be a header value."""
     return isinstance(text, str) and 0 < len(text) <= 100 and text.isascii() and text.isalnum()
 
 

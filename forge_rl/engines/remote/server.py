@@ -1,6 +1,6 @@
-"""The routes by which a run uses a decode engine in another process: an ASGI app, added to vLLM's server.
+"""Routes through which a run uses a decode engine in another process: an ASGI app, added to vLLM's server.
 
-One run at a time has the engine, by a session that ends once its client is silent for LEASE_S.
+One run at a time has the engine, in a session that ends once its client has been silent for LEASE_S seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forge_rl.weights.manifest import Manifest
 LEASE_S = 15.0
 """Seconds without a request after which a session ends, and another run may begin one."""
 _MOST_HEADER = 64 << 20
-"""Longest header of a frame, in bytes."""
+"""Maximum size of a frame's header, in bytes."""
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -36,7 +36,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Refusal(Exception):
-    """A request that is answered with an error's status."""
+    """A request that gets an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ class EngineServer:
         """Requests of the session in progress."""
         self._claiming = asyncio.Lock()
         self._loaded = False
-        """True once an engine's own weights were replaced."""
+        """True once the weights that the engine started with were replaced."""
         self._leasing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,7 +294,7 @@ class _RequestBody:
         return wire.read_object(b"".join([part async for part in self.parts(size)]), max_bytes=_MOST_HEADER)
 
     async def drain(self) -> None:
-        """Read and forget the rest."""
+        """Read the rest and discard it."""
         self._rest = b""
         while not self._ended:
             await self._more()
@@ -310,7 +310,7 @@ class _RequestBody:
 
 
 class _JSONLinesReply:
-    """An answer of lines of JSON, the last of which may hold an error."""
+    """An answer in lines of JSON, the last of which may hold an error."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,6 +1,6 @@
-"""Messages between the ends of a remote engine, as JSON, and the framing of weights. Whatever does not fit is refused.
+"""Messages between the two ends of a remote engine, as JSON, and the framing of weights. Malformed ones are refused.
 
-Floats keep their exact value: JSON has the shortest decimals that read back as the same number.
+Floats keep their exact value: JSON holds the shortest decimals that read back as the same number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
 
 MOST_LINE = 16 << 20
-"""Longest message, in bytes."""
+"""Maximum size of a message, in bytes."""
 ALIGN = 64
 """Alignment of tensors in a bucket, in bytes."""
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -51,7 +51,7 @@ def read_object(data: bytes, *, max_bytes: int = MOST_LINE) -> dict[str, Any]:
 
 
 def shown(text: object) -> str:
-    """Return another machine's text as it may be printed: one short line."""
+    """Return another machine's text in a form that is safe to print: one short line."""
     return visible(str(text)[:_MOST_SHOWN]).replace("\n", " ")
 
 
@@ -106,7 +106,7 @@ def sampling_from_json(payload: object) -> Sampling:
 
 
 def integers(values: object, name: str) -> list[int]:
-    """Return a list of integers of 32 bits.
+    """Return a list of 32-bit integers.
 
     Raises:
         WireError: it is something else.
@@ -192,7 +192,7 @@ def _cache(values: object) -> CacheUse:
 
 
 def scores_to_json(scores: ScoredTokens) -> dict[str, Any]:
-    """Return scores as JSON, with their matrices flattened."""
+    """Return scores as JSON, with matrices flattened."""
     return {name: getattr(scores, name).ravel().tolist() for name in ("logprobs", "top_ids", "top_logprobs")}
 
 
@@ -213,7 +213,7 @@ def scores_from_json(payload: Mapping[str, Any], count: int, top_k: int) -> Scor
 
 
 def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
-    """Return a version and its tensors as JSON, without where they are."""
+    """Return a version and its tensors as JSON, without their places in buckets."""
     tensors = [
         [entry.name, list(entry.shape), entry.dtype, entry.fingerprint, entry.adapter_scale, entry.merged]
         for entry in manifest.tensors

@@ -305,8 +305,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def _merged(
         self, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
-        """Keep the factors of adapters, and return the other tensors, with the adapters added where there are any
-        unless versions are served.
+        """Keep the factors of adapters and return the other tensors; unless versions are served, the adapters are added
+        to them.
 
         Raises:
             WeightsError: the factors of an adapter have not come, or do not fit.
