@@ -1,8 +1,9 @@
 """Encodes the changes of a tensor from one version to the next, without loss.
 
-The change of a tensor is a list of indices and differences of bit patterns. Indices are gaps from one changed element
-to the next; differences are modulo the word's size, with the sign in the lowest bit, so that the frequent steps to a
-neighbouring value are small numbers. Both are stored byte by byte, all lowest bytes first, and compressed with zstd.
+The change of a tensor is a list of indices and differences of bit patterns. Indices are stored as gaps from one changed
+element to the next. Differences are modulo the word's size, with the sign in the lowest bit, so that the frequent steps
+to a neighbouring value are small numbers. Both are stored byte plane by byte plane, all lowest bytes first, and
+compressed with zstd.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Words = npt.NDArray[np.unsignedinteger[Any]]
 Kind = Literal["same", "changed", "whole"]
 
 _DENSE = 0.5
-"""A tensor is encoded whole if its change takes more than this share of it before it is compressed."""
+"""A tensor is encoded whole if its change, before compression, takes more than this share of its size."""
 _CODEC = pa.Codec("zstd", compression_level=3)
 
 
@@ -48,7 +49,7 @@ def words_of(tensor: torch.Tensor) -> Words:
 
 
 def encode(new: Words, old: Words | None) -> EncodedChange:
-    """Encode a tensor's bit patterns, `[numel]`, as a change of its old ones; whole without old ones."""
+    """Encode a tensor's bit patterns, `[numel]`, as a change from its old ones, or whole without old ones."""
     if old is not None:
         indices = np.flatnonzero(new != old)
         if not len(indices):

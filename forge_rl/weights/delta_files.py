@@ -1,4 +1,5 @@
-"""Files of versions at an fsspec address: their format, and their folder. Anybody may have written a file there."""
+"""Files of versions at an fsspec address: format and folder. Nothing is trusted, as anybody may have written a file
+there."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 
 
 class TensorChange(BaseModel):
-    """A tensor of a version, and where its change is."""
+    """A tensor of a version, and the location of its change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     name: Annotated[str, Field(min_length=1, max_length=1000)]
@@ -51,7 +52,7 @@ class Header(BaseModel):
     format: Literal[1] = 1
     version: _Count
     base: _Count | None
-    """Number at the address of the version that this one changes; None if it is full."""
+    """Number, at the address, of the version that this one changes; None if it is full."""
     parts: Annotated[tuple[_Count, ...], Field(max_length=_MOST_TENSORS)]
     """Size of each part."""
     tensors: Annotated[tuple[TensorChange, ...], Field(min_length=1, max_length=_MOST_TENSORS)]

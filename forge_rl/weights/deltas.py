@@ -1,9 +1,10 @@
-"""Versions at an fsspec address, for engines elsewhere: mostly only the changed elements, and sometimes everything.
+"""Publishes versions to an fsspec address, for engines elsewhere: usually only the changed elements, sometimes
+everything.
 
 A version is a header, such as 0000000012.json, and parts with its tensors, such as 0000000012-000.bin. The header is
-written last, so a reader sees a whole version or none. It names the version that it changes, unless it is full, and the
-fingerprint of each tensor, which a reader compares with its result: it is the published bytes, or an error.
-Fingerprints do not sign anything: everybody who can write to the address decides on the weights.
+written last, so a reader sees a whole version or none. It names the version that it changes, unless it is full, and
+each tensor's fingerprint, which a reader compares with its result: readers get the published bytes or an error.
+Fingerprints are not signatures: whoever can write to the address decides on the weights.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 _PART_BYTES = 64 << 20
-"""Size from which a part is written."""
+"""Size at which a part is complete and written."""
 _KEPT_FULL = 2
-"""Number of newest full versions that are kept, with the changes of both."""
+"""Number of newest full versions to keep, with their changes."""
 _ATTEMPTS = 3
-"""Number of times to read, as the publisher removes old versions meanwhile."""
+"""Attempts to read a version, since the publisher removes old versions meanwhile."""
 
 
 class DeltaPublisher:
-    """Writes versions to an address; keeps the last one in memory, to find the elements that change.
+    """Writes versions to an address; keeps the last one in memory to find the elements that change.
 
         publisher = DeltaPublisher("s3://bucket/run")
         async with store.lease() as manifest:
@@ -54,7 +55,8 @@ class DeltaPublisher:
         self._words: dict[str, Words] = {}
 
     async def publish(self, manifest: Manifest, transport: Transport) -> int:
-        """Write a version, which the caller has leased; returns the bytes written. After an error, the next is full.
+        """Write a version, which the caller has leased, and return the bytes written. After an error, the next version
+        is full.
 
         Raises:
             WeightsError: the version cannot be read.
@@ -88,7 +90,7 @@ class _Writer:
 
     def __init__(self, folder: DeltaFolder, number: int, old_words: dict[str, Words]) -> None:
         self.held: dict[str, Words] = {}
-        """The version's tensors, copied."""
+        """Copies of the version's tensors."""
         self._folder = folder
         self._number = number
         self._old_words = old_words
@@ -245,7 +247,7 @@ class DeltaSubscriber:
         return header
 
     def _apply(self, number: int, header: Header) -> None:
-        """Change the tensors to a version, and compare them with the published ones."""
+        """Bring the tensors to a version, and compare them with the published ones."""
         from forge_rl.weights.fingerprints import fingerprint
 
         layout = [(entry.name, entry.shape, entry.dtype) for entry in self._entries]

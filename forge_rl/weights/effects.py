@@ -1,7 +1,7 @@
 """Attests versions by their effect: an engine's logprobs of fixed texts must follow the trainer's.
 
-Value attestation compares bytes that an engine read. What it computes with may still be something else: the adapter of
-another version or of nobody, one whose scale was forgotten, weights that sleep has freed. That shows in its logprobs.
+Value attestation compares the bytes that an engine read. The engine may still compute with something else: the adapter
+of another version or none, one whose scale was forgotten, or weights that sleep has freed. That shows in its logprobs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Logprobs = npt.NDArray[np.float64]
 """[N] logprobs of the probes' tokens."""
 
 _EPS = {"float64": 2.0**-23, "float32": 2.0**-23, "bfloat16": 2.0**-7}
-"""Distance of 1 to the next number; engines compute in float32 at most."""
+"""Distance from 1 to the next number; engines compute in float32 at most."""
 _FIRST_EPS = 64
-"""Largest median gap at the first version, in epsilons: rounding of bfloat16 gave 0.02 to 0.05, of float32 1e-5."""
+"""Maximum median gap at the first version, in epsilons: rounding gave 0.02 to 0.05 in bfloat16, and 1e-5 in float32."""
 _LEAST_FIRST = 0.05
 _TIMES = 8.0
 """Factor on the usual gap above which a gap cannot be rounding. The median of 100 tokens varies by a fifth."""
 _POWER = 12.0
-"""Standard errors by which no change and the trainer's change must differ to be distinguished."""
+"""Number of standard errors by which "no change" and the trainer's change must differ to be distinguished."""
 _OUTLIERS = 0.1
-"""Share of tokens that are left out of a comparison."""
+"""Share of tokens that a comparison leaves out."""
 _KEPT = 8
-"""Number of latest versions that are compared with, next to the first one."""
+"""Number of latest versions to compare with, besides the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +69,15 @@ class _EngineHistory:
 
 
 class VersionEffects:
-    """Compares what engines answer under each version with the trainer, and with earlier versions.
+    """Compares engines' answers under each version with the trainer's, and with earlier versions' answers.
 
         effects = VersionEffects(engines="bfloat16", trainer="bfloat16")
         effects.attest("generator/0", 0, probed, logprobs)  # at each version
 
     An engine fails if its logprobs did not change although the trainer's did, if they moved by less than half or more
-    than one and a half times as far, or if they are off by more than eight times the usual gap. Each test only decides
-    where the trainer's change exceeds rounding by so much that chance cannot explain it; in bfloat16, changes
-    of a single small update often do not, and the sum of several does.
+    than one and a half times as far, or if they are off by more than eight times the usual gap. Each test decides only
+    where the trainer's change exceeds rounding by so much that chance cannot explain it. In bfloat16, the change of a
+    single small update often does not, but the sum of several does.
 
     Args:
         engines, trainer: dtypes that they compute in.
@@ -92,7 +92,7 @@ class VersionEffects:
         self._histories: dict[tuple[str, int], _EngineHistory] = {}
 
     def of(self, changed: str) -> VersionEffects:
-        """Return one for versions of something else in the same engines, such as an adapter by name."""
+        """Return an instance for something else in the same engines, such as an adapter by name."""
         # The same dtypes and bounds, without the history.
         effects = copy.copy(self)
         effects._changed, effects._histories = changed, {}

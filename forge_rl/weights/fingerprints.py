@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: exact over bytes, additive over any split of a tensor, and free when copying.
+"""Fingerprints of tensors: over every byte, additive over any split of a tensor, and free while copying.
 
 A tensor's fingerprint is the sum, modulo 2**64, over its words of (low + i a) * (high + i b + c), where low and high
 are a word's 32-bit halves, i is its index in the whole tensor, and each factor is taken modulo 2**32. That is NH, the
@@ -29,7 +29,7 @@ from forge_rl.weights.slices import TensorSlice
 
 _MASK = 0xFFFFFFFF
 CHUNK_WORDS = 1 << 22
-"""Words that the torch loop handles at a time, from one block or several; bounds its temporaries, a few of 32 MiB."""
+"""Words that the torch loop processes at a time, from one block or several; bounds its temporaries, a few of 32 MiB."""
 _TASK_WORDS = 1 << 19  # of one thread's turn: 4 MiB
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -119,7 +119,8 @@ def move(moves: Sequence[Move]) -> list[int]:
 
 
 class _BlockBatch(NamedTuple):
-    """Blocks at the same place in tensors of one shape, such as a layer's experts, which share a device's launches."""
+    """Blocks at the same place in tensors of one shape, such as a layer's experts, which share kernel launches on a
+    device."""
 
     shape: tuple[int, ...]
     tensor_slice: TensorSlice
@@ -133,7 +134,7 @@ class _BlockBatch(NamedTuple):
 
 
 def warm_up() -> None:
-    """Load the compiled loops ahead of the first version; compiles them in a new checkout."""
+    """Load the compiled loops before the first version needs them; compiles them in a new checkout."""
     for source in (torch.zeros(8, 64), torch.zeros(7)):
         shape_and_slice = tuple(source.shape), TensorSlice.whole(source.shape)
         for dtype in (torch.float32, torch.bfloat16):
@@ -208,8 +209,8 @@ def _tasks(
 def _run(tasks: Iterator[tuple[int, Callable[[], SupportsInt]]]) -> list[tuple[int, int]]:
     """Return the tasks' results with their numbers.
 
-    Every thread makes its next task itself while other threads copy, because making the tasks is Python code: for a
-    model's hundreds of tensors it takes a tenth as long as copying them.
+    Each thread makes its own next task while other threads copy: making tasks is Python code, which for a model's
+    hundreds of tensors takes a tenth as long as copying them.
     """
     lock, results = threading.Lock(), list[tuple[int, int]]()
     # Both modes are per thread, and vLLM's parameters can be viewed and written in inference mode only.
@@ -301,5 +302,5 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of this process, which may be a fork of the previous caller's."""
+    """Return this process's threads; keyed by process, since a fork inherits the cache but no threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="weights")

@@ -1,8 +1,8 @@
-"""Compiled CPU loops that copy, cast and fingerprint rows of words in one pass, at memory speed.
+"""Compiled CPU loops that copy, cast and fingerprint rows of words in one pass, at memory bandwidth.
 
-Numba compiles them at first use and caches the result on disk. Rows are in a one-dimensional array with a stride of
-`step` items. Whole cache lines of words of 8 bytes are left to line_loops.py; LLVM vectorises the plain loops here over
-the rest, and over smaller words.
+Numba compiles them at first use and caches the result on disk. Rows lie in a one-dimensional array, `step` items apart.
+Whole cache lines of 8-byte words are left to line_loops.py; LLVM vectorises the plain loops here for the rest and for
+smaller words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @numba.njit(nogil=True, cache=True)
 def _fingerprint(words: Words, first: int) -> np.uint64:
-    """Fingerprint words of any size one after the other."""
+    """Fingerprint words of any size, one by one."""
     total = np.uint64(0)
     low, high = np.uint64(first) * KEY_LOW, np.uint64(first) * KEY_HIGH + KEY_SHIFT
     for item in range(words.size):
@@ -46,7 +46,7 @@ def _fingerprint(words: Words, first: int) -> np.uint64:
 def _lines(address: np.uint64, words: int) -> tuple[int, int]:
     """Return the number of words before the first whole cache line, and of words in the whole turns after it.
 
-    Without a word that begins a line, all of them come before.
+    If no word begins a line, all words come before.
     """
     # A target whose address is not a multiple of 8 never reaches the start of a cache line in whole words.
     if address % np.uint64(8):
@@ -80,7 +80,7 @@ def fingerprint_rows(source: Words, step: int, rows: int, words: int, first: int
 
 @intrinsic
 def _fence(typing: Any) -> Any:
-    """Complete all stores past the cache, which are weakly ordered."""
+    """Wait for all stores past the cache, which are weakly ordered."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")

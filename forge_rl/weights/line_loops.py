@@ -1,9 +1,9 @@
 """LLVM code of the loops that copy, cast and fingerprint whole cache lines of 8 words; see kernels.py.
 
 A fingerprint adds up (low + i a) * (high + i b + c) over words with the 32-bit halves low and high, each factor modulo
-2**32. The 8 words of a line are 16 halves, whose keys (i a, i b + c) are a vector of their own: one addition of 16
-halves, a shift and a product of 8 make the line's terms, one addition sums them, and one steps the keys. Numba's own
-loops, in which both factors are whole words, take twice as many instructions, and cannot write past the cache.
+2**32. The 8 words of a line are 16 halves, whose keys (i a, i b + c) form a vector. One addition of 16 halves, a shift
+and a product of 8 make the line's terms; one addition sums them, and one advances the keys. Numba's own loops, in which
+both factors are whole words, take twice as many instructions and cannot write past the cache.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ KEY_LOW, KEY_HIGH, KEY_SHIFT = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.
 """a, b and c of a fingerprint; see fingerprints.py."""
 LINE_WORDS = 8
 TURN_WORDS = 4 * LINE_WORDS
-"""Words of a turn of the loops, which process whole turns: the four lines are independent of each other."""
+"""Words per turn of the loops, which process whole turns of four independent lines."""
 
 _PREFETCH_BYTES = 2048
-"""How far ahead of a copy its source is fetched. The processor's own prefetching stops at the end of a page; with 1,024
-to 4,096 bytes, a copy of 1 GiB took a tenth less time. It slows down loops that only read."""
+"""Distance by which a copy prefetches its source. The processor's own prefetching stops at the end of a page; with
+1,024 to 4,096 bytes, a copy of 1 GiB took a tenth less time. Prefetching slows down loops that only read."""
 _BYTE, _HALF, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _HALVES, _WORDS = ir.VectorType(_INT, 2 * LINE_WORDS), ir.VectorType(_WORD, LINE_WORDS)
 _LINES = TURN_WORDS // LINE_WORDS
 
 Value = Any
-"""A value of llvmlite's, which has no types."""
+"""A value of llvmlite, which has no type annotations."""
 
 
 def _vector(kind: ir.VectorType, *values: int) -> Value:

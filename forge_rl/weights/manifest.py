@@ -1,7 +1,7 @@
-"""Manifest of a weight version, committed last so that a reader sees a whole version or none.
+"""Manifest of a weight version. It is committed last, so a reader sees a whole version or none.
 
-A version is stored in buckets, each a run of bytes that holds whole tensors one after the other, independent of the
-writers' and readers' layouts.
+A version is stored in buckets: runs of bytes that hold whole tensors one after the other, whatever the layouts of
+writers and readers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     import torch  # takes seconds, and processes that only pass manifests on do not need it
 
 BUCKET_BYTES = 64 << 20
-"""Maximum size of a bucket; a larger tensor gets its own."""
+"""Maximum size of a bucket; a larger tensor gets a bucket of its own."""
 
 _MOST_SHARED = 1.5
-"""A version is rewritten whole once its buckets, with stale tensors, exceed its own size by this factor."""
+"""A version is rewritten whole once its buckets, including stale tensors, exceed its own size by this factor."""
 
 ALIGN = 64
 """Tensors begin at multiples of this many bytes of their bucket."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Size of an element of the usual dtypes, known without torch."""
+"""Bytes per element of the usual dtypes, known without torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +37,25 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     changed: bool = True
-    """False for a tensor that is unchanged since the latest version and not written again."""
+    """False for a tensor that is unchanged since the latest version, and therefore not written again."""
     dtype: str = ""
-    """Dtype that it is always published in; empty for the version's dtype."""
+    """Dtype in which it is always published; empty for the version's dtype."""
     fingerprint: int | None = None
-    """Fingerprint of its values, if known: a tensor of the previous version with another one is written again."""
+    """Fingerprint of its values, if known: if the previous version's tensor has a different one, it is written
+    again."""
     adapter_scale: float | None = None
-    """Factor on the product of the adapter that readers add to it, from the tensors of `factor_names`; None without."""
+    """Factor on the product of `factor_names`' tensors, the adapter that readers add to it; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRef:
-    """A bucket's place in shared memory, for any process of this user on the host."""
+    """Location of a bucket in shared memory, for any process of this user on the host."""
 
     path: str
     bytes: int
-    """Size of the bucket; the file has one more page, its header."""
+    """Size of the bucket; the file also has a one-page header."""
     token: str
-    """Random token, also in the header; changes when a segment is freed and reused."""
+    """Random token, also in the header; changes when the segment is freed and reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +63,21 @@ class Bucket:
     """A run of bytes of one version."""
 
     key: str
-    """VERSION/NUMBER, with the version that wrote it; VERSION/EPOCH.NUMBER after a rollback."""
+    """VERSION/NUMBER, with the version that wrote it; after a rollback VERSION/EPOCH.NUMBER."""
     bytes: int
     host: str = ""
     """Host on which it is written."""
     segment: SegmentRef | None = None
-    """Segment on that host; None if the transport stores buckets differently."""
+    """Segment on that host; None if the transport keeps buckets elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One rank's part of a tensor, for transports that keep each rank's bytes apart."""
+    """One rank's part of a tensor, for transports that store each rank's bytes separately."""
 
     tensor_slice: TensorSlice
     part: str
-    """Key under which the rank stored it."""
+    """Key of the bytes that the rank stored."""
     offset: int
     """Offset of its first byte there; the slice is contiguous."""
 
@@ -90,7 +91,7 @@ class TensorEntry:
     dtype: str
     """Name in torch, such as "bfloat16"."""
     bucket: str
-    """Key of the bucket that holds it; an older version's if unchanged since."""
+    """Key of the bucket that holds it; an older version's if the tensor is unchanged since."""
     offset: int
     """Offset of its first byte in the bucket."""
     fingerprint: int = 0
@@ -99,7 +100,7 @@ class TensorEntry:
     adapter_scale: float | None = None
     """Factor on the product of the adapter that readers add to it; None without an adapter."""
     merged: int | None = None
-    """Fingerprint with the adapter's product added, by the trainer; None without an adapter."""
+    """Fingerprint of the sum with the adapter's product, computed by the trainer; None without an adapter."""
 
     @property
     def numel(self) -> int:
@@ -123,7 +124,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReport:
-    """Slice of one tensor that a trainer rank wrote or a reader read, with its fingerprint."""
+    """Slice of a tensor that a trainer rank wrote or a reader read, and its fingerprint."""
 
     name: str
     tensor_slice: TensorSlice
@@ -144,9 +145,9 @@ class Manifest:
     """Number of this version; counts publishes, not optimizer steps."""
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
-    """Buckets with its tensors, including those shared with earlier versions."""
+    """Buckets that hold its tensors, including buckets shared with earlier versions."""
     epoch: int = 0
-    """Number of rollbacks before it was written; distinguishes it from a forgotten version of the same number."""
+    """Number of rollbacks before it was written; distinguishes it from a forgotten version with the same number."""
 
     @property
     def bytes(self) -> int:
@@ -155,7 +156,7 @@ class Manifest:
 
     @property
     def written_bytes(self) -> int:
-        """Size of the tensors that this version itself writes."""
+        """Size of the tensors that this version wrote itself."""
         return sum(entry.bytes for entry in self.tensors if is_of(entry.bucket, self.version))
 
     @property
@@ -171,7 +172,7 @@ class Manifest:
 
     @property
     def adapter_scales(self) -> frozenset[float]:
-        """Factors on the products of its adapters; none if it has no adapters."""
+        """Scales of its adapters; empty without adapters."""
         return frozenset(entry.adapter_scale for entry in self.tensors if entry.adapter_scale is not None)
 
     @property
@@ -226,16 +227,16 @@ class LoadReport:
     fingerprints: dict[str, int]
     """Fingerprints of the tensors that the engine read, by Hugging Face name."""
     in_place: int
-    """Number of fingerprints taken of live parameters. The others are of the loader's input, as vLLM repacks those
-    layers."""
+    """Number of fingerprints taken of live parameters. The others are of the loader's input, for layers that vLLM
+    repacks."""
     bytes_read: tuple[int, ...] = ()
-    """Bytes that each of the engine's workers read, in the published dtype: its own slices."""
+    """Bytes that each worker of the engine read: its own slices, in the published dtype."""
     quantized_bytes: int = 0
-    """Bytes of weights that the engine computes with in 8 bits, over its workers."""
+    """Bytes of weights that the engine computes with in 8 bits, summed over its workers."""
     served_versions: int = 0
     """Number of versions that the engine can sample with, as adapters over one base; 0 if it merges them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
+    """Seconds of each stage: waiting for buckets, pausing and resuming, loading, fingerprints, finishing."""
 
 
 def factor_names(weight: str) -> tuple[str, str]:
@@ -250,7 +251,7 @@ def is_of(key: str, version: int) -> bool:
 
 
 def written_by(key: str) -> str:
-    """The version that wrote the bucket, with its epoch after a rollback."""
+    """Version that wrote the bucket, with its epoch after a rollback."""
     return key.rpartition("." if "." in key else "/")[0]
 
 
@@ -277,7 +278,7 @@ def draft(
 ) -> Manifest:
     """Lay out a version: the tensors to write, and their places in buckets.
 
-    Changing and unchanging tensors go to separate buckets, so that older buckets keep few stale tensors.
+    Changing and unchanged tensors go to separate buckets, so that older buckets keep few stale tensors.
 
     Args:
         specs: every tensor of the model, always in the same order.
@@ -345,7 +346,7 @@ def draft(
 
 
 def _aligned(entry: TensorEntry) -> int:
-    """Bytes that a tensor takes in a bucket."""
+    """Bytes that a tensor takes in a bucket, with padding."""
     return -(-entry.bytes // ALIGN) * ALIGN
 
 
@@ -402,7 +403,8 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
 
 
 def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, int]:
-    """Combine fingerprints of the slices that readers hold into whole tensors'; a slice of several readers counts once.
+    """Combine the fingerprints of readers' slices into those of whole tensors; a slice that several readers hold counts
+    once.
 
     Raises:
         WeightsError: readers hold different values of one slice, or two slices overlap.

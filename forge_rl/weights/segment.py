@@ -1,6 +1,6 @@
-"""Segments: files in shared memory, one per bucket, that trainers write and engines map.
+"""Segments: files in shared memory, one per bucket, which trainers write and engines map.
 
-A segment begins with a one-page header: its version, its size in bytes, and a random token. Readers check these to
+A segment begins with a one-page header: a magic string, a random token, and its size in bytes. Readers check these to
 refuse foreign, stale or incomplete segments. Mappings are kept from one version to the next: freed segments are reused,
 and mapping fresh pages costs more than copying.
 """
@@ -30,12 +30,12 @@ PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8s16sQ")
 _MAGIC = b"forge_rl"
 _REGISTER_READ_ONLY = 8
-"""cudaHostRegisterReadOnly: CUDA must not request writable pages."""
+"""cudaHostRegisterReadOnly: CUDA must not ask for writable pages."""
 _MADE_ANEW = "publish the version again, or start the run again"
 
 
 def create(path: Path, size: int) -> SegmentRef:
-    """Create a segment of `size` bytes, with its memory allocated and zeroed.
+    """Create a segment of `size` bytes whose memory is allocated and zeroed.
 
     Raises:
         OSError: out of memory, or the file exists.
@@ -53,7 +53,7 @@ def create(path: Path, size: int) -> SegmentRef:
 
 
 def create_anonymous(size: int) -> tuple[SegmentRef, int]:
-    """Create an anonymous segment, freed when the returned file descriptor is closed.
+    """Create an anonymous segment; closing the returned file descriptor frees it.
 
     Raises:
         OSError: out of memory.
@@ -77,7 +77,7 @@ def renew(ref: SegmentRef) -> SegmentRef:
 
 
 def is_whole(ref: SegmentRef) -> bool:
-    """True if the segment's file is there and matches the reference."""
+    """True if the segment's file exists and matches the reference."""
     try:
         fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -110,7 +110,7 @@ def writable(ref: SegmentRef) -> torch.Tensor:
 
 
 def check(ref: SegmentRef) -> None:
-    """Check, after reading, that the segment was not reused meanwhile; drops the mapping of an anonymous one.
+    """Check after reading that the segment was not reused meanwhile, and drop an anonymous one's mapping.
 
     Raises:
         WeightsError: it was freed, and perhaps rewritten, meanwhile: the data read must not be used.
@@ -254,9 +254,9 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
 
 
 def _register(payload: torch.Tensor, *, writable: bool) -> bool:
-    """Pin pages for CUDA, if this process uses it: copies to and from the GPU are then several times faster.
+    """Pin pages for CUDA if this process uses it: copies to and from the GPU are then several times faster.
 
-    Not every driver can pin read-only pages; copies are then as slow as for unpinned memory.
+    Not every driver can pin read-only pages; copies are then as slow as from unpinned memory.
     """
     import torch
 
@@ -272,7 +272,7 @@ def _register(payload: torch.Tensor, *, writable: bool) -> bool:
 
 
 def _unmap(mapping: _Mapping) -> None:
-    """Drop a mapping; its pages are freed with the last tensor that uses them."""
+    """Drop a mapping; its pages are freed with the last tensor on them."""
     if mapping.registered:
         import torch
 

@@ -1,4 +1,4 @@
-"""Slices: the part of a tensor that a rank holds or a reader needs. Every parallel layout reduces to them."""
+"""Slices: the part of a tensor that a rank holds or a reader needs. Every parallel layout reduces to slices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorSlice:
         return TensorSlice(start=start, size=tuple(max(0, end - first) for end, first in zip(ends, start, strict=True)))
 
     def relative_to(self, block: TensorSlice) -> TensorSlice:
-        """This part of a block, with the block's first element as the origin."""
+        """Return this slice with a block's first element as the origin."""
         return TensorSlice(start=tuple(a - b for a, b in zip(self.start, block.start, strict=True)), size=self.size)
 
     def within(self, block: TensorSlice) -> TensorSlice:

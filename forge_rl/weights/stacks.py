@@ -1,4 +1,4 @@
-"""Stacks of published tensors: a layer's experts, which lie one after the other and are read and copied as one."""
+"""Stacks of published tensors: a layer's experts that are adjacent in memory, read and copied as one tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 
 
 class Stack(NamedTuple):
-    """Published tensors of one shape at equal distances in memory; one without such neighbours is a stack of one."""
+    """Published tensors of one shape at equal distances in memory; a tensor without such neighbours is a stack of
+    one."""
 
     entries: tuple[TensorEntry, ...]
     values: torch.Tensor
@@ -32,7 +33,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> Iterator[Stack]:
-    """Yield entries as stacks: the same weight of consecutive experts is one where its tensors are adjacent in memory.
+    """Yield entries as stacks: the same weight of consecutive experts forms one if its tensors are adjacent in memory.
 
     Args:
         entries: in the order in which they lie in a bucket.
@@ -49,7 +50,7 @@ def stacks_of(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor
 
 
 def _continues(run: Sequence[TensorEntry], entry: TensorEntry, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether an entry is the next tensor of the stack that a run begins."""
+    """Return whether an entry continues the stack of a run of entries."""
     last, match, last_match = run[-1], _EXPERT.fullmatch(entry.name), _EXPERT.fullmatch(run[-1].name)
     if match is None or last_match is None or (entry.shape, entry.dtype) != (last.shape, last.dtype):
         return False

@@ -1,9 +1,9 @@
-"""One host's share of the store: a private folder in shared memory with reusable segments.
+"""One host's part of the store: a private folder in shared memory with reusable segments.
 
 The folder belongs to one process, which locks the file `lock` in it while it lives. A folder whose lock is free was
-left by a killed process: its successor continues with it, else the next volume on the host removes it. Writers hold a
-shared lock on the folder: segments freed meanwhile are not reused until they finish, as a rank of an abandoned publish
-may still be writing to them.
+left by a killed process: its successor takes it over, or the next volume on the host removes it. Writers hold a shared
+lock on the folder: segments freed meanwhile are not reused until they finish, since a rank of an abandoned publish may
+still be writing to them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Volume:
         with _home(root) as home:
             self.folder, self._lock = _take_over(previous_folder) or _make(home)
         self.reclaimed = reclaim(root)
-        """Bytes reclaimed from killed processes."""
+        """Bytes reclaimed from killed processes' folders."""
         self._root = root
         self._used = {
             key: ref
@@ -61,7 +61,7 @@ class Volume:
             if path.name not in file_names:
                 path.unlink()
         self._freed: list[SegmentRef] = []
-        """Freed segments that may still be written to."""
+        """Freed segments to which a writer may still be writing."""
         self._spare: list[SegmentRef] = []
 
     def reserve(self, sizes: Mapping[str, int]) -> dict[str, SegmentRef]:
@@ -134,7 +134,7 @@ class Volume:
         os.close(self._lock)
 
     def _recycle(self) -> None:
-        """Make freed segments reusable if nobody is writing."""
+        """Make freed segments reusable unless somebody is writing."""
         if not self._freed:
             return
         # flock belongs to an open file, so a fresh descriptor conflicts with the writers' shared locks, also those of
@@ -158,7 +158,7 @@ class Volume:
 
 
 def _make(home: Path) -> tuple[Path, int]:
-    """Make a volume's folder; returns it with its lock."""
+    """Make a volume's folder; return it with its lock."""
     folder = home / secrets.token_hex(16)
     folder.mkdir(mode=0o700)
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -184,7 +184,7 @@ def _take_over(folder: Path | None) -> tuple[Path, int] | None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Hold a volume's lock while writing to its segments; check the segments after entering and at the end.
+    """Hold a volume's writer lock while the body runs; check the segments after entering and at the end.
 
     Raises:
         WeightsError: the volume is gone.

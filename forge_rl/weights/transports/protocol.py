@@ -1,4 +1,4 @@
-"""Protocol of weight transports, which share one conformance test."""
+"""Protocol of weight transports. All of them must pass the same conformance test."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Transport(Protocol):
         """
 
     async def prefetch(self, manifest: Manifest) -> None:
-        """Bring a version to this host, if the transport copies versions to hosts, so that `fetch` does not wait.
+        """Copy a version to this host ahead of `fetch`, if the transport copies versions to hosts.
 
         The caller holds a lease on the version.
 

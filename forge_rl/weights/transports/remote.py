@@ -1,6 +1,6 @@
-"""Weights from another host: each bucket is copied once, by RDMA, from a host that has it to this host's segments.
+"""Pulls weights from other hosts: each bucket is copied once, by RDMA, from a host that has it to this host's segments.
 
-Hosts serve checked buckets on, so that most copy from one another; see fanout.py. Monarch uses ibverbs if the hardware
+Hosts serve checked buckets on, so most hosts copy from one another; see fanout.py. Monarch uses ibverbs if the hardware
 has it, else TCP. A transfer cannot be stopped: an abandoned one runs to its end, under the lock that keeps its segment
 from being reused (volume.writing).
 """
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import torch
 
 READS_IN_FLIGHT = 2
-"""Concurrent reads of a version, so that one bucket transfers while another is checked."""
+"""Concurrent reads of a version: while one bucket is checked, another is transferred."""
 
 _DEADLINE_S = 600.0
 _LEAST_RATE = 4 << 20  # bytes/s
 _LEAST_TIMEOUT_S = 60
 
 _Arrival = asyncio.Future[SegmentRef]
-"""Segment of a bucket on this host, once it is whole and checked."""
+"""Future of a bucket's segment on this host, done once it is whole and checked."""
 
 
 def deadline_s(size: int) -> float:
@@ -44,7 +44,7 @@ def deadline_s(size: int) -> float:
 
 
 async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: int = 0) -> Any:
-    """Call an actor of the store from any process; the timeout allows for the bytes that it `moves`.
+    """Call an actor of the store from any process; the timeout allows for the transfer of `moves` bytes.
 
     Raises:
         ForgeError: raised by the actor.
@@ -66,7 +66,7 @@ async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: in
 
 
 class SegmentBuffers:
-    """RDMA buffers over this host's segments. Used in endpoints of the actor that owns them."""
+    """RDMA buffers over this host's segments. To be used in endpoints of the actor that owns them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, tuple[torch.Tensor, RDMABuffer]] = {}
@@ -95,10 +95,10 @@ class SegmentBuffers:
 
 
 class Peers(Protocol):
-    """A host's way to the index and to the other hosts."""
+    """A host's connection to the index and to the other hosts."""
 
     async def join(self, buckets: Sequence[Bucket], failed: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Return the host to copy each bucket from, by key, and keys of copies that this host need not keep.
+        """Return the host to copy each bucket from, by key, and the keys of copies that this host need not keep.
 
         Args:
             failed: hosts that these buckets could not be copied from.
@@ -108,7 +108,7 @@ class Peers(Protocol):
         """
 
     async def share(self, host: str, bucket: Bucket, moves: int) -> RDMABuffer:
-        """Return a host's RDMA buffer over a bucket, once it has arrived there, which takes the time of `moves` bytes.
+        """Return a host's RDMA buffer over a bucket once it has arrived there, which takes as long as `moves` bytes do.
 
         Raises:
             WeightsError: the host does not have it, or could not get it.
@@ -135,7 +135,7 @@ class _Pull:
 class Puller:
     """Pulls versions to this host, each bucket once however many wait for it.
 
-    Used in endpoints of one actor: RDMA needs an actor's context, which tasks inherit.
+    To be used in endpoints of one actor: RDMA needs an actor's context, which tasks inherit.
 
     Args:
         host: name of this host; its own buckets are not pulled.
@@ -151,7 +151,7 @@ class Puller:
         self._peers = peers
         self._buckets: dict[str, _Arrival] = {}
         self._joining: list[set[str]] = []
-        """For each open question to the index, the keys pulled since, for which its answer may be too old."""
+        """Keys pulled since each unanswered request to the index, whose answer may be too old for them."""
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def pull(self, manifest: Manifest) -> None:
@@ -197,7 +197,7 @@ class Puller:
         return await asyncio.shield(self._buckets[key])
 
     def forget(self, keys: Collection[str]) -> None:
-        """Drop buckets that are about to be freed, abandoning those in flight."""
+        """Forget buckets that are about to be freed, abandoning transfers in flight."""
         for key in keys:
             future = self._buckets.pop(key, None)
             if future is not None and not future.done():
@@ -213,7 +213,7 @@ class Puller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, pull: _Pull) -> None:
-        """Pull buckets, several at a time; one that no host can send ends all."""
+        """Pull buckets, several at a time; a bucket that no host can send fails the rest."""
         reserved: Mapping[str, SegmentRef] = {}
         try:
             pull.parents = await self._place(tuple(pull.arrivals), ())

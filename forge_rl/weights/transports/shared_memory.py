@@ -1,6 +1,6 @@
 """The shared-memory transport: trainers write a version into segments that every engine on the host maps.
 
-Each other host pulls a bucket once, by RDMA, into segments of its own, and serves it on.
+Every other host pulls each bucket once, by RDMA, into segments of its own, and serves it on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The torchstore transport: buckets are stored in a torchstore volume, in its own process.
+"""The torchstore transport: buckets are stored in a torchstore volume in its own process.
 
-torchstore is optional, and imported only when a store is opened.
+torchstore is optional, and only imported when a store is opened.
 
 Each rank writes its part of a bucket under a key with a random suffix, so that late writes of an abandoned publish are
-never taken for a later one's. The bucket's own key marks it as wanted: a rank that finds it gone after storing a part
-deletes the part.
+never mistaken for a later one's. The bucket's own key marks it as wanted: a rank that finds it gone after storing a
+part deletes the part.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-
 
 
 class TorchStoreTransport:
-    """Client of one torchstore: a `Transport`. It pickles, since it holds actor handles only."""
+    """Client of one torchstore: a `Transport`. It can be pickled, as it holds only actor handles."""
 
     imports = ("torchstore",)
-    """Modules that the store's process must import first, as several actors share it."""
+    """Modules that the store's process must import before it starts actors, which share it."""
 
     def __init__(self, controller: object, strategy: object) -> None:
         self._controller = controller
@@ -71,7 +71,7 @@ class TorchStoreTransport:
         return TorchStoreTransport(controller, await controller.get_controller_strategy.call_one())
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        """Mark the buckets as wanted, if memory allows: torchstore has no limit, and the kernel would kill it."""
+        """Mark the buckets as wanted if memory allows: torchstore has no limit, and the kernel would kill it."""
         needed_bytes = sum(bucket.bytes for bucket in drafted.written)
         _check_room(f"version {drafted.version} in torchstore", needed_bytes)
         await asyncio.gather(*(self._ask("put", bucket.key, "wanted") for bucket in drafted.written))
@@ -107,7 +107,7 @@ class TorchStoreTransport:
         """Do nothing: torchstore keeps no copies on other hosts."""
 
     async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
-        """Get buckets one by one. At most two are in memory: one being read, the next in flight."""
+        """Yield buckets one by one. At most two are in memory: the one being read, and the next one in flight."""
         bucket_entries = list(zip(manifest.buckets, manifest.entries.values(), strict=True))
         download: asyncio.Task[dict[str, torch.Tensor]] | None = None
         try:
