@@ -20,7 +20,7 @@ LR_FACTOR = 10.0
 """Ratio of the best learning rate of adapters to the best one of full training, about the same over models, ranks and
 tasks: Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
 ALL_LINEAR = "all-linear"
-"""Target that stands for every linear layer of the model's layers that can have an adapter."""
+"""Target for every linear layer in the model's layers that can have an adapter."""
 HEAD, EXPERTS = "lm_head", "experts"
 """Targets besides linear layers: the output head, and all expert networks."""
 
@@ -97,10 +97,10 @@ class LoRAConfig:
 
 
 def linear_modules(architecture: Architecture) -> dict[str, str]:
-    """List the linear layers of a model's layers that can have adapters: Hugging Face's name, such as self_attn.q_proj,
-    by torchtitan's, such as attention.qkv_linear.wq.
+    """Return Hugging Face's names, such as self_attn.q_proj, of the linear layers that can have adapters, by
+    torchtitan's names, such as attention.qkv_linear.wq.
 
-    In models with experts only attention has them: there, peft takes gate_proj and the like to be stacks of experts,
+    In models with experts, only attention's layers can: peft takes gate_proj and the like for stacks of experts there,
     even in a dense layer. On transformers' code the keys are its own names, and a layer may lack some of the modules.
     """
     if architecture.family.general:
@@ -119,7 +119,7 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
 
 
 def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, str]:
-    """Return the `linear_modules` that the targets name.
+    """Return the `linear_modules` that the targets match.
 
     Raises:
         ConfigError: a target names no module that can have an adapter.
@@ -151,7 +151,7 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
 
 
 def check_shared_base(lora: LoRAConfig) -> None:
-    """Raise ConfigError for targets, or a quantised base, that several adapters over one base cannot have."""
+    """Raise ConfigError for targets or a quantised base that several adapters over one base do not support."""
     if lora.base_format != "full":
         raise ConfigError(
             f"--lora.base-format {lora.base_format}: several adapters by name act on the model's own weights, which "

@@ -24,11 +24,11 @@ _DECAY = 0.99
 _ENOUGH = 32
 """Minimum number of drafted tokens for their accepted share to count."""
 _RETRY = 32
-"""Interval, in steps, at which one step drafts although drafts are off, or the reverse, so that both are measured."""
+"""Number of steps after which one step drafts although drafts are off, or the reverse, so that both stay measured."""
 _MEASURED = 5
 """Minimum number of measured steps of each kind before their speeds are compared."""
 _FIRST_RETRY = 8
-"""Interval while too few steps of the other kind are measured."""
+"""The same, while too few steps of the other kind are measured."""
 _WINDOW = 32
 """Maximum number of recent steps of each kind that a speed is computed from."""
 
@@ -142,9 +142,9 @@ def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress
 class DraftSwitch:
     """Turns drafts off while many requests run, while too few drafted tokens are accepted, and where they lose time.
 
-    Tokens per second of steps with and without drafts are measured, separately for 1, 2 to 3, 4 to 7, ... running
-    requests; every 32nd step is of the other kind, so that both stay known. The shares of accepted tokens decay by
-    `_DECAY` with each step that verified a draft, so that they cover about the last hundred.
+    Tokens per second of steps with and without drafts are measured separately for 1, 2 to 3, 4 to 7, ... running
+    requests; every 32nd step is of the other kind, so that both stay measured. The counts of drafted and accepted
+    tokens decay by `_DECAY` with each step that verified a draft, so they cover about the last hundred.
 
     Args:
         settings: the thresholds.
@@ -157,7 +157,7 @@ class DraftSwitch:
         self._drafted = self._accepted = 0.0
         self._steps = 0
         self._speeds: dict[tuple[int, bool], deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_WINDOW))
-        """New tokens of each request, and seconds, of recent steps, by the size of the batch and whether it drafted."""
+        """New tokens per request and seconds of recent steps, by size of the batch and whether the step drafted."""
         self._last: tuple[set[str], bool, float] = set(), False, 0.0
         """Requests of the last step, whether it drafted, and when it began."""
 
@@ -198,7 +198,7 @@ class DraftSwitch:
         return self._drafted < _ENOUGH or self._accepted >= self._settings.min_accepted * self._drafted
 
     def _loses(self, size: int) -> bool:
-        """Return whether steps with drafts yield fewer tokens per second; outliers, such as pauses, do not count."""
+        """Return whether steps with drafts yield fewer tokens per second; outliers, such as pauses, are ignored."""
         speeds = [self._speeds[size, drafted] for drafted in (True, False)]
         if any(len(steps) < _MEASURED for steps in speeds):
             return False

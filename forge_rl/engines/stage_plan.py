@@ -7,10 +7,10 @@ from forge_rl.engines.families.family import Architecture
 
 
 def stage_layers(architecture: Architecture, stages: int) -> list[range]:
-    """Return the layers of each stage, in order: the split whose slowest stage has the least to compute.
+    """Return the layers of each stage, in order, such that the slowest stage has the least to compute.
 
-    The last stage also has the output head, which counts as many layers as it has weights for; each stage has at least
-    one layer.
+    The last stage also has the output head, which counts as the layers that would have as many weights. Each stage has
+    at least one layer.
 
     Args:
         stages: at most the number of layers.

@@ -1,4 +1,4 @@
-"""Products of adapters, added to weights with the same bits in every process, layout and device."""
+"""Adds adapters' products to weights, with the same bits in every process, layout and device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _FACTOR_BITS, _EXACT_BITS = 24, 53
 """Significant bits of float32 and float64."""
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Elements of weights that are computed at a time, by kind of device: so few that they stay in a processor's cache, and
-so many that a GPU is not kept waiting for its next kernel."""
+"""Elements of weights that are computed at a time, by kind of device: few enough to stay in a processor's cache, and
+enough to keep a GPU from waiting for its next kernel."""
 
 
 def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -34,7 +34,7 @@ def merged_weights(
 ) -> dict[str, torch.Tensor]:
     """Merge the factors into their weights, by name, as `merged_weight` does.
 
-    Weights of one shape, as a layer's experts are, take one batched product.
+    Weights of one shape, such as a layer's experts, share one batched product.
 
     Args:
         weights: unsharded W by name.
@@ -65,7 +65,7 @@ def merged_weights(
 
 
 def fits(weight: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
-    """Return whether a weight of a shape can have the product of factors of two shapes added; see `merged_weight`."""
+    """Return whether the product of factors of two shapes can be added to a weight of a third; see `merged_weight`."""
     return 2 <= len(weight) <= 3 and tuple(weight) == (*b[:-1], *a[-1:]) and tuple(a[:-1]) == (*b[:-2], *b[-1:])
 
 
@@ -77,10 +77,10 @@ class AdapterProduct:
 
     Trainer and engines merge separately, and their results are compared bit for bit. Sums in float32 depend on their
     order, which differs between kernels and shapes. So A and B are first rounded to multiples of a power of two, by at
-    most 2^-24 of their largest element (2^-23 for ranks above 32), which makes every product and sum exact in float64,
-    in any order. The rest is done element by element, and rounded to W's dtype at the end.
+    most 2^-24 of their largest element (2^-23 for ranks above 32). This makes every product and sum exact in float64,
+    in any order. The remaining steps are element-wise, and the result is rounded to W's dtype at the end.
 
-    Weights in float64 are for comparisons with other code: with them nothing is rounded first.
+    Weights in float64 are for comparisons with other code: nothing is rounded first.
 
     Args:
         a: A, [rank, inputs], whole; or a stack, [experts, rank, inputs].
@@ -136,8 +136,7 @@ def _chunk_elements(weight: torch.Tensor) -> int:
 
 
 def _multiples(factor: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a stack of factors as whole multiples, in float64, of powers of two, which are returned too: [experts, 1,
-    1]."""
+    """Return a stack of factors as whole multiples, in float64, of powers of two, and these powers, [experts, 1, 1]."""
     import torch
 
     wide = factor.to(torch.float64)

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
-"""Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
+"""Files of an adapter: settings and factors, as PEFT writes them, and forge_rl's own file with digests of the base
+model."""
 _QUANTIZED = "quantization"
-"""Key of `BASE` with the weights of the base model that training held quantised."""
+"""Key in `BASE` for the base model's weights that training held quantised."""
 _PREFIX = "base_model.model."
 _HEAD_COPY = f"{_PREFIX}lm_head.base_layer.weight"
-"""Copy of the base's head, which PEFT writes with an adapter of it."""
+"""Copy of the base's head, which PEFT writes alongside an adapter of it."""
 _AGAIN = "write the adapter again"
 _UNSUPPORTED = {
     "use_dora": False,
@@ -44,9 +45,9 @@ _UNSUPPORTED = {
     "monteclora_config": None,
     "velora_config": None,
 }
-"""Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they do not."""
+"""Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they are off."""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
+"""PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part from it."""
 _MAX_RANK = 1 << 20
 
 
@@ -69,7 +70,7 @@ def write_adapter(
     dropout: float,
     quantization: BaseQuantization | None = None,
 ) -> None:
-    """Write an adapter into an existing folder, with the tokenizer of its base model.
+    """Write an adapter into an existing folder, along with the tokenizer of its base model.
 
     Args:
         factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of
@@ -134,7 +135,7 @@ def write_factors(
 
 
 def name_base(folder: Path, base: Path) -> None:
-    """Record this host's folder of the base model in an adapter, which a trainer on another host may have written.
+    """Record this host's folder of the base model in an adapter that a trainer on another host may have written.
 
     Raises:
         ModelError: the folder holds no adapter.
@@ -157,19 +158,19 @@ class Adapter:
     base: str
     """Folder or name of the model that it adapts."""
     digests: Mapping[str, str]
-    """Digests of that model's files; none if another program wrote the adapter."""
+    """Digests of that model's files; empty if another program wrote the adapter."""
     scale: float
-    """Factor on B A of linear layers."""
+    """Factor on B A in linear layers."""
     rank: int
-    """Rank of linear layers' adapters."""
+    """Rank of the adapters of linear layers."""
     expert_scale: float = 0.0
-    """Factor on B A of experts."""
+    """Factor on B A in experts."""
     expert_rank: int = 0
-    """Rank of each expert's adapter; 0 if experts have none."""
+    """Rank of each expert's adapter; 0 without adapters of experts."""
     expert_targets: tuple[str, ...] = ()
     """Adapted stacks of experts, as PEFT names them in target_parameters."""
     quantization: BaseQuantization | None = None
-    """Weights of that model that training held quantised: the adapter belongs to their rounded values."""
+    """Weights of that model that training held quantised: the adapter was trained on their rounded values."""
     revision: str = ""
     """Revision of that model on the hub; empty for the newest."""
 
@@ -246,7 +247,7 @@ class Adapter:
         )
 
     def check_base(self, base: Path) -> None:
-        """Check that a folder holds the model that was adapted, if its digests are known.
+        """Check that a folder holds the adapted model, if the model's digests are known.
 
         Raises:
             ModelError: names the files that differ.
@@ -264,7 +265,7 @@ class Adapter:
 
     def merge(self, base: Path, target: Path) -> None:
         """Write the base model with W + scale B A in place of each adapted weight W, in W's dtype; see
-        `AdapterProduct`. Weights that training held quantised have the values that it computed with, rounded once more
+        `AdapterProduct`. Weights that training held quantised get the values that it computed with, rounded once more
         to W's dtype.
 
         Args:
@@ -307,8 +308,8 @@ class Adapter:
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
     def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of both
-        by transformers' name of the stack of weights.
+        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; for experts, stacks of
+        both, by transformers' name of the stack of weights.
 
         Raises:
             ModelError: the file is missing or malformed.
@@ -342,8 +343,8 @@ class Adapter:
     def _by_file_name(
         self, base: Path, files: Mapping[str, Path]
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor, bool]]:
-        """Return A and B of each adapted tensor in a model's files, which may hold each expert's matrices apart, and
-        whether it is of experts."""
+        """Return A and B of each adapted tensor in a model's files, and whether it belongs to experts. The files may
+        hold each expert's matrices separately."""
         factors: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
         for name, pair in self.factors().items():
             is_stack = pair[0].ndim == 3
@@ -369,7 +370,7 @@ class Adapter:
     def _merged(
         self, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, bool]]
     ) -> dict[str, torch.Tensor]:
-        """Return the adapted tensors among some of a model's, with the adapters added."""
+        """Return those of a model's tensors that are adapted, with the adapters added."""
         scaled_factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
         for name in filter(factors.__contains__, tensors):
             a, b, of_experts = factors[name]
@@ -392,8 +393,7 @@ class Adapter:
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
-    """Return a folder with an adapter's base model and the adapter merged into it; the first call writes it into the
-    cache.
+    """Return a cached folder with an adapter merged into its base model; the first call writes it.
 
     Raises:
         ModelError: the adapter does not fit the base, or the cache is not writable.

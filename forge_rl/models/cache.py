@@ -1,4 +1,4 @@
-"""Files and folders that are built once into a cache folder, also if several processes need them."""
+"""Builds files and folders once into a cache folder, even if several processes need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of model folders in a host's own cache, named after their contents."""
+"""Copies model folders into a host's own cache, under names made from their contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Contents = Mapping[str, tuple[int, str]]
 
 
 def contents_of(folder: Path) -> Contents:
-    """Read all of a model's files, for `copy_of`."""
+    """Read all of a model's files and return their sizes and digests, for `copy_of`."""
 
     def digest(path: Path) -> tuple[int, str]:
         hasher = xxhash.xxh3_128()
@@ -42,7 +42,7 @@ def contents_of(folder: Path) -> Contents:
 
 
 def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Path | None = None) -> Path:
-    """Return a folder of this host's cache with these files, copied if it is not there or has changed.
+    """Return a folder in this host's cache with these files; copy them if it is missing or has changed.
 
     Args:
         open_file: opens a file of the original to read.

@@ -1,7 +1,7 @@
 """Dequantises models to bfloat16, once, into a cache folder.
 
-An engine started from quantised weights packs them for special kernels and cannot load the bfloat16 weights that a
-trainer publishes, so both start from a bfloat16 copy.
+An engine started from quantised weights packs them for special kernels and cannot load a trainer's bfloat16 weights, so
+both start from a bfloat16 copy.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 _FLOAT32 = "e_score_correction_bias"
-"""Suffix of what stays float32."""
+"""Suffix of the names of tensors that stay float32."""
 
 
 def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
     """Return the bfloat16 copy of a folder with quantised weights; the first call writes it.
 
-    The copy of 4-bit weights is four times as large. Safe to call from several processes: one writes, the others wait.
+    A copy of 4-bit weights takes four times their size. Safe to call from several processes: one writes, the others
+    wait.
 
     Args:
         folder: Hugging Face folder in a format that `quantized.refusal` accepts.
@@ -58,7 +59,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
 
 
 def _write(files: list[Path], target: Path, report: Progress) -> None:
-    """Write a dequantised copy of each safetensors file, and the config and tokenizer files."""
+    """Write a dequantised copy of each safetensors file, along with config and tokenizer."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 

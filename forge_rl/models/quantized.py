@@ -1,4 +1,4 @@
-"""Formats of quantised weights that can be read: which tensors make up a weight, and its values from them."""
+"""Readable formats of quantised weights: which tensors make up a weight, and how to compute its values."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ Parts = Mapping[str, "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationFormat:
-    """A way to store a weight as several tensors, whose names end in different suffixes."""
+    """A way to store a weight as several tensors, distinguished by the suffixes of their names."""
 
     main: str
-    """Suffix of the tensor with the quantised values, such as ".qweight"."""
+    """Suffix of the tensor that holds the quantised values, such as ".qweight"."""
     needed: str
-    """Suffix of a tensor that tells a quantised weight from others."""
+    """Suffix of a tensor whose presence marks a weight as quantised."""
     other_suffixes: tuple[str, ...]
-    """Suffixes of all other tensors of a weight."""
+    """Suffixes of a weight's other tensors."""
     weight: str
     """Suffix of the weight's name."""
     read: Callable[[Parts, Mapping[str, Any]], torch.Tensor]
-    """Takes the tensors and quantization_config; returns the weight in float32 or bfloat16. Raises ValueError
-    and others for tensors that do not fit each other."""
+    """Computes the weight, in float32 or bfloat16, from the tensors and quantization_config. Raises ValueError and
+    others for tensors that do not fit each other."""
     packed: int = 1
-    """Weights in a byte of the main tensor."""
+    """Weights per byte of the main tensor."""
 
     def stem(self, name: str, names: Iterable[str]) -> str | None:
-        """Return the name of a main tensor's weight without its suffix; None for other tensors."""
+        """Return the name of a main tensor's weight without the suffix; None for other tensors."""
         stem = name.removesuffix(self.main)
         return stem if stem != name and stem + self.needed in names else None
 
 
 def refusal(config: object, model_type: str) -> str:
-    """Return why weights with this quantization_config cannot be read, or ""."""
+    """Return why weights with this quantization_config cannot be read; "" if they can."""
     if not config:
         return ""
     method = config.get("quant_method") if isinstance(config, dict) else config
@@ -91,7 +91,8 @@ def _fp8(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
-    """Read GPTQ: (q - z) s of the group of each input; q [K / f, N] packs f inputs in an int32, the lowest bits first.
+    """Read GPTQ: (q - z) s, with z and s of each input's group; q [K / f, N] packs f inputs in an int32, the lowest
+    bits first.
 
     Files of the first format hold z - 1.
     """
@@ -141,9 +142,9 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _bits4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
-    """Read bitsandbytes' NF4 and FP4: codes of 16 values, high nibble first, times each block's maximum.
+    """Read bitsandbytes' NF4 and FP4: codes for 16 values, high nibble first, times each block's maximum.
 
-    With double quantisation the maxima are codes too, of 256 values, times a maximum of their own, plus an offset
+    With double quantisation the maxima are codes as well, for 256 values, times a maximum of their own, plus an offset
     (QLoRA, arXiv:2305.14314, section 3).
     """
     import torch
@@ -164,7 +165,7 @@ def _bits4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _expanded(scales: torch.Tensor, size: int, count: int) -> torch.Tensor:
-    """Repeat the scale of each block for its `count` values in all; the last block may be shorter."""
+    """Repeat each block's scale for its values, `count` in total; the last block may be shorter."""
     import torch
 
     if size < 1 or -(-count // size) != scales.numel():

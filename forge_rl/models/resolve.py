@@ -66,7 +66,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
 
 def find_model(name: str, cache: Path) -> Path:
-    """Return the folder of a model that is only read once: as `resolve_model`, or of a run's newest checkpoint.
+    """Return the folder of a model that is only read once: like `resolve_model`, but also takes a run, for its newest
+    checkpoint.
 
     Raises:
         ModelError: as `resolve_model`, or the run has no checkpoint.
@@ -77,8 +78,8 @@ def find_model(name: str, cache: Path) -> Path:
 
 
 def find_trained(run: Path) -> Path:
-    """Return the folder of the model or adapter that a run stands for, the best checkpoint's or else the newest's; or a
-    checkpoint, or a folder.
+    """Return the folder of a run's model or adapter: the best checkpoint's, or else the newest's. Also takes a
+    checkpoint, or a model's folder.
 
     Raises:
         ModelError: there is none.
@@ -95,7 +96,7 @@ def find_trained(run: Path) -> Path:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return the folders of checkpoints in a run's folder of them, by step, oldest first.
+    """Return the checkpoints in a run's checkpoints folder by step, oldest first.
 
     Raises:
         OSError: the folder exists and cannot be read.
@@ -159,7 +160,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _merged(folder: Path, cache: Path, progress: Progress | None) -> Path:
-    """Return the full model that an adapter and the base that it names amount to."""
+    """Return the full model that results from an adapter and the base that it names."""
     check_files(folder)
     return merged_copy(folder, base_of(folder, "", cache, progress), cache)
 
@@ -208,7 +209,7 @@ def check_files(folder: Path, *extra_names: str) -> list[Path]:
 
 
 def _completion(folder: Path) -> str:
-    """Say how a folder becomes a complete model."""
+    """Say how to turn a folder into a complete model."""
     if pickle_names := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
         return f"{pickle_names[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
     if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:

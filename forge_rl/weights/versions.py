@@ -54,7 +54,7 @@ class VersionIndex:
         """Reserve a version for writing; retires versions right away to make room.
 
         Returns:
-            The previous version, which stays until this one is committed or aborted, and keys of buckets to free.
+            The previous version, which is kept until this one ends, and the keys of buckets to free.
 
         Raises:
             WeightsError: it exists, is being written, or is not newer than the latest.

@@ -111,7 +111,7 @@ class Volume:
         """Free segments, keeping their memory for the next version; unknown keys are ignored.
 
         Returns:
-            The segments, as they were before.
+            The segments, with the tokens that they had.
         """
         freed = [self._used.pop(key) for key in keys if key in self._used]
         for ref in freed:
