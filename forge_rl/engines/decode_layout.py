@@ -42,6 +42,7 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
             hint="lower --generator.replicas, --generator.tensor-parallel-size or --generator.data-parallel-size; "
             "--generator.max-num-seqs has one engine decode more at a time",
         )
+    # FP8 on GPUs works for any model, and needs no look at config.json.
     rounds_weights = settings.quantization == "int8" or (settings.quantization == "fp8" and device_type() == "cpu")
     if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts or rounds_weights):
         return
@@ -72,6 +73,7 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         # A worker's part of a row must consist of whole words to be fingerprinted.
         return shares_heads and all(size == 1 or width % (_WORD_ITEMS * size) == 0 for width in widths)
 
+    # List the sizes that work, as they follow from several of the model's dimensions.
     if not works(settings.tensor_parallel_size):
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if works(size))
         raise ConfigError(

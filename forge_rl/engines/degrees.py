@@ -43,6 +43,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
     Raises:
         ConfigError: they do not; names the flags and the numbers that work.
     """
+    # Each check names one flag: a layout must be refused here, not by a rank after all have started.
     a = architecture
     if a.family.general:
         _check_general(settings, a)
@@ -105,6 +106,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
             f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by {', '.join(general_layouts(a))}",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
         )
+    # Whether it works depends on the model's own plan in transformers.
     if settings.tensor_parallel_degree > 1:
         _check_tensor_plan(settings, architecture)
     if settings.expert_parallel_degree > 1:
@@ -196,6 +198,7 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
             f"--lora.rank {lora.rank} trains adapters, which pipeline stages do not have",
             hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
         )
+    # From here on, combinations that work separately but not together.
     is_split = settings.tensor_parallel_degree > 1
     if lora.base_format != "full" and _has_experts(architecture):
         raise ConfigError(

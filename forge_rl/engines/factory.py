@@ -121,6 +121,7 @@ async def start_decode_engine(
     Raises:
         ModelError: the engine does not start with this model.
     """
+    # Imported here, since vLLM's import takes seconds and most processes do not need it.
     from forge_rl.engines.vllm.engine import VLLMEngine
 
     return await VLLMEngine.start(folder, settings, seed, part)

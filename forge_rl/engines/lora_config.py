@@ -136,6 +136,7 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
     # Targets match whole parts of names from the end, as PEFT's target_modules do.
     targets = [target for target in lora.targets if target not in (HEAD, EXPERTS)]
     if ALL_LINEAR in targets:
+        # all-linear has them already, so that naming one besides is a mistake.
         unmatched_targets = [target for target in targets if target != ALL_LINEAR]
         matches = modules
     else:
@@ -213,6 +214,7 @@ def base_bytes(architecture: Architecture, lora: LoRAConfig, itemsize: int) -> i
     a = architecture
     if lora.base_format == "full":
         return itemsize * a.weights
+    # Linear layers are quantised; embedding, head, norms and biases stay in the passes' dtype.
     sizes = [(inputs, outputs) for _, inputs, outputs in _linear_sizes(a)]
     stored = sum(stored_bytes(lora.base_format, outputs, inputs) for inputs, outputs in sizes)
     return itemsize * (a.weights - sum(inputs * outputs for inputs, outputs in sizes)) + stored
@@ -235,6 +237,7 @@ def _linear_sizes(architecture: Architecture) -> Iterator[tuple[str, int, int]]:
     if a.family.general:
         yield from ((module.name, module.inputs, module.outputs) for module in _general_modules(a))
         return
+    # (inputs, outputs) by torchtitan's name, of all kinds of layers; `linear_modules` says which of them the model has.
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     sizes = {"attention.wo": (a.heads * latent.value_dim if latent else q, a.dim)}
     if latent is not None:

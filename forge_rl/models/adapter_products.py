@@ -77,8 +77,9 @@ class AdapterProduct:
 
     Trainer and engines merge separately, and their results are compared bit for bit. Sums in float32 depend on their
     order, which differs between kernels and shapes. So A and B are first rounded to multiples of a power of two, by at
-    most 2^-24 of their largest element (2^-23 for ranks above 32). This makes every product and sum exact in float64,
-    in any order. The remaining steps are element-wise, and the result is rounded to W's dtype at the end.
+    most 2^-24 of their largest element (2^-23 for ranks above 32, 2^-22 above 128). This makes every product and sum
+    exact in float64, in any order. The remaining steps are element-wise, and the result is rounded to W's dtype at the
+    end.
 
     Weights in float64 are for comparisons with other code: nothing is rounded first.
 

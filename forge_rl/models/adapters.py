@@ -204,6 +204,7 @@ class Adapter:
                 "base model before it is adapted",
                 hint="save it with path_initial_model_for_weight_conversion of peft, which makes it a plain LoRA",
             )
+        # PEFT's patterns give modules other ranks; only one for all stacks of experts is known here.
         targets, ranks = config.get("target_parameters") or [], config.get("rank_pattern") or {}
         if config.get("alpha_pattern") or not expert_stacks.are_known(targets, ranks):
             raise ModelError(
@@ -372,6 +373,7 @@ class Adapter:
     ) -> dict[str, torch.Tensor]:
         """Return those of a model's tensors that are adapted, with the adapters added."""
         scaled_factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+        # The shapes of a stranger's files are checked before they are multiplied.
         for name in filter(factors.__contains__, tensors):
             a, b, of_experts = factors[name]
             rank, scale = (self.expert_rank, self.expert_scale) if of_experts else (self.rank, self.scale)
@@ -384,6 +386,7 @@ class Adapter:
             scaled_factors[name] = a, b, scale
         merged = merged_weights(tensors, scaled_factors)
         for name, tensor in merged.items():
+            # A diverged training would otherwise become a model that only fails when it is used.
             if not bool(tensor.isfinite().all()):
                 raise ModelError(
                     f"{name!r:.120} is not finite with the factors in {self.folder / WEIGHTS}",

@@ -79,6 +79,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
             reader.check_space(target)
             for num_done, (path, file) in enumerate(open_files.items()):
                 report("dequantising", num_done / len(open_files))
+                # One output file for each input file, which bounds the memory.
                 tensors = dict(reader.tensors(file.keys()))
                 if tensors:
                     save_file(tensors, target / path.name, metadata={"format": "pt"})

@@ -56,6 +56,7 @@ def download(name: str, progress: Progress | None = None) -> Path:
     if revision:
         options["revision"] = revision
     if progress is not None:
+        # The client reports progress to nothing but a progress bar.
         options["tqdm_class"] = _bars(name, progress)
     with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({_bundled()})"):
         return Path(str(snapshot_download(hub_id, **options)))
@@ -96,6 +97,7 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
         yield
     except (errors.HfHubHTTPError, errors.HFValidationError, errors.OfflineModeIsEnabled, HTTPError, OSError) as error:
         login = "log in with `hf auth login`, or set HF_TOKEN"
+        # From the most specific class to the least: some are subclasses of others.
         match error:
             case errors.GatedRepoError():
                 cause, hint = "access to it is gated", f"request access on its page, {login}"

@@ -117,6 +117,7 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
 
 def _awq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     """Read AWQ: (q - z) s; q [K, N / 8] packs 8 outputs in an int32, in the order 0 2 4 6 1 3 5 7."""
+    # The inverse of the packing order.
     order = [0, 4, 1, 5, 2, 6, 3, 7]
     q, zeros = (
         _unpack(parts[name], 4).unflatten(1, (-1, 8))[..., order].flatten(1) for name in (".qweight", ".qzeros")

@@ -45,6 +45,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         ModelError: no such model exists, or its files are missing, broken, or links out of its folder.
     """
     if name in BUNDLED:
+        # Before folders: a bundled name never means a folder in the working directory.
         return bundled_model(cache, progress)
     folder = Path(name).expanduser()
     if folder.is_dir():

@@ -59,6 +59,7 @@ class Header(BaseModel):
 
     def problem(self, number: int, max_bytes: int) -> str:
         """Describe why this cannot be version `number` at an address, of at most `max_bytes`; "" if it can."""
+        # Bases are followed until a full version: one that is not smaller would make a circle.
         if self.base is not None and self.base >= number:
             return f"it changes a later version, {self.base}"
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
@@ -70,6 +71,7 @@ class Header(BaseModel):
             if tensor.kind == "same":
                 fits = self.base is not None
             else:
+                # In bounds of its part, and no larger than an honest encoder makes it.
                 fits = tensor.part < len(self.parts) and tensor.offset + tensor.bytes <= self.parts[tensor.part]
                 fits &= tensor.bytes <= most_bytes(tensor.entry.numel, tensor.entry.bytes // max(1, tensor.entry.numel))
                 fits &= tensor.kind == "whole" or self.base is not None

@@ -136,6 +136,7 @@ class Names:
             return
         # The first dim is the expert's, which is in the name instead.
         inner = TensorSlice(start=start[1:], size=size[1:])
+        # A block of a stack holds whole experts, one published tensor each.
         for index in range(size[0]):
             hf_name = self.to_hf(name, start[0] + index)
             yield Part(name=hf_name, shape=full_shape[1:], tensor_slice=inner, index=index, transposed=transposed)

@@ -32,6 +32,7 @@ class TensorSlice:
 
     def intersect(self, other: TensorSlice) -> TensorSlice:
         """Intersection of both; its numel is 0 if they do not overlap."""
+        # In each dim from the later start to the earlier end; negative sizes mean no overlap.
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return TensorSlice(start=start, size=tuple(max(0, end - first) for end, first in zip(ends, start, strict=True)))

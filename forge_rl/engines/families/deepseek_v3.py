@@ -77,6 +77,7 @@ def read(config: ConfigFile) -> Architecture:
     return config.architecture(
         experts=experts,
         latent=latent,
+        # Of q and k; values have a dimension of their own.
         head_dim=latent.nope_dim + latent.rope_dim,
         rope_types=("default", "yarn"),
         scales=("mscale", "mscale_all_dim"),

@@ -236,6 +236,7 @@ class ConfigFile:
         """
         values, rope = self.values, self.rope
         partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+        # Refused rather than ignored: the trainer would compute another model than engines serve.
         unsupported_options = {
             "attention_bias": bool(values.get("attention_bias")),
             "mlp_bias": bool(values.get("mlp_bias")),
@@ -267,6 +268,7 @@ class ConfigFile:
         for name in ("rope_theta", *_SCALING[rope["rope_type"]]):
             self._number(name, rope)
         heads, dim = self.whole("num_attention_heads"), self.whole("hidden_size")
+        # Families whose heads have parts, such as latent attention, compute it themselves.
         if "head_dim" not in fields:
             fields["head_dim"] = self.whole("head_dim", dim // heads)
         has_predicting_layers = bool(values.get("num_nextn_predict_layers"))

@@ -97,6 +97,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         rope = {"rope_type": "default"}
     if isinstance(original := getattr(config, "original_max_position_embeddings", None), int):
         rope = {"original_max_position_embeddings": original, **rope}
+    # A family of this folder alone: its names depend on what the files hold.
     family = Family(
         model_type=str(model_type),
         read=_unused,

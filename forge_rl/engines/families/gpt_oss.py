@@ -59,6 +59,7 @@ def read(config: ConfigFile) -> Architecture:
         window_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
         rope_types=("default", "yarn"),
         unsupported={
+            # Supported here, unlike in other families: both come with every gpt-oss.
             "attention_bias": False,
             "sliding_window": False,
             "attention_bias false": not values.get("attention_bias", True),

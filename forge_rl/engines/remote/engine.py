@@ -366,6 +366,7 @@ def _is_plain(text: object) -> bool:
 
 def _mismatches(facts: Mapping[str, Any], settings: DecodeSettings) -> list[str]:
     """Compare a server's settings with the run's."""
+    # Other settings of the server's would make its logprobs differ from the trainer's.
     required = {
         "dtype": str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         "head_dtype": "float32",
@@ -380,6 +381,7 @@ def _mismatches(facts: Mapping[str, Any], settings: DecodeSettings) -> list[str]
         problems.append(
             f"its quantization is {wire.shown(facts.get('quantization'))}, the run's {settings.quantization}"
         )
+    # A longer context than the run's does no harm.
     max_model_len = facts.get("max_model_len")
     if type(max_model_len) is not int or max_model_len < settings.max_model_len:
         problems.append(f"its max_model_len is {wire.shown(max_model_len)}, and {settings.max_model_len} is needed")

@@ -94,11 +94,13 @@ class EngineServer:
             if scope["method"] != "POST" or name not in ("claim", "beat", "release", *_ROUTES):
                 raise Refusal(404, "no such route")
             if name == "claim":
+                # The only route without a session.
                 await _answer(send, await self._claim(await _whole(receive)))
                 return
             # A client whose session was taken over must not load its weights into another run's engine.
             if not self._session or headers.get(SESSION_HEADER) != self._session:
                 raise Refusal(409, "the session has ended")
+            # Any request of the session shows that its client lives.
             self._heard = asyncio.get_running_loop().time()
             if name == "release":
                 await self._end_session()

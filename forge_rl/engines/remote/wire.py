@@ -122,6 +122,8 @@ def _floats(values: object, name: str) -> list[float]:
         raise WireError(f"{name} are not a list of numbers")
     try:
         with np.errstate(over="ignore"):
+            # What exceeds float32 becomes infinite, as in arrays; so large an int that float64 cannot hold it is
+            # refused.
             return np.array(values, np.float64).astype(np.float32).tolist()  # type: ignore[no-any-return]
     except OverflowError as error:
         raise WireError(f"{name} hold a number that is too large") from error
@@ -151,6 +153,7 @@ def chunk_from_json(payload: Mapping[str, Any]) -> Chunk:
         raise WireError(f"a chunk has the finish {shown(finish)!r} and a text of type {type(text).__name__}")
     if not (ids or finish):
         raise WireError("a chunk is empty")
+    # Left out of the message where they are 0; see `chunk_to_json`.
     counts = [_integer(payload.get(name, 0)) for name in ("drafted", "accepted", "verified")]
     try:
         return Chunk(
@@ -235,6 +238,7 @@ def manifest_from_json(payload: Mapping[str, Any]) -> Manifest:
             scale, merged = adapter or (None, None)
             if (scale, merged) != (None, None) and (type(scale) not in (int, float) or type(merged) is not int):
                 raise WireError(f"the adapter of a tensor {shown(name)!r} is malformed")
+            # Sizes are multiplied and allocated by, so that none may be negative.
             sizes = tuple(integers(shape, "sizes"))
             if min(sizes, default=0) < 0:
                 raise WireError(f"a tensor {shown(name)!r} has a negative size")
@@ -250,6 +254,7 @@ def manifest_from_json(payload: Mapping[str, Any]) -> Manifest:
                     merged=merged,
                 )
             )
+        # Buckets are formed as the frames name their tensors.
         return Manifest(version=_integer(payload["version"]), tensors=tuple(entries), buckets=())
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"a version is malformed: {shown(error)}") from error
@@ -280,6 +285,7 @@ def report_from_json(payload: Mapping[str, Any]) -> LoadReport:
         raise WireError("the fingerprints of a load are malformed")
     if not isinstance(seconds, dict):
         raise WireError("the seconds of a load are malformed")
+    # Only known stages; a missing one took no time.
     phase_seconds = dict(zip(("wait", "pause", "load", "finish", "fingerprint"), [0.0] * 5, strict=True))
     for name in phase_seconds:
         phase_seconds[name] = _float(seconds.get(name, 0.0))

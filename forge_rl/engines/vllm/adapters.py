@@ -155,6 +155,7 @@ class EngineAdapters:
 
         loaded = await self._add(f"version {manifest.version}", write, awake=True)
         loaded.version = manifest.version
+        # Requests that begin from here on sample with it; older versions stay for requests that began with them.
         self._versions.append(loaded)
         while len(self._versions) > self._max_loras:
             await self._retire(self._versions.pop(0))
@@ -189,8 +190,10 @@ class EngineAdapters:
         copy.mkdir()
         try:
             write(copy)
+            # Checked on the copy, which nobody else changes.
             check_served(Adapter.read(copy), self._model, max_rank=self._max_rank)
             request = LoRARequest(f"{name}@{self._loads}", self._loads, str(copy))
+            # Asleep, the workers have no memory for it: vLLM loads it from the folder at its first request.
             if awake:
                 await self._call("add_adapter", *_arguments(request))
         except BaseException:

@@ -63,6 +63,7 @@ class CacheStats:
             self._running[copy] = scheduler.num_running_reqs
             self._usage = max(self._usage, scheduler.kv_cache_usage)
             self._waiting = max(self._waiting, scheduler.num_waiting_reqs)
+            # Preempted requests look up the cache again when they resume; what it does not hold is computed twice.
             prefixes = scheduler.prefix_cache_stats
             self._prompt_tokens += prefixes.queries
             self._cached_tokens += prefixes.hits
@@ -86,6 +87,7 @@ class CacheStats:
 
         They replace vLLM's Prometheus logger, which would compute hundreds of values at each step.
         """
+        # A class rather than an instance: vLLM makes the loggers itself.
         stats = self
 
         class Logger(PrometheusStatLogger):

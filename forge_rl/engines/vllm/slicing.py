@@ -133,6 +133,8 @@ class SliceWatch(TorchDispatchMode):
         """Return copied slices with their fingerprints, taken from live parameters where those keep the published
         bytes."""
         live = dict(self._model.named_parameters())
+        # Slices whose parameters still have the format of the loading phase hold the published bytes; fingerprint them
+        # in place.
         moves = {
             (name, tensor_slice): self._moves(
                 name,
@@ -204,6 +206,7 @@ class SliceWatch(TorchDispatchMode):
 
     def _copies(self, target: torch.Tensor, source: torch.Tensor, located: _SliceValues) -> bool:
         """Record a copy; returns True if it was also carried out."""
+        # Called in both runs of a loader; the target tells which one it is.
         key, places = located.key, self._places[located.memory.name]
         tensor_slice = located.tensor_slice
         is_same = located.are_shown_by(source)

@@ -311,6 +311,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         Raises:
             WeightsError: the factors of an adapter have not come, or do not fit.
         """
+        # A version publishes factors before the weights that they are added to.
         weights = [entry for entry in entries if not entry.name.endswith(_FACTORS)]
         for entry in entries:
             if entry.name.endswith(_FACTORS):
