@@ -73,7 +73,6 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         # A worker's part of a row must consist of whole words to be fingerprinted.
         return shares_heads and all(size == 1 or width % (_WORD_ITEMS * size) == 0 for width in widths)
 
-    # List the sizes that work, as they follow from several of the model's dimensions.
     if not works(settings.tensor_parallel_size):
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if works(size))
         raise ConfigError(

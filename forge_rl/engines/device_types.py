@@ -78,7 +78,6 @@ def parse_machine(text: str) -> tuple[int, DeviceType]:
         ConfigError: it does not have this form, or names an unknown type; lists the known ones.
     """
     match = _FORM.fullmatch(text.strip())
-    # Names are matched without regard to case.
     name = match[2].upper() if match else ""
     device_type = next((device for key, device in DEVICE_TYPES.items() if key.upper() == name), None)
     if match is None or device_type is None:

@@ -24,7 +24,6 @@ def served_rank(rank: int) -> int:
     Raises:
         ConfigError: vLLM serves none so large.
     """
-    # The smallest that holds the rank.
     for limit in SERVED_RANKS:
         if rank <= limit:
             return limit

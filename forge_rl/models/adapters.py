@@ -373,7 +373,7 @@ class Adapter:
     ) -> dict[str, torch.Tensor]:
         """Return those of a model's tensors that are adapted, with the adapters added."""
         scaled_factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
-        # The shapes of a stranger's files are checked before they are multiplied.
+        # The factors may be of another model with the same names, so shapes are compared first.
         for name in filter(factors.__contains__, tensors):
             a, b, of_experts = factors[name]
             rank, scale = (self.expert_rank, self.expert_scale) if of_experts else (self.rank, self.scale)

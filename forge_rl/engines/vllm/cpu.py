@@ -54,8 +54,7 @@ def patch(model: nn.Module) -> None:
             _heed_biases(router)
         elif isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
             _pack_when_used(layer)
-    # The rest patches classes, for layers that a reload or a second model brings. `__wrapped__` marks functions that
-    # are patched.
+    # The rest patches classes, once a process: `__wrapped__` marks functions that are patched already.
     embedding: Any = UnquantizedEmbeddingMethod
     embedding.process_weights_after_loading = staticmethod(_pack_when_used)
     processor: Any = LogitsProcessor

@@ -68,7 +68,7 @@ class DraftModel:
         self._known_ids = self._config.model_config.get_vocab_size()
         self._policy_ids = vllm_config.model_config.get_vocab_size()
         block = vllm_config.cache_config.block_size
-        # Each slot owns fixed blocks with room for the longest context, so that nothing has to be allocated or evicted.
+        # Each slot owns fixed blocks with room for the longest context, so that no block is allocated or shared later.
         blocks = -(-served // block)
         self._room = blocks * block
         self._blocks = torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
@@ -121,7 +121,6 @@ class DraftModel:
             hidden = self._read([slots[index] for index in active], new_tokens)
             logits = self._model.compute_logits(hidden)[:, : min(self._known_ids, self._policy_ids)]
             probs, tokens = (x.numpy() for x in logits.float().softmax(-1).max(-1))
-            # Probability of the whole draft so far.
             draft_probs[active] *= probs
             for index, token in zip(active, tokens.tolist(), strict=True):
                 if draft_probs[index] >= _LEAST:

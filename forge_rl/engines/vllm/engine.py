@@ -168,8 +168,7 @@ class VLLMEngine:
         try:
             parameters = checked_parameters(sampling, interval)
             async with contextlib.AsyncExitStack() as stack:
-                # Entered first and left last: the adapter's values must outlive vLLM's request, which ends when its
-                # generator is closed.
+                # Entered first and left last: the adapter must outlive vLLM's request, which ends with its generator.
                 lora, version = stack.enter_context(self._adapters.using(sampling.adapter))
                 generated = self._llm.generate(prompt, parameters, request_id=request, lora_request=lora)
                 outputs = await stack.enter_async_context(contextlib.aclosing(generated))
@@ -382,8 +381,8 @@ class VLLMEngine:
             # `_watch` must not take it for a hang.
             pickled = await call_workers(self._llm, f"forge_rl_{method}", *args)
         answers = [pickle.loads(answer) for answer in pickled]
+        # Workers return errors instead of raising them; see WorkerExtension.
         for answer in answers:
-            # Workers return errors instead of raising them; see WorkerExtension.
             if isinstance(answer, Exception):
                 raise answer
         return answers

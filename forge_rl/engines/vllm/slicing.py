@@ -338,8 +338,8 @@ def _slice_of(view: torch.Tensor, first: int, shape: Sequence[int], strides: Seq
         strides: its strides, the largest first; between the tensors of a stack there may be a gap.
     """
     start, size = [], [1] * len(shape)
+    # From an offset in memory to an index in each dim, by strides from the largest to the smallest.
     for step in strides:
-        # From an offset in memory to an index in each dim, by strides from the largest to the smallest.
         start.append(first // step)
         first %= step
     for count, stride in zip(view.shape, view.stride(), strict=True):
