@@ -203,7 +203,7 @@ class DraftSwitch:
         if any(len(steps) < _MEASURED for steps in speeds):
             return False
         draft_speed, plain_speed = (
-            # Mean tokens, as accepted drafts are rare and large; median seconds, as single steps may be held up.
+            # The median of the seconds, so that single steps that were held up do not count.
             statistics.fmean(tokens for tokens, _ in steps) / statistics.median(seconds for _, seconds in steps)
             for steps in speeds
         )

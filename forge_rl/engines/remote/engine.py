@@ -188,7 +188,7 @@ class RemoteEngine:
             if problems:
                 raise problems[0] from None
             raise
-        # Attested on this side: the server's own word is not trusted.
+        # The server reports the fingerprints of what it holds, which are compared here as any engine's are.
         manifest.attest(report.fingerprints, reader, merged=True)
         return report
 
