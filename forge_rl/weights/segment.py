@@ -42,7 +42,7 @@ def create(path: Path, size: int) -> SegmentRef:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        # Allocate now: a sparse file would be made at once, and a write to it killed by SIGBUS when tmpfs is full.
+        # Allocate here: a sparse file would be made at once, and a write to it killed by SIGBUS when tmpfs is full.
         os.posix_fallocate(fd, 0, PAGE + size)
         return _stamp(fd, str(path), size)
     except OSError:

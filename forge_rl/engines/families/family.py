@@ -162,7 +162,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A config.json whose values are validated when read: methods raise ModelError for invalid ones."""
+    """A config.json whose values are validated when read: methods raise ModelError for invalid values."""
 
     path: Path
     values: Mapping[str, Any]
