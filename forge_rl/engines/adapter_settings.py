@@ -1,4 +1,4 @@
-"""Settings, updates and results of several adapters that are trained over one base. Does not import torchtitan."""
+"""Settings, passes and results of several adapters trained over one base. Does not import torchtitan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forge_rl.packing.rows import Minibatch
 
 _LARGEST, _LEAST_EPS = 1e6, 1e-30
-"""Bounds of numbers that float32 has to hold: past them, a step fails half way, or divides 0 by 0."""
+"""Bounds of numbers that float32 must represent: beyond them, a step would fail halfway, or divide 0 by 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ class AdamStep:
             ("weight_decay", self.weight_decay, 0 <= self.weight_decay <= _LARGEST),
             ("max_grad_norm", self.max_grad_norm, self.max_grad_norm > 0),
         ):
+            # inf switches clipping off; every other number must be finite.
             if not is_valid or (not math.isfinite(value) and name != "max_grad_norm"):
                 raise ConfigError(f"{name} of an optimizer step is {value}", hint="set a number within its range")
 
@@ -98,7 +99,7 @@ class AdapterEngine(Protocol):
     """
 
     def open(self, name: str, settings: AdapterSettings) -> None:
-        """Add an adapter with first values from its seed, as in a training of its own.
+        """Add an adapter with initial values from its seed, the same as if it were trained alone.
 
         Raises:
             ConfigError: the name is taken, or the rank or a target is not within the trainer's.
@@ -108,10 +109,10 @@ class AdapterEngine(Protocol):
         """Forget an adapter."""
 
     def rest(self) -> None:
-        """Put the engine's own adapter, its gradients and its count of updates back in place."""
+        """Restore the engine's own adapter, its gradients and its count of updates."""
 
     def updates(self, name: str) -> int:
-        """Number of an adapter's optimizer steps."""
+        """Return the number of an adapter's optimizer steps."""
 
     def run(self, name: str, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> PassResult:
         """Run a pass over this share's rows; with `backward`, add its gradient to those that `step` will use.
@@ -121,9 +122,9 @@ class AdapterEngine(Protocol):
         """
 
     def run_many(self, passes: Sequence[AdapterPass]) -> list[PassResult | ForgeError]:
-        """Run passes of several adapters, whose rows are computed together where they fit into one.
+        """Run passes of several adapters; rows are computed together where they fit into one.
 
-        Each pass has the result of `run`, within rounding. What fails or is not finite in one changes no other.
+        Each pass has the result of `run`, up to rounding. A failure or non-finite value in one pass changes no other.
 
         Returns:
             For each pass its result, or the error that `run` would have raised.

@@ -26,7 +26,7 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def predicting_layers(folder: Path, architecture: Architecture) -> int:
-    """Count the multi-token-prediction layers that a model's files hold, stored after its last layer.
+    """Count the multi-token-prediction layers in a model's files, stored after its last layer.
 
     Raises:
         ModelError: the folder holds no weights, or they cannot be read.
@@ -36,7 +36,7 @@ def predicting_layers(folder: Path, architecture: Architecture) -> int:
 
 
 def check_weights(folder: Path, architecture: Architecture, *, values: bool = False) -> list[str]:
-    """Check the names of a folder's weights, which need not be what its config.json describes.
+    """Check the names of a folder's weights, which may not be the ones that its config.json describes.
 
     Args:
         values: a value model is trained on, which needs no head.
@@ -65,6 +65,8 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
         name for name in stored_names - needed_names - {HEAD, VALUE_HEAD} if not name.endswith(".rotary_emb.inv_freq")
     )
     layer_of = {name: int(match[1]) for name in extra_names if (match := _OF_LAYER.match(name))}
+    # Weights of existing layers that the architecture lacks, such as biases: without them another model would be
+    # trained.
     unexpected_names = [
         name for name, layer in layer_of.items() if layer < architecture.layers and name.endswith(_TRAINED)
     ]
@@ -85,6 +87,7 @@ def _weight_names(architecture: Architecture) -> Iterator[str]:
     yield from (EMBEDDING, "model.norm.weight") if a.tied else (EMBEDDING, "model.norm.weight", HEAD)
     for layer in range(a.layers):
         is_sparse = a.experts is not None and layer in a.experts.layers
+        # The family names the weights of all kinds of layers; leave out those that this layer does not have.
         absent_prefixes = ["feed_forward."] if is_sparse else ["moe."]
         if a.experts is not None and not a.experts.shared_dim:
             absent_prefixes.append("moe.shared_experts.")
@@ -99,7 +102,7 @@ def _weight_names(architecture: Architecture) -> Iterator[str]:
 
 
 def read_served(folder: Path) -> Architecture:
-    """Read config.json of a model that engines alone run: as transformers has it where the native family refuses it.
+    """Read config.json of a model that only engines run. If the native family refuses it, read it as transformers does.
 
     Raises:
         ModelError: as `read_architecture`.
@@ -114,7 +117,7 @@ def read_served(folder: Path) -> Architecture:
 
 
 def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architecture:
-    """Read config.json, and whether the files agree with it that the embedding is also the output projection.
+    """Read config.json, and check in the files whether the embedding is also the output projection.
 
     Args:
         modelling: which code computes the model, see `TrainSettings.modelling`.
@@ -148,6 +151,7 @@ def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architectu
             f"{path} describes a model of {architecture.weights} weights, and its files have {file_bytes} bytes",
             hint="download or export the model again",
         )
+    # transformers and vLLM use a head in the files if it differs, whatever config.json says.
     if architecture.tied and file_bytes and has_own_head(folder):
         architecture = replace(architecture, tied=False, untied_by_files=True)
     return architecture

@@ -41,7 +41,7 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
 
 
 def with_longest_context(settings: S, folder: Path, *, min_tokens: int, max_tokens: int | None = None) -> S:
-    """Return engine settings with the longest context that the model and memory allow, unless they set one.
+    """Return engine settings with the longest context that the model and the memory allow, unless the settings set one.
 
     Args:
         folder: folder of the model.
@@ -68,9 +68,11 @@ def sequence_bytes(architecture: Architecture, settings: DecodeSettings, tokens:
     a, tokens = architecture, tokens or settings.max_model_len
     num_window_layers = len(a.window_layers) if a.window else 0
     attended_tokens = (a.layers - num_window_layers) * tokens + num_window_layers * min(tokens, a.window or tokens)
+    # Latent attention caches one compressed vector for all heads, on each device.
     if a.latent:
         values = a.latent.kv_rank + a.latent.rope_dim
     else:
+        # Keys and values. With fewer key heads than devices, each device has a copy of one.
         values = 2 * a.head_dim * max(1, a.kv_heads // settings.tensor_parallel_size)
     return attended_tokens * values * resolve_dtype(settings.dtype).itemsize
 
@@ -78,6 +80,7 @@ def sequence_bytes(architecture: Architecture, settings: DecodeSettings, tokens:
 def positions(architecture: Architecture) -> int:
     """Return the maximum number of positions that vLLM accepts for a sequence."""
     rope = architecture.rope
+    # vLLM scales the context of YaRN by its factor, also where config.json has the original length.
     if rope["rope_type"] != "yarn":
         return architecture.max_positions
     return max(architecture.max_positions, int(float(rope["original_max_position_embeddings"]) * float(rope["factor"])))

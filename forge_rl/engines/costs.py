@@ -1,4 +1,4 @@
-"""Counts what a model's tokens cost: operations, and weights read. Pure arithmetic."""
+"""Counts the cost of a model's tokens: operations, and weights read. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from forge_rl.engines.families.family import Architecture
 
 
 def layer_weights(architecture: Architecture, tokens: int = 1) -> float:
-    """Return the weights of all layers that a pass over `tokens` tokens reads, on average.
+    """Return the average number of layer weights that a pass over `tokens` tokens reads.
 
-    In a mixture of experts, one token uses `top_k` of them; several that choose independently and evenly use
-    `count * (1 - (1 - top_k / count) ** tokens)`.
+    In a mixture of experts, one token uses `top_k` experts of a layer. Several tokens that choose independently and
+    evenly use `count * (1 - (1 - top_k / count) ** tokens)`.
     """
     a, experts = architecture, architecture.experts
+    # Without embedding and head: a token looks up one row of the first, and the second is counted apart.
     total = a.weights - a.vocab * a.dim * (1 if a.tied else 2)
     if experts is None:
         return float(total)
@@ -20,15 +21,15 @@ def layer_weights(architecture: Architecture, tokens: int = 1) -> float:
 
 
 def head_weights(architecture: Architecture) -> int:
-    """Return the weights of the output head, which only tokens with a scored or sampled successor use."""
+    """Return the number of weights in the output head, which only tokens with a scored or sampled successor use."""
     return architecture.vocab * architecture.dim
 
 
 def attention_flops(architecture: Architecture, context: float) -> float:
-    """Return the operations of one token's attention over `context` earlier tokens, in all layers: q with k, and the
-    weights with v, at two operations for each element of a head.
+    """Return the operations of one token's attention over `context` earlier tokens in all layers: products of q with k
+    and of attention weights with v, each two operations per element of a head.
 
-    Layers with a sliding window see at most the window.
+    Layers with a sliding window attend to at most the window.
     """
     a = architecture
     value_dim = a.latent.value_dim if a.latent else a.head_dim

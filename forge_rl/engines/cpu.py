@@ -1,4 +1,4 @@
-"""Needed by ranks on CPUs only: a heap that keeps its blocks, and a process group without a race."""
+"""Support for ranks on CPUs: a heap that keeps its blocks, and a process group without a race."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import ClassVar
 import torch.distributed as dist
 
 _SHORT = 0.25
-"""Memory is short while less than this share of it is available."""
+"""Memory is short while less than this share is available."""
 
 MAPPED_BYTES = 16 << 20
-"""Size from which a trainer's tensors on CPU are not part of the heap, see `HEAP_ENVIRONMENT`."""
+"""Size from which a trainer's tensors on CPU are mapped outside of the heap; see `HEAP_ENVIRONMENT`."""
 
 HEAP_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""Environment variables that have glibc keep freed blocks of less than `MAPPED_BYTES`.
+"""Environment variables that make glibc keep freed blocks of less than `MAPPED_BYTES`.
 
-Every step frees and allocates the same sizes. By default glibc returns most blocks to the kernel and gets them back
-zeroed, page by page; these variables keep them until `release_heap`. An update of SmolLM2-135M on a row of 1,024 tokens
-in float32 takes a sixth less time, and its peak is 0.2 GiB higher, which the plan counts (`TrainMemory.heap`). Larger
-blocks are mapped one by one, as gaps between them would be large: with all of them in the heap, the peak of a row of
-8,192 tokens was 5.0 GiB instead of 3.8, and its time 3% less.
+Every step frees and allocates blocks of the same sizes. By default glibc returns most blocks to the kernel and gets
+them back zeroed, page by page; these variables keep them until `release_heap`. An update of SmolLM2-135M on a row of
+1,024 tokens in float32 takes a sixth less time, and its peak is 0.2 GiB higher, which the plan counts
+(`TrainMemory.heap`). Larger blocks are mapped one by one, because gaps between them would be large: with all blocks in
+the heap, the peak of a row of 8,192 tokens was 5.0 GiB instead of 3.8, and its time 3% less.
 """
 
 
 def release_heap(available: float) -> None:
-    """Return freed memory to the system if memory is short, as the next step must allocate it again (0.3 of 8 s for
-    SmolLM2-135M).
+    """Return freed memory to the system if memory is short. The next step must then allocate it again, which takes 0.3
+    of 8 s for SmolLM2-135M.
 
     Args:
         available: share of memory that is available.
@@ -43,13 +43,13 @@ def release_heap(available: float) -> None:
 
 
 def trim_heap() -> None:
-    """Return freed blocks of the heap to the system, also those below others that are in use."""
+    """Return freed heap blocks to the system, including blocks below others that are in use."""
     with contextlib.suppress(AttributeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def meet_over(interface: str, *, nccl: bool) -> None:
-    """Have gloo and, with `nccl`, NCCL talk over one network interface; call before the process group is created."""
+    """Make gloo and, with `nccl`, NCCL use one network interface; call before the process group is created."""
     OneThreadGloo.interface = interface
     if nccl and os.environ.get("NCCL_SOCKET_IFNAME") != interface:  # only if it changes: other threads read it
         os.environ["NCCL_SOCKET_IFNAME"] = interface
@@ -64,9 +64,9 @@ def chosen_interfaces() -> str:
 class OneThreadGloo(dist.ProcessGroupGloo):
     """A gloo group with one thread.
 
-    torch 2.13 starts two, and both assign `ProcessGroupStatus::lastStartedWorkName`, a string, without a lock
-    (`ProcessGroupGloo::runLoop`): a double free, which AddressSanitizer reports and which crashed one of some 50 runs
-    of two ranks. `torch.distributed` passes on no options for gloo, hence a class.
+    torch 2.13 starts two threads, and both assign `ProcessGroupStatus::lastStartedWorkName`, a string, without a lock
+    (`ProcessGroupGloo::runLoop`). The double free shows in AddressSanitizer, and crashed one of some 50 runs of two
+    ranks. `torch.distributed` passes on no options for gloo, hence a class.
     """
 
     interface: ClassVar[str] = ""
@@ -77,6 +77,7 @@ class OneThreadGloo(dist.ProcessGroupGloo):
         options._threads = 1
         options._timeout = timeout
         names = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
+        # As torch reads the variable: several interfaces, separated by commas.
         options._devices = [self.create_device(interface=name) for name in names.split(",") if name] or [
             self.create_default_device()
         ]

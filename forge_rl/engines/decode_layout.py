@@ -13,16 +13,16 @@ from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.adapter_limits import has_experts
 
 _WITHOUT_LORA = ("stablelm",)
-"""Model types for which vLLM has no adapters; it has them for all other types that can be trained."""
+"""Model types for which vLLM has no adapters; it has them for all other trainable types."""
 _WORD_ITEMS = 4
-"""A worker's part of a row must be a multiple of this many elements, 8 bytes of bfloat16, to be fingerprinted."""
+"""Elements in 8 bytes of bfloat16: to be fingerprinted, a worker's part of a row must be a multiple of this."""
 
 
 def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int = 1) -> None:
     """Check that the model can be split as the settings say, and that each engine has GPUs of its own.
 
-    Engines do not share a GPU: vLLM would count the other's memory as its own while it starts, and one engine that
-    decodes more requests at a time is faster than two.
+    Engines do not share a GPU: while it starts, vLLM would count the other engine's memory as its own, and one engine
+    that decodes more requests at a time is faster than two.
 
     Args:
         folder: Hugging Face model folder.
@@ -42,6 +42,7 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
             hint="lower --generator.replicas, --generator.tensor-parallel-size or --generator.data-parallel-size; "
             "--generator.max-num-seqs has one engine decode more at a time",
         )
+    # FP8 on GPUs works for any model, and needs no look at config.json.
     rounds_weights = settings.quantization == "int8" or (settings.quantization == "fp8" and device_type() == "cpu")
     if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts or rounds_weights):
         return
@@ -67,7 +68,9 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         _check_experts(experts, settings)
 
     def works(size: int) -> bool:
+        # vLLM copies key heads to several workers if there are fewer of them than workers.
         shares_heads = heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0)
+        # A worker's part of a row must consist of whole words to be fingerprinted.
         return shares_heads and all(size == 1 or width % (_WORD_ITEMS * size) == 0 for width in widths)
 
     if not works(settings.tensor_parallel_size):
@@ -104,14 +107,16 @@ def check_adapters(folder: Path, settings: DecodeSettings) -> None:
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
-    """Return config.json, or its part for the language model."""
+    """Return config.json, or its section for the language model."""
     config = json.loads((folder / "config.json").read_text())
+    # Models that also take images keep the language model's dimensions there.
     text_config: Mapping[str, Any] = config.get("text_config") or config
     return text_config
 
 
 def _check_kernels(settings: DecodeSettings) -> None:
-    """Refuse kernels that vLLM has for no model: on CPU none is batch-invariant, and quantised ones take bfloat16."""
+    """Refuse settings for which vLLM has no kernels with any model: on CPU none is batch-invariant, and quantised
+    kernels compute in bfloat16."""
     flag = "--generator.batch-invariant"
     if settings.batch_invariant and device_type() != "cuda":
         raise ConfigError(f"{flag} needs GPUs, and engines would run on CPU", hint=f"leave out {flag}")
@@ -133,6 +138,7 @@ def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[in
     heads = int(config["num_attention_heads"])
     key_heads = int(config.get("num_key_value_heads") or heads)
     widths = [heads * int(config.get("head_dim") or config["hidden_size"] // heads)]
+    # In a mixture, experts are split instead of a dense network, or not at all if each worker has whole ones.
     if not _experts(config):
         widths.append(int(config["intermediate_size"]))
     elif not settings.enable_expert_parallel:

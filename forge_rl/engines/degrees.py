@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def least_ranks(settings: TrainSettings) -> int:
-    """Return the smallest number of ranks that the parallel flags allow; its multiples work too."""
+    """Return the smallest number of ranks that the parallel flags allow; its multiples also work."""
+    # Expert-parallel ranks are the same ranks as the others of a copy, so only the least common multiple is needed.
     copies = settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree
     return copies * math.lcm(settings.peers, settings.expert_parallel_degree)
 
@@ -42,6 +43,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
     Raises:
         ConfigError: they do not; names the flags and the numbers that work.
     """
+    # Each check names one flag: a layout must be refused here, not by a rank after all have started.
     a = architecture
     if a.family.general:
         _check_general(settings, a)
@@ -96,7 +98,7 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
 
 
 def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
-    """Raise ConfigError for what a model on transformers' code cannot do."""
+    """Raise ConfigError for settings that a model on transformers' code does not support."""
     a, name = architecture, architecture.family.model_type
     degrees = [f"{kind}_parallel_degree" for kind in ("context", "pipeline")]
     if flags := [f"{_flag(field)} {getattr(settings, field)}" for field in degrees if getattr(settings, field) > 1]:
@@ -104,6 +106,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
             f"{' '.join(flags)}: a {name!r} on transformers' code is laid out by {', '.join(general_layouts(a))}",
             hint=f"leave {' and '.join(flag.split()[0] for flag in flags)} out; more --trainer.ranks shard its state",
         )
+    # Whether it works depends on the model's own plan in transformers.
     if settings.tensor_parallel_degree > 1:
         _check_tensor_plan(settings, architecture)
     if settings.expert_parallel_degree > 1:
@@ -119,6 +122,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
             f"{flag} is set, and transformers' code of a {name!r} has no router of experts that the trainer knows",
             hint=f"leave {flag} out",
         )
+    # LongRoPE chooses its angles by the longest position of a call, and a row is one call.
     original = architecture.rope.get("original_max_position_embeddings", math.inf)
     if architecture.rope["rope_type"] == "longrope" and settings.longest_row > float(original):
         raise ConfigError(
@@ -129,7 +133,7 @@ def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
 
 
 def general_layouts(architecture: Architecture) -> list[str]:
-    """List the layouts of a model on transformers' code."""
+    """List the supported layouts of a model on transformers' code."""
     from forge_rl.engines.families.tensor_plan import expert_modules, module_styles
     from forge_rl.engines.families.transformers_model import inspected_model  # imports transformers
 
@@ -184,7 +188,7 @@ def _check_experts(settings: TrainSettings, architecture: Architecture) -> None:
 
 
 def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
-    """Raise ConfigError for adapters that the model or the layout cannot have."""
+    """Raise ConfigError for adapters that the model or the layout does not support."""
     lora = settings.lora
     if not lora.rank:
         return
@@ -194,6 +198,7 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
             f"--lora.rank {lora.rank} trains adapters, which pipeline stages do not have",
             hint="leave out --trainer.pipeline-parallel-degree: FSDP, HSDP, TP, CP and EP work",
         )
+    # From here on, combinations that work separately but not together.
     is_split = settings.tensor_parallel_degree > 1
     if lora.base_format != "full" and _has_experts(architecture):
         raise ConfigError(
@@ -245,7 +250,7 @@ def _check_lora(settings: TrainSettings, architecture: Architecture) -> None:
 
 
 def _has_branching_states(architecture: Architecture) -> bool:
-    """Return whether layers have a state that branches could share, as convolutions have not."""
+    """Return whether layers have a state that branches could share; convolutions do not count."""
     from forge_rl.engines.families.general import has_states  # imports transformers
 
     return architecture.folder is not None and has_states(architecture.folder, convolutions=False)

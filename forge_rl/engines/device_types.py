@@ -1,4 +1,4 @@
-"""Speeds and sizes of GPUs that runs are planned for, from their vendors' data sheets."""
+"""Speeds and memory sizes of GPUs for planning runs, from the vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from forge_rl.flags.texts import suggest
 
 _FORM = re.compile(r"(?:(\d{1,4})x)?([A-Za-z0-9][A-Za-z0-9-]{0,30})")
 _MOST_DEVICES = 64
-"""Devices of one host."""
+"""Maximum number of devices of one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceType:
-    """What one device can do at most, and how it is connected. Rates are per second, links in one direction."""
+    """Peak performance and links of one device. Rates are per second, links in one direction."""
 
     name: str
     memory: int
     """Bytes of the device's memory."""
     flops: float
-    """Dense matrix multiplications in the dtype of training: bfloat16 on GPUs, without sparsity."""
+    """Operations of dense matrix multiplications in the dtype of training: bfloat16 on GPUs, without sparsity."""
     bandwidth: float
-    """Bytes of the device's own memory."""
+    """Bytes read from or written to the device's own memory."""
     link: float
-    """Bytes to the other devices of its host."""
+    """Bytes sent to the other devices of its host."""
     network: float
-    """Bytes to other hosts, for each device."""
+    """Bytes sent to other hosts, per device."""
     host_link: float
-    """Bytes to the host's memory."""
+    """Bytes sent to the host's memory."""
     host_memory: int
-    """Bytes of host memory for each device."""
+    """Bytes of host memory per device."""
     source: str
-    """Where these numbers are from."""
+    """Source of these numbers."""
 
 
 def _gpu(
@@ -68,11 +68,11 @@ DEVICE_TYPES: dict[str, DeviceType] = {
         _gpu("RTX4090-24G", 24, 165, 1008, (32, 1.25, 32), 48, "NVIDIA Ada GPU Architecture whitepaper"),
     )
 }
-"""Device types by name. Networks and host memory are assumptions where the source is not a whole system."""
+"""Device types by name. Where the source does not describe a whole system, network and host memory are assumptions."""
 
 
 def parse_machine(text: str) -> tuple[int, DeviceType]:
-    """Return the number of devices of a host, and their type: `parse_machine("8xH100-80G")`.
+    """Return a host's number of devices and their type: `parse_machine("8xH100-80G")`.
 
     Raises:
         ConfigError: it does not have this form, or names an unknown type; lists the known ones.

@@ -1,4 +1,4 @@
-"""The kind and number of devices that services run on; without a GPU driver, torch is not loaded to find out."""
+"""Tells the kind and number of devices that services run on, without loading torch if there is no GPU driver."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Devices:
 
 
 _OF_HOSTS: list[Devices] = []
-"""Devices of other hosts, while they stand for this machine's."""
+"""Devices of other hosts while they stand for this machine's, innermost last."""
 
 
 @contextlib.contextmanager
 def standing_for(devices: Devices) -> Iterator[None]:
-    """Have the functions of this module, and `platform.gpu_bytes`, answer for the hosts of a run while the body runs.
+    """Make this module's functions and `platform.gpu_bytes` answer for the hosts of a run while the body runs.
 
-    A controller decides what its services do by these, and may have no GPU itself. Processes of services ask their own
-    machine.
+    A controller configures its services by these answers, and may have no GPU itself. The services' processes ask their
+    own machine.
     """
     _OF_HOSTS.append(devices)
     try:
@@ -58,6 +58,7 @@ def device_type() -> Literal["cuda", "cpu"]:
     """Return the kind of device that services run on."""
     if (devices := hosts_devices()) is not None:
         return devices.kind
+    # Without a driver there is no need to load torch, which takes seconds.
     if not _has_driver():
         return "cpu"
     import torch

@@ -1,7 +1,7 @@
-"""Least-loaded expert parallelism: which rank computes which rows of which expert.
+"""Plans least-loaded expert parallelism: which rank computes which rows of which expert.
 
-The plan is a function of the counts alone, so every rank that gathers them makes the same one. It follows
-"Least-Loaded Expert Parallelism: Load Balancing An Imbalanced Mixture-of-Experts", arXiv:2601.17111.
+The plan depends on the counts alone, so every rank that gathers them makes the same one. It follows "Least-Loaded
+Expert Parallelism: Load Balancing An Imbalanced Mixture-of-Experts", arXiv:2601.17111.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 
 _PLAIN_BELOW = 1.1
-"""Ratio of the heaviest rank's rows to the mean, up to which each rank computes its own experts."""
+"""Ratio of the heaviest rank's rows to the mean up to which each rank computes its own experts."""
 _EVEN = 1.02
 """Ratio of the heaviest rank's rows to the mean at which a plan is even enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loan:
-    """An expert whose weights a rank fetches from their owner, to compute a part of its rows."""
+    """An expert whose weights a rank fetches from the owner to compute some of its rows."""
 
     expert: int
     owner: int
@@ -30,7 +30,7 @@ class Loan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
-    """Which rank computes which rows of each expert.
+    """Assignment of each expert's rows to ranks.
 
     plan = plan_experts(counts.sum(axis=0), ranks=4)
     plan.rows[2, 5]  # rows of expert 5 that rank 2 computes
@@ -39,8 +39,8 @@ class ExpertPlan:
     rows: Counts
     """[ranks, experts]: rows that each rank computes of each expert. The columns sum up to the experts' loads."""
     rounds: tuple[tuple[Loan, ...], ...]
-    """Loans, in the order in which ranks exchange them: in a round, a rank lends at most one expert and borrows at
-    most one. Empty if each rank computes its own experts."""
+    """Loans, in the order of exchange: in a round, a rank lends at most one expert and borrows at most one. Empty if
+    each rank computes its own experts."""
 
 
 def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
@@ -56,6 +56,7 @@ def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
     experts = len(load)
     experts_per_rank = experts // ranks
     rows = np.zeros((ranks, experts), dtype=np.int64)
+    # The plain plan: each rank computes all rows of its own experts.
     rows[np.arange(experts) // experts_per_rank, np.arange(experts)] = load
     totals = rows.sum(axis=1)
     mean = float(totals.mean())
@@ -64,9 +65,11 @@ def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
         target_rows = int(np.ceil(mean))
         while totals.max() > _EVEN * mean:
             owner, borrower = int(totals.argmax()), int(totals.argmin())
+            # The expert of which it still has the most rows: few loans, each a transfer of an expert's weights.
             expert = owner * experts_per_rank + int(
                 rows[owner, owner * experts_per_rank : (owner + 1) * experts_per_rank].argmax()
             )
+            # No more than the owner's surplus, the borrower's room, and the expert's rows.
             moved_rows = int(min(totals[owner] - target_rows, target_rows - totals[borrower], rows[owner, expert]))
             if moved_rows <= 0:  # the heaviest rank has the mean, rounded up
                 break
@@ -94,16 +97,16 @@ def _rounds(loans: dict[tuple[int, int, int], int]) -> tuple[tuple[Loan, ...], .
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """What one rank sends, receives and computes in a plan.
+    """One rank's part in a plan: the rows that it sends, receives and computes.
 
     Rows are sent in the order of `sent_blocks`, and computed in the order of `computed_blocks`: first the rows of the
     rank's own experts, then of borrowed ones, round by round; within an expert, by the rank that sent them.
     """
 
     sent_blocks: tuple[Counts, Counts]
-    """Starts and lengths of blocks of this rank's rows, sorted by expert, in the order in which they are sent."""
+    """Starts and lengths of blocks of this rank's rows, which are sorted by expert, in the order of sending."""
     computed_blocks: tuple[Counts, Counts]
-    """Starts and lengths of blocks of the received rows, in the order in which they are computed."""
+    """Starts and lengths of blocks of the received rows, in the order of computing."""
     send: list[int]
     """[ranks], rows sent to each rank."""
     receive: list[int]
@@ -117,7 +120,7 @@ class Routes:
 def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
     """Work out one rank's part of a plan.
 
-    The rows of an expert are numbered by the rank that has them, and the ranks that compute them take consecutive
+    An expert's rows are numbered in the order of the ranks that hold them, and each computing rank takes consecutive
     ones.
 
     Args:
@@ -125,6 +128,8 @@ def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
     """
     ranks, experts = counts.shape
     experts_per_rank = experts // ranks
+    # [ranks, experts]: numbered rows of each expert, this rank's range of them against each computing rank's, and the
+    # reverse.
     sent_rows = _overlap(counts[rank], _before(counts)[rank], plan.rows, _before(plan.rows))
     received_rows = _overlap(plan.rows[rank], _before(plan.rows)[rank], counts, _before(counts))
     loans = [next((loan for loan in round_loans if loan.borrower == rank), None) for round_loans in plan.rounds]
@@ -132,7 +137,9 @@ def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
         *range(rank * experts_per_rank, (rank + 1) * experts_per_rank),
         *(loan.expert for loan in loans if loan is not None),
     ]
+    # This rank's rows are sorted by expert, within it by the computing rank; they are sent by rank, then expert.
     sent_starts = _starts(sent_rows.T).T
+    # Received rows are sorted by sender, then expert; they are computed by expert, then sender.
     received_starts = _starts(received_rows)
     return Routes(
         sent_blocks=(sent_starts.ravel(), sent_rows.ravel()),
@@ -145,7 +152,7 @@ def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
 
 
 def _before(rows: Counts) -> Counts:
-    """Sum the rows of earlier ranks, [ranks, experts]."""
+    """Return the sum of the rows of earlier ranks, [ranks, experts]."""
     return rows.cumsum(axis=0) - rows
 
 

@@ -28,7 +28,7 @@ DECODE_MODULES = (_DECODE_MODULE, "forge_rl.engines.vllm.preloaded")
 
 
 class Closable(Protocol):
-    """Something with processes."""
+    """An object that owns processes."""
 
     def close(self) -> None:
         """End its processes."""
@@ -99,7 +99,7 @@ def decode_environment(
 
 
 def spare_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an engine's environment variables without those that give it devices, for a spare that gets them later."""
+    """Return an engine's environment variables without its devices, for a spare that gets them later."""
     return {name: value for name, value in environment.items() if name != _VISIBLE}
 
 
@@ -121,6 +121,7 @@ async def start_decode_engine(
     Raises:
         ModelError: the engine does not start with this model.
     """
+    # Imported here, since vLLM's import takes seconds and most processes do not need it.
     from forge_rl.engines.vllm.engine import VLLMEngine
 
     return await VLLMEngine.start(folder, settings, seed, part)

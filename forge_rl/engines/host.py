@@ -1,4 +1,4 @@
-"""What a run must know of a host before it places services there."""
+"""Devices and memory of a host, which a run must know before it places services there."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class HostInfo:
     kind: Literal["cuda", "cpu"]
     """Kind of device that services run on there."""
     gpus: tuple[str, ...]
-    """Its GPUs, as CUDA_VISIBLE_DEVICES names them there."""
+    """Its GPUs, by their names for CUDA_VISIBLE_DEVICES there."""
     gpu_bytes: int
     """Memory of its first GPU; 0 without any."""
     cores: int
     """CPU cores that a run may use."""
     memory_bytes: int
     space: str
-    """Identifies the machine's boot and PID namespace: hosts simulated by processes of one machine share it."""
+    """Identifies the machine's boot and PID namespace: simulated hosts that are processes of one machine share it."""
 
     @staticmethod
     def of_this_host() -> HostInfo:

@@ -20,7 +20,7 @@ LR_FACTOR = 10.0
 """Ratio of the best learning rate of adapters to the best one of full training, about the same over models, ranks and
 tasks: Schulman et al., "LoRA Without Regret" (Thinking Machines Lab, 2025)."""
 ALL_LINEAR = "all-linear"
-"""Target that stands for every linear layer of the model's layers that can have an adapter."""
+"""Target for every linear layer in the model's layers that can have an adapter."""
 HEAD, EXPERTS = "lm_head", "experts"
 """Targets besides linear layers: the output head, and all expert networks."""
 
@@ -97,16 +97,17 @@ class LoRAConfig:
 
 
 def linear_modules(architecture: Architecture) -> dict[str, str]:
-    """List the linear layers of a model's layers that can have adapters: Hugging Face's name, such as self_attn.q_proj,
-    by torchtitan's, such as attention.qkv_linear.wq.
+    """Return Hugging Face's names, such as self_attn.q_proj, of the linear layers that can have adapters, by
+    torchtitan's names, such as attention.qkv_linear.wq.
 
-    In models with experts only attention has them: there, peft takes gate_proj and the like to be stacks of experts,
+    In models with experts, only attention's layers can: peft takes gate_proj and the like for stacks of experts there,
     even in a dense layer. On transformers' code the keys are its own names, and a layer may lack some of the modules.
     """
     if architecture.family.general:
         return {module.name: module.file_name for module in _general_modules(architecture)}
     a, names = architecture, _layer_names(architecture)
     has_latent_q = a.latent is not None and a.latent.q_rank > 0
+    # Latent attention has q either as one matrix or as a product of two.
     absent = {"attention.wq"} if has_latent_q else {"attention.wq_a", "attention.wq_b"}
     kinds = ("attention.",) if a.experts is not None else ("attention.", "feed_forward.")
     modules = {
@@ -118,7 +119,7 @@ def linear_modules(architecture: Architecture) -> dict[str, str]:
 
 
 def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, str]:
-    """Return the `linear_modules` that the targets name.
+    """Return the `linear_modules` that the targets match.
 
     Raises:
         ConfigError: a target names no module that can have an adapter.
@@ -132,8 +133,10 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
             "which has no adapter",
             hint=f"leave {HEAD} out, or untie them: tie_word_embeddings in config.json",
         )
+    # Targets match whole parts of names from the end, as PEFT's target_modules do.
     targets = [target for target in lora.targets if target not in (HEAD, EXPERTS)]
     if ALL_LINEAR in targets:
+        # all-linear has them already, so that naming one besides is a mistake.
         unmatched_targets = [target for target in targets if target != ALL_LINEAR]
         matches = modules
     else:
@@ -149,7 +152,7 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
 
 
 def check_shared_base(lora: LoRAConfig) -> None:
-    """Raise ConfigError for targets, or a quantised base, that several adapters over one base cannot have."""
+    """Raise ConfigError for targets or a quantised base that several adapters over one base do not support."""
     if lora.base_format != "full":
         raise ConfigError(
             f"--lora.base-format {lora.base_format}: several adapters by name act on the model's own weights, which "
@@ -195,6 +198,7 @@ def adapter_parameters(architecture: Architecture, lora: LoRAConfig) -> int:
     if not lora.rank:
         return 0
     a, names = architecture, adapted_modules(architecture, lora)
+    # rank * (inputs + outputs) for each matrix: A and B.
     extra = lora.rank * (a.dim + a.vocab) if HEAD in lora.targets else 0
     if EXPERTS in lora.targets and a.experts is not None:
         extra += lora.expert_rank(a.experts.top_k) * _expert_features(a)
@@ -210,6 +214,7 @@ def base_bytes(architecture: Architecture, lora: LoRAConfig, itemsize: int) -> i
     a = architecture
     if lora.base_format == "full":
         return itemsize * a.weights
+    # Linear layers are quantised; embedding, head, norms and biases stay in the passes' dtype.
     sizes = [(inputs, outputs) for _, inputs, outputs in _linear_sizes(a)]
     stored = sum(stored_bytes(lora.base_format, outputs, inputs) for inputs, outputs in sizes)
     return itemsize * (a.weights - sum(inputs * outputs for inputs, outputs in sizes)) + stored
@@ -232,6 +237,7 @@ def _linear_sizes(architecture: Architecture) -> Iterator[tuple[str, int, int]]:
     if a.family.general:
         yield from ((module.name, module.inputs, module.outputs) for module in _general_modules(a))
         return
+    # (inputs, outputs) by torchtitan's name, of all kinds of layers; `linear_modules` says which of them the model has.
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     sizes = {"attention.wo": (a.heads * latent.value_dim if latent else q, a.dim)}
     if latent is not None:

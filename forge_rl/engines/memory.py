@@ -1,4 +1,4 @@
-"""Breakdown of a trainer rank's memory. Computing it needs torchtitan, reading it does not."""
+"""Breakdown of a trainer rank's memory. Computing it needs torchtitan; reading it does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainMemory:
     optimizer: int
     """Both moments of AdamW, in the dtype of `TrainSettings.optimizer_state`."""
     moments: int
-    """Both moments as a checkpoint holds them, float32 or wider; no part of a step."""
+    """Both moments as a checkpoint holds them, float32 or wider; not part of a step."""
     reference: int
     """Frozen copy for a KL penalty, in the dtype of forward and backward."""
     gathered: int
@@ -31,7 +31,7 @@ class TrainMemory:
     activations: int
     """Activations that a row's forward pass keeps, and the temporary memory of one layer's forward and backward."""
     hot_experts: int = 0
-    """What an expert-parallel rank needs more if its experts are chosen more often than others'."""
+    """Additional memory of an expert-parallel rank whose experts are chosen more often than others'."""
     head: int
     """Excess over the activations of the output projection with its chunk of logits, if any."""
     masks: int
@@ -44,7 +44,7 @@ class TrainMemory:
     """
 
     offloaded: int
-    """Inputs of layers that are in host memory until the backward pass; no part of the device's."""
+    """Inputs of layers that are in host memory until the backward pass; not part of the device's memory."""
     largest: int
     """This rank's shard of the largest weight, held twice while a checkpoint is written."""
 
@@ -62,6 +62,7 @@ class TrainMemory:
     @property
     def total(self) -> int:
         """Bytes at the peak of a step."""
+        # All fields but those that are in host memory, or only there while a checkpoint is written.
         return int(sum(vars(self).values())) - self.largest - self.moments - self.offloaded
 
 
@@ -74,6 +75,7 @@ def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:
         weights: number of weights in the model.
         ranks: number of ranks, which share the host's memory on CPU.
     """
+    # On CPU, the ranks of a host share its memory.
     memory = gpu_bytes() or host_bytes() // ranks
     gradient_bytes = 4 * weights // (settings.tensor_parallel_degree * settings.pipeline_parallel_degree)
     return not settings.enable_cpu_offload and gradient_bytes * _GRADIENTS_SHARE <= memory

@@ -64,9 +64,11 @@ class OptimizerConfig:
 
     def lr_at(self, update: int, total_updates: int) -> float:
         """Return the learning rate of an update, counted from 0, in a run of total_updates."""
+        # The first update already has a learning rate above 0.
         if update < self.warmup_updates:
             return self.lr * (update + 1) / self.warmup_updates
         if self.decay == "constant":
             return self.lr
+        # Share of the decay that is left; a run that goes on past its end stays at 0.
         left = max(0.0, 1 - (update - self.warmup_updates) / max(1, total_updates - self.warmup_updates))
         return self.lr * (left if self.decay == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))

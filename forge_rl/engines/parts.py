@@ -1,4 +1,4 @@
-"""Engines whose workers are on several hosts: what each host's part of one knows, and buckets of weights for all."""
+"""Parts of engines whose workers are on several hosts, and buckets of weights for all of these hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EnginePart:
     """One host's part of an engine. The first part schedules, and its workers are first; the others follow it."""
 
     number: int
-    """This host's place among the engine's hosts."""
+    """This host's index among the engine's hosts."""
     count: int
     """Number of hosts of the engine."""
     address: str
@@ -35,7 +35,7 @@ class EnginePart:
 
 @dataclass(frozen=True)
 class BucketOnHosts:
-    """The same bucket on each host of an engine: a `TensorBucket` that opens on the host of a part.
+    """The same bucket on each host of an engine: a `TensorBucket` that opens the copy on its part's host.
 
     Args:
         copies: the bucket as each part's host has it, in the parts' order.

@@ -23,12 +23,13 @@ def local_device(place: int) -> torch.device:
 
 
 def own_device() -> torch.device:
-    """Return the device that `init_distributed` has given this process, in the thread that called it."""
+    """Return the device that `init_distributed` chose for this process, in the thread that called it."""
     return local_device(0 if device_type() == "cpu" else torch.cuda.current_device())
 
 
 def device_threads(name: str, max_workers: int | None = None) -> ThreadPoolExecutor:
-    """Create a thread pool on this process's device; by default a new thread creates its CUDA context on the first GPU.
+    """Create a thread pool on this process's device; a new thread would otherwise create its CUDA context on the first
+    GPU.
 
     Args:
         name: prefix of the threads' names.
@@ -97,13 +98,16 @@ def init_distributed(rank: int, world_size: int, address: str, port: int, *, pla
     """
     # gloo for offloaded weights and gradients, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    # torch looks the class up by this name when it makes a group.
     distributed_c10d.ProcessGroupGloo = OneThreadGloo  # type: ignore[misc]
     if device_type() == "cuda":
         torch.cuda.set_device(local_device(rank if place is None else place))
+    # In memory: no port is opened that others could reach.
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     try:
+        # TCPStore takes over the socket, so Python must not close it.
         fd = _listen(address, port).detach() if rank == 0 else None
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, master_listen_fd=fd)
     except (OSError, RuntimeError, dist.DistError) as error:
@@ -116,8 +120,8 @@ def init_distributed(rank: int, world_size: int, address: str, port: int, *, pla
 
 
 def open_store(address: str) -> tuple[dist.TCPStore, int]:
-    """Serve a store at an address of this host only, and return it with its port. Its clients set
-    TORCHELASTIC_USE_AGENT_STORE, so that torch does not open another one."""
+    """Serve a store at an address of this host only; return it with its port. Its clients set
+    TORCHELASTIC_USE_AGENT_STORE to keep torch from opening another one."""
     server = _listen(address, 0)
     port: int = server.getsockname()[1]
     fd = server.detach()

@@ -160,8 +160,8 @@ class DecodeEngine(Protocol):
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
         """Stop at a token boundary, or resume if both flags are False and the engine holds a whole version.
 
-        A paused engine keeps its requests and their KV cache. An engine that is asleep also frees the KV cache, and on
-        CUDA the weights: loaded ones are dropped, the model folder's move to the host. Its requests are prefilled
+        A paused engine keeps its requests and their KV cache. An engine that is asleep also frees the KV cache and, on
+        CUDA, the weights: loaded ones are dropped, the model folder's move to host memory. Its requests are prefilled
         again when it wakes.
 
         Returns:
@@ -189,8 +189,8 @@ class DecodeEngine(Protocol):
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter in PEFT's format, which acts on the engine's weights, whichever version they are.
 
-        Requests name it in `Sampling.adapter`. If the name is loaded already, later requests sample with the new values
-        and those in flight go on with the old ones. The files are read before this returns.
+        Requests name it in `Sampling.adapter`. If the name is loaded already, later requests sample with the new
+        values, and those in flight keep the old ones. The files are read before this returns.
 
         Raises:
             ConfigError: the engine serves no adapters, or not this one: its rank, modules, shapes or values.
@@ -198,7 +198,7 @@ class DecodeEngine(Protocol):
         """
 
     async def drop_adapter(self, name: str) -> None:
-        """Forget an adapter, if it is loaded. Requests that sample with it go on."""
+        """Forget an adapter if it is loaded. Requests that sample with it continue."""
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -407,7 +407,7 @@ class TrainEngine(Protocol):
         """
 
     def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
-        """Measure how much the logprobs of this share's rows change if the output of one layer is slightly off.
+        """Measure how much the logprobs of this share's rows change if one layer's output is slightly off.
 
         Args:
             relative: error of each element, as a share of it, such as the epsilon of a dtype.
@@ -419,7 +419,7 @@ class TrainEngine(Protocol):
     def offload(self) -> int:
         """Move weights, optimizer state and reference to host memory.
 
-        Returns the number of bytes moved; 0 if they were offloaded already, or stay on the device by the settings.
+        Returns the number of bytes moved: 0 if they were offloaded already, or if the settings keep them on the device.
         """
 
     def onload(self) -> int:
@@ -432,18 +432,21 @@ class TrainEngine(Protocol):
         """
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Specs of all published tensors, by Hugging Face names, the same on all ranks; a tied weight appears once."""
+        """Return the specs of all published tensors under Hugging Face names, the same on all ranks; a tied weight
+        appears once."""
 
     def local_shards(self) -> Iterator[LocalShard]:
-        """This rank's part of the published tensors: views that, over all ranks, tile each weight exactly once."""
+        """Yield this rank's part of the published tensors: views that, over all ranks, tile each weight exactly
+        once."""
 
     def merged_reports(self, drafted: Manifest) -> list[ShardReport]:
-        """Fingerprint this rank's slices of weights with adapters, these added, as readers of the version must hold
-        them. Every rank calls this, after the shards; without adapters, or if whole weights are published, the list is
-        empty."""
+        """Fingerprint this rank's slices of the weights that have adapters, with the adapters added, as readers of the
+        version must hold them. Every rank calls this after the shards are written. Empty without adapters, or if whole
+        weights are published."""
 
     def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
-        """The shards of all ranks, each on a rank of the host on which its tensor's bucket was reserved.
+        """Distribute the shards of all ranks so that each is on the host where its tensor's bucket is reserved; return
+        this rank's.
 
         Args:
             drafted: manifest with the host of each bucket.
@@ -462,9 +465,9 @@ class TrainEngine(Protocol):
         """
 
     def reset(self, optimizer: OptimizerConfig) -> None:
-        """Return to the state before the first update, from the files of the model that the engine started with.
+        """Return to the state before the first update, using the files of the model that the engine started with.
 
-        A value head that the files lack is 0 again; the reference, if any, is unchanged.
+        A value head that is not in the files is 0 again; the reference, if any, is unchanged.
 
         Args:
             optimizer: settings of the optimizer from now on.

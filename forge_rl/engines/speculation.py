@@ -1,4 +1,4 @@
-"""Reads the flag --generator.speculation: who drafts tokens ahead, and when drafts are not worth their cost."""
+"""Reads --generator.speculation, and switches drafts off where they are not worth their cost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DECAY = 0.99
 _ENOUGH = 32
 """Minimum number of drafted tokens for their accepted share to count."""
 _RETRY = 32
-"""Interval, in steps, at which one step drafts although drafts are off, or the reverse, so that both are measured."""
+"""Number of steps after which one step drafts although drafts are off, or the reverse, so that both stay measured."""
 _MEASURED = 5
 """Minimum number of measured steps of each kind before their speeds are compared."""
 _FIRST_RETRY = 8
-"""Interval while too few steps of the other kind are measured."""
+"""The same, while too few steps of the other kind are measured."""
 _WINDOW = 32
 """Maximum number of recent steps of each kind that a speed is computed from."""
 
@@ -133,6 +133,7 @@ def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress
         folder = dequantized(folder, cache, progress) if read_architecture(folder).quantized else folder
     except ModelError as error:
         raise ModelError(f"the draft model {speculation.model}: {error.message}", hint=error.hint) from error
+    # The folder goes into the flag's text, where commas and colons separate options.
     quote = "'" if '"' in str(folder) else '"'
     options = "".join(f",{name}={getattr(speculation, name)}" for name in _Options.__annotations__)
     return f"draft:{quote}{folder}{quote}{options}"
@@ -141,9 +142,9 @@ def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress
 class DraftSwitch:
     """Turns drafts off while many requests run, while too few drafted tokens are accepted, and where they lose time.
 
-    Tokens per second of steps with and without drafts are measured, separately for 1, 2 to 3, 4 to 7, ... running
-    requests; every 32nd step is of the other kind, so that both stay known. The shares of accepted tokens decay by
-    `_DECAY` with each step that verified a draft, so that they cover about the last hundred.
+    Tokens per second of steps with and without drafts are measured separately for 1, 2 to 3, 4 to 7, ... running
+    requests; every 32nd step is of the other kind, so that both stay measured. The counts of drafted and accepted
+    tokens decay by `_DECAY` with each step that verified a draft, so they cover about the last hundred.
 
     Args:
         settings: the thresholds.
@@ -156,7 +157,7 @@ class DraftSwitch:
         self._drafted = self._accepted = 0.0
         self._steps = 0
         self._speeds: dict[tuple[int, bool], deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_WINDOW))
-        """New tokens of each request, and seconds, of recent steps, by the size of the batch and whether it drafted."""
+        """New tokens per request and seconds of recent steps, by size of the batch and whether the step drafted."""
         self._last: tuple[set[str], bool, float] = set(), False, 0.0
         """Requests of the last step, whether it drafted, and when it began."""
 
@@ -174,15 +175,18 @@ class DraftSwitch:
             tokens: number of their tokens that the last step sampled.
         """
         running = len(requests)
+        # A batch this large is bound by compute, and the next step's time must not be taken for a small one's.
         if running > self._settings.max_running:
             self._last = set(), False, 0.0
             return False
+        # Steps of 1, 2 to 3, 4 to 7, ... requests are measured apart.
         size, start_s = running.bit_length(), self._clock()
         last_requests, drafted, last_start_s = self._last
         if last_requests == set(requests):  # else the step also computed prompts
             self._speeds[size, drafted].append((tokens / running, start_s - last_start_s))
         pays_off = self._accepts() and not (self._settings.adaptive and self._loses(size))
         may_draft = pays_off
+        # Every so often do the opposite, so that both kinds stay measured.
         if self._settings.adaptive or not pays_off:
             self._steps += 1
             has_speeds = not self._settings.adaptive or len(self._speeds[size, not pays_off]) >= _MEASURED
@@ -194,11 +198,12 @@ class DraftSwitch:
         return self._drafted < _ENOUGH or self._accepted >= self._settings.min_accepted * self._drafted
 
     def _loses(self, size: int) -> bool:
-        """Return whether steps with drafts yield fewer tokens per second; outliers, such as pauses, do not count."""
+        """Return whether steps with drafts yield fewer tokens per second; outliers, such as pauses, are ignored."""
         speeds = [self._speeds[size, drafted] for drafted in (True, False)]
         if any(len(steps) < _MEASURED for steps in speeds):
             return False
         draft_speed, plain_speed = (
+            # The median of the seconds, so that single steps that were held up do not count.
             statistics.fmean(tokens for tokens, _ in steps) / statistics.median(seconds for _, seconds in steps)
             for steps in speeds
         )

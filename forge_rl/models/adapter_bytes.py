@@ -1,4 +1,4 @@
-"""An adapter's files as bytes, which travel to other processes and hosts."""
+"""An adapter's files as bytes, to be sent to other processes and hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_CONFIG_BYTES, _MAX_BYTES = 1 << 20, 16 << 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdapterFiles:
-    """An adapter's files as they were when they were read, to be sent to other processes and hosts.
+    """An adapter's files as they were when read, to be sent to other processes and hosts.
 
     AdapterFiles.read(folder).write(other_folder)
     """
@@ -23,7 +23,7 @@ class AdapterFiles:
 
     @staticmethod
     def read(folder: Path) -> AdapterFiles:
-        """Read an adapter's files, whose contents are not looked at.
+        """Read an adapter's files without parsing them.
 
         Raises:
             ModelError: a file is missing, cannot be read, or is larger than adapters are.

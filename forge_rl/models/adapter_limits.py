@@ -1,4 +1,4 @@
-"""What engines can serve of an adapter: its rank, the modules that it adapts, and values that are numbers."""
+"""Limits of adapters that engines serve: rank, modules, and finite values."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from forge_rl.models.adapters import Adapter
 
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM reserves memory; an adapter of another rank is padded to the next one."""
+"""Ranks for which vLLM reserves memory; adapters of other ranks are padded to the next one."""
 _ABSORBED = "kv_b_proj"
-"""Up-projection of latent attention, which vLLM multiplies into its neighbours before it decodes: an adapter of it
-would not act."""
+"""Up-projection of latent attention. vLLM multiplies it into its neighbours before it decodes, so an adapter of it
+would have no effect."""
 
 
 def served_rank(rank: int) -> int:
@@ -60,6 +60,7 @@ def served_modules(model: Path) -> dict[str, tuple[int, int]]:
         and (not is_sparse or "attn." in name or "attention." in name)
     ]
     shapes: dict[str, tuple[int, int]] = {}
+    # Shapes come from the files' headers; no weight is read.
     for path in {files[name] for name in names}:
         with open_weights(path) as file:
             present = set(file.keys())

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
-"""Files of an adapter: settings and factors, as PEFT writes them, and our own file with digests of the base model."""
+"""Files of an adapter: settings and factors, as PEFT writes them, and forge_rl's own file with digests of the base
+model."""
 _QUANTIZED = "quantization"
-"""Key of `BASE` with the weights of the base model that training held quantised."""
+"""Key in `BASE` for the base model's weights that training held quantised."""
 _PREFIX = "base_model.model."
 _HEAD_COPY = f"{_PREFIX}lm_head.base_layer.weight"
-"""Copy of the base's head, which PEFT writes with an adapter of it."""
+"""Copy of the base's head, which PEFT writes alongside an adapter of it."""
 _AGAIN = "write the adapter again"
 _UNSUPPORTED = {
     "use_dora": False,
@@ -44,9 +45,9 @@ _UNSUPPORTED = {
     "monteclora_config": None,
     "velora_config": None,
 }
-"""Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they do not."""
+"""Settings of PEFT that make an adapter more than a product of two matrices, with the values at which they are off."""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part of it."""
+"""PEFT's initialisations that leave the base model unchanged; others, such as PiSSA, subtract a part from it."""
 _MAX_RANK = 1 << 20
 
 
@@ -69,7 +70,7 @@ def write_adapter(
     dropout: float,
     quantization: BaseQuantization | None = None,
 ) -> None:
-    """Write an adapter into an existing folder, with the tokenizer of its base model.
+    """Write an adapter into an existing folder, along with the tokenizer of its base model.
 
     Args:
         factors: A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of
@@ -85,6 +86,7 @@ def write_adapter(
         record[_QUANTIZED] = asdict(quantization)
     (folder / BASE).write_text(json.dumps(record, indent=2) + "\n")
     for path in base.iterdir():
+        # Without config.json, which would make the folder look like a whole model: see `is_adapter`.
         is_config = path.name in ("config.json", CONFIG, BASE) or path.name.endswith(".index.json")
         if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
             shutil.copy(path, folder / path.name)
@@ -102,6 +104,7 @@ def write_factors(
     """Write the two files of PEFT's format into an existing folder; see `write_adapter`."""
     from safetensors.torch import save_file
 
+    # Factors with three dims are stacks of experts, [experts, ...].
     stacks = [name for name, (a, _) in factors.items() if a.ndim == 3]
     targets = sorted({expert_stacks.target(name) for name in stacks})
     tensors = {}
@@ -125,13 +128,14 @@ def write_factors(
         "bias": "none",
         "inference_mode": True,
     }
+    # PEFT has one rank for all modules and exceptions from it by pattern: experts may have a smaller one.
     if stacks:
         config |= {"target_parameters": targets, "rank_pattern": dict.fromkeys(targets, ranks[stacks[0]])}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def name_base(folder: Path, base: Path) -> None:
-    """Record this host's folder of the base model in an adapter, which a trainer on another host may have written.
+    """Record this host's folder of the base model in an adapter that a trainer on another host may have written.
 
     Raises:
         ModelError: the folder holds no adapter.
@@ -154,19 +158,19 @@ class Adapter:
     base: str
     """Folder or name of the model that it adapts."""
     digests: Mapping[str, str]
-    """Digests of that model's files; none if another program wrote the adapter."""
+    """Digests of that model's files; empty if another program wrote the adapter."""
     scale: float
-    """Factor on B A of linear layers."""
+    """Factor on B A in linear layers."""
     rank: int
-    """Rank of linear layers' adapters."""
+    """Rank of the adapters of linear layers."""
     expert_scale: float = 0.0
-    """Factor on B A of experts."""
+    """Factor on B A in experts."""
     expert_rank: int = 0
-    """Rank of each expert's adapter; 0 if experts have none."""
+    """Rank of each expert's adapter; 0 without adapters of experts."""
     expert_targets: tuple[str, ...] = ()
     """Adapted stacks of experts, as PEFT names them in target_parameters."""
     quantization: BaseQuantization | None = None
-    """Weights of that model that training held quantised: the adapter belongs to their rounded values."""
+    """Weights of that model that training held quantised: the adapter was trained on their rounded values."""
     revision: str = ""
     """Revision of that model on the hub; empty for the newest."""
 
@@ -181,12 +185,14 @@ class Adapter:
         if config.get("peft_type") != "LORA":
             raise ModelError(f"{folder} holds a {config.get('peft_type')!r:.40} adapter", hint="give a LoRA adapter")
         for name, plain in _UNSUPPORTED.items():
+            # null, false and an empty list mean that a feature is off.
             if config.get(name, plain) not in (plain, None, False, []):
                 raise ModelError(
                     f"{folder / CONFIG} sets {name} to {config[name]!r:.80}, which is more than plain LoRA",
                     hint="merge it with merge_and_unload() of peft, and save that",
                 )
         for name, value in config.items():
+            # A feature of a later version of PEFT, which may change what the adapter computes.
             if name.startswith("use_") and name not in _UNSUPPORTED and name != "use_rslora" and value:
                 raise ModelError(
                     f"{folder / CONFIG} sets {name:.40} to {value!r:.80}, which is not known here",
@@ -198,6 +204,7 @@ class Adapter:
                 "base model before it is adapted",
                 hint="save it with path_initial_model_for_weight_conversion of peft, which makes it a plain LoRA",
             )
+        # PEFT's patterns give modules other ranks; only one for all stacks of experts is known here.
         targets, ranks = config.get("target_parameters") or [], config.get("rank_pattern") or {}
         if config.get("alpha_pattern") or not expert_stacks.are_known(targets, ranks):
             raise ModelError(
@@ -241,7 +248,7 @@ class Adapter:
         )
 
     def check_base(self, base: Path) -> None:
-        """Check that a folder holds the model that was adapted, if its digests are known.
+        """Check that a folder holds the adapted model, if the model's digests are known.
 
         Raises:
             ModelError: names the files that differ.
@@ -249,6 +256,7 @@ class Adapter:
         from forge_rl.models.digests import model_digests
 
         digests = model_digests(base)
+        # Weights only: a tokenizer or chat template may be edited without harm to the adapter.
         weights = {name: digest for name, digest in self.digests.items() if name.endswith(".safetensors")}
         if changed_files := sorted(name for name, digest in weights.items() if digests.get(name) != digest):
             raise ModelError(
@@ -258,7 +266,7 @@ class Adapter:
 
     def merge(self, base: Path, target: Path) -> None:
         """Write the base model with W + scale B A in place of each adapted weight W, in W's dtype; see
-        `AdapterProduct`. Weights that training held quantised have the values that it computed with, rounded once more
+        `AdapterProduct`. Weights that training held quantised get the values that it computed with, rounded once more
         to W's dtype.
 
         Args:
@@ -285,12 +293,14 @@ class Adapter:
         self._check_head(files)
         total_bytes = 0
         dtype = ""
+        # File by file, so that one file of weights is in memory at a time.
         for path in sorted(set(files.values())):
             with open_weights(path) as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
             total_bytes += sum(tensor.nbytes for tensor in tensors.values())
             dtype = dtype or next((str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()), "")
             if self.quantization is not None:
+                # Rounded before the product is added: the adapter was trained on these values.
                 for name in quantized & tensors.keys():
                     tensors[name] = self.quantization.round_weight(name, tensors[name])
             tensors |= self._merged(tensors, factors)
@@ -299,8 +309,8 @@ class Adapter:
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
 
     def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; of experts, stacks of both
-        by transformers' name of the stack of weights.
+        """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; for experts, stacks of
+        both, by transformers' name of the stack of weights.
 
         Raises:
             ModelError: the file is missing or malformed.
@@ -308,6 +318,7 @@ class Adapter:
         stems: dict[str, dict[str, torch.Tensor]] = {}
         with open_weights(self.folder / WEIGHTS) as file:
             for key in file.keys():  # noqa: SIM118
+                # Not a factor; `_check_head` compares it.
                 if key == _HEAD_COPY:
                     continue
                 module, _, kind = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -333,8 +344,8 @@ class Adapter:
     def _by_file_name(
         self, base: Path, files: Mapping[str, Path]
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor, bool]]:
-        """Return A and B of each adapted tensor in a model's files, which may hold each expert's matrices apart, and
-        whether it is of experts."""
+        """Return A and B of each adapted tensor in a model's files, and whether it belongs to experts. The files may
+        hold each expert's matrices separately."""
         factors: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
         for name, pair in self.factors().items():
             is_stack = pair[0].ndim == 3
@@ -360,8 +371,9 @@ class Adapter:
     def _merged(
         self, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, bool]]
     ) -> dict[str, torch.Tensor]:
-        """Return the adapted tensors among some of a model's, with the adapters added."""
+        """Return those of a model's tensors that are adapted, with the adapters added."""
         scaled_factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+        # The factors may be of another model with the same names, so shapes are compared first.
         for name in filter(factors.__contains__, tensors):
             a, b, of_experts = factors[name]
             rank, scale = (self.expert_rank, self.expert_scale) if of_experts else (self.rank, self.scale)
@@ -374,6 +386,7 @@ class Adapter:
             scaled_factors[name] = a, b, scale
         merged = merged_weights(tensors, scaled_factors)
         for name, tensor in merged.items():
+            # A diverged training would otherwise become a model that only fails when it is used.
             if not bool(tensor.isfinite().all()):
                 raise ModelError(
                     f"{name!r:.120} is not finite with the factors in {self.folder / WEIGHTS}",
@@ -383,8 +396,7 @@ class Adapter:
 
 
 def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
-    """Return a folder with an adapter's base model and the adapter merged into it; the first call writes it into the
-    cache.
+    """Return a cached folder with an adapter merged into its base model; the first call writes it.
 
     Raises:
         ModelError: the adapter does not fit the base, or the cache is not writable.
@@ -395,6 +407,7 @@ def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
 
     adapter = Adapter.read(folder)
     adapter.check_base(base)
+    # Named after its contents, so that a changed base or adapter is merged again.
     parts: list[object] = [model_digests(base), *(file_digest(folder / name) for name in (CONFIG, WEIGHTS))]
     if adapter.quantization is not None:
         parts.append(asdict(adapter.quantization))

@@ -1,7 +1,7 @@
-"""Formats in which a frozen base holds its matrices: FP8 with a scale for each output, NF4 with one for 64 inputs.
+"""Formats of a frozen base's matrices: FP8 with a scale per output, NF4 with a scale per 64 inputs.
 
-The same bits come out on any device and for any slice of rows, so that a trainer's ranks, versions and merged folders
-have one base. Formats are computed in float32, and rounded once to the dtype that is asked for.
+Results have the same bits on any device and for any slice of rows, so a trainer's ranks, versions and merged folders
+share one base. Formats are computed in float32 and rounded once to the requested dtype.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 BaseFormat = Literal["fp8", "nf4"]
-"""fp8: float8_e4m3fn. nf4: 4-bit NormalFloat (Dettmers et al., arXiv:2305.14314), two values in a byte, the first in
-the high half, as in bitsandbytes."""
+"""fp8: float8_e4m3fn. nf4: 4-bit NormalFloat (Dettmers et al., arXiv:2305.14314), two values per byte, the first in the
+high half, as in bitsandbytes."""
 BASE_FORMATS: tuple[BaseFormat, ...] = get_args(BaseFormat)
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -30,12 +30,12 @@ NF4 = (
 )
 """Values of the codes of nf4, from appendix E of the paper."""
 BLOCK = 64
-"""Inputs that share a scale in nf4; the last block of a row may have fewer."""
+"""Inputs that share a scale in nf4; a row's last block may have fewer."""
 _FP8_LARGEST = 448.0
 _CHUNK_ELEMENTS = 1 << 20
-"""Elements of a matrix that are computed at a time, whose float32 values are temporary."""
+"""Elements of a matrix that are computed at a time; bounds the temporary float32 values."""
 _TRACED_CHUNKS = 8
-"""Maximum number of chunks on the meta device, each of which a plan traces."""
+"""Maximum number of chunks on the meta device, where a plan traces each chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class BaseQuantization:
 
     @staticmethod
     def read(record: object, path: Path) -> BaseQuantization | None:
-        """Read what `asdict` made of one; None stands for itself.
+        """Read the result of `asdict` back; None stands for itself.
 
         Args:
             path: file that holds the record, for an error.
@@ -66,7 +66,7 @@ class BaseQuantization:
         return BaseQuantization(base_format=base_format, weights=tuple(weights))
 
     def round_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight, [outputs, inputs], with the values that training had, in its own dtype.
+        """Return a weight, [outputs, inputs], with the values that training used, in its own dtype.
 
         Raises:
             ModelError: the weight has another number of dims, or values that are not finite.
@@ -83,7 +83,7 @@ class BaseQuantization:
 
 
 def stored_columns(base_format: BaseFormat, inputs: int) -> tuple[int, int]:
-    """Return the codes, in bytes, and the scales, of 4 bytes each, that a row of a matrix takes."""
+    """Return the bytes of codes and the number of scales, 4 bytes each, that a row of a matrix takes."""
     if base_format == "fp8":
         return inputs, 1
     blocks = math.ceil(inputs / BLOCK)
@@ -114,7 +114,7 @@ def quantize(values: torch.Tensor, base_format: BaseFormat) -> tuple[torch.Tenso
 def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, inputs: int, base_format: BaseFormat, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a matrix, [outputs, inputs], from what `quantize` returned.
+    """Return a matrix, [outputs, inputs], from the result of `quantize`.
 
     Args:
         dtype: dtype of the result, to which float32 values are rounded or widened.
@@ -131,6 +131,7 @@ def dequantize(
 def _row_chunks(values: torch.Tensor) -> Iterator[slice]:
     rows, columns = values.shape
     step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    # Each chunk is traced on its own, so that small ones would make the plan of a large model slow.
     if values.is_meta:
         step = max(step, math.ceil(rows / _TRACED_CHUNKS))
     for start in range(0, max(1, rows), step):
@@ -173,7 +174,7 @@ def _from_nf4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(largest: torch.Tensor) -> torch.Tensor:
-    """Return largest values as divisors, so that rows of zeros stay zeros."""
+    """Return the largest values as divisors above 0, so that rows of zeros stay zeros."""
     import torch
 
     return largest.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -181,7 +182,7 @@ def _scales(largest: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _nf4_pairs(device: torch.device) -> torch.Tensor:
-    """Return both values of each byte of codes: [256, 2] float32."""
+    """Return both values of each code byte: [256, 2] float32."""
     import torch
 
     values = torch.tensor(NF4, dtype=torch.float32, device=device)

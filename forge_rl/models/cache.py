@@ -1,4 +1,4 @@
-"""Files and folders that are built once into a cache folder, also if several processes need them."""
+"""Builds files and folders once into a cache folder, even if several processes need them."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def build_once(
         except BlockingIOError:  # no timeout: the kernel frees the lock if its holder dies
             wait()
             fcntl.flock(lock, fcntl.LOCK_EX)
+        # Asked again under the lock: another process may have built it meanwhile.
         if (is_ready or target.exists)():
             return
         for left_over in target.parent.glob(f".{target.name}-*"):  # from a killed process: we hold the lock

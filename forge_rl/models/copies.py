@@ -1,4 +1,4 @@
-"""Copies of model folders in a host's own cache, named after their contents."""
+"""Copies model folders into a host's own cache, under names made from their contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Contents = Mapping[str, tuple[int, str]]
 
 
 def contents_of(folder: Path) -> Contents:
-    """Read all of a model's files, for `copy_of`."""
+    """Read all of a model's files and return their sizes and digests, for `copy_of`."""
 
     def digest(path: Path) -> tuple[int, str]:
         hasher = xxhash.xxh3_128()
@@ -42,7 +42,7 @@ def contents_of(folder: Path) -> Contents:
 
 
 def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Path | None = None) -> Path:
-    """Return a folder of this host's cache with these files, copied if it is not there or has changed.
+    """Return a folder in this host's cache with these files; copy them if it is missing or has changed.
 
     Args:
         open_file: opens a file of the original to read.
@@ -57,6 +57,7 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
     folder.mkdir(parents=True, exist_ok=True)
     make_private(folder, ModelError, deep=False)
     target = folder / name
+    # Read again rather than trusted: a copy may have been cut short or changed on disk.
     if target.is_dir() and contents_of(target) == contents:
         return target
     needed_bytes, free_bytes = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
@@ -72,8 +73,10 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
             (new_folder / file).parent.mkdir(exist_ok=True)
             with open_file(file) as source, (new_folder / file).open("xb") as destination:
                 shutil.copyfileobj(source, destination, _PIECE_BYTES)
+        # The original may be overwritten while it is copied, file by file.
         if contents_of(new_folder) != contents:
             raise ModelError(f"the model changed while it was copied to {folder}", hint="start again")
+        # A folder that is not empty cannot be replaced by a rename.
         if target.exists():
             target.rename(Path(place, "replaced"))
         new_folder.rename(target)

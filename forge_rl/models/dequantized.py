@@ -1,7 +1,7 @@
 """Dequantises models to bfloat16, once, into a cache folder.
 
-An engine started from quantised weights packs them for special kernels and cannot load the bfloat16 weights that a
-trainer publishes, so both start from a bfloat16 copy.
+An engine started from quantised weights packs them for special kernels and cannot load a trainer's bfloat16 weights, so
+both start from a bfloat16 copy.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 _FLOAT32 = "e_score_correction_bias"
-"""Suffix of what stays float32."""
+"""Suffix of the names of tensors that stay float32."""
 
 
 def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
     """Return the bfloat16 copy of a folder with quantised weights; the first call writes it.
 
-    The copy of 4-bit weights is four times as large. Safe to call from several processes: one writes, the others wait.
+    A copy of 4-bit weights takes four times their size. Safe to call from several processes: one writes, the others
+    wait.
 
     Args:
         folder: Hugging Face folder in a format that `quantized.refusal` accepts.
@@ -41,6 +42,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
         ModelError: the cache is not writable or too small, other users can write to it, or a file cannot be read.
     """
     files = [path for path in sorted(folder.resolve().iterdir()) if path.is_file()]
+    # By size and time instead of contents, which are gigabytes.
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
     target = cache / f"dequantized-{key}"
@@ -57,7 +59,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
 
 
 def _write(files: list[Path], target: Path, report: Progress) -> None:
-    """Write a dequantised copy of each safetensors file, and the config and tokenizer files."""
+    """Write a dequantised copy of each safetensors file, along with config and tokenizer."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
@@ -69,6 +71,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
     with ExitStack() as stack:
         try:
             open_files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in weight_files}
+            # All files are open at once, since a weight's scales may be in another file than its codes.
             files_by_tensor: dict[str, Any] = {}
             for file in open_files.values():
                 files_by_tensor |= dict.fromkeys(file.keys(), file)
@@ -76,6 +79,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
             reader.check_space(target)
             for num_done, (path, file) in enumerate(open_files.items()):
                 report("dequantising", num_done / len(open_files))
+                # One output file for each input file, which bounds the memory.
                 tensors = dict(reader.tensors(file.keys()))
                 if tensors:
                     save_file(tensors, target / path.name, metadata={"format": "pt"})
@@ -127,6 +131,7 @@ class _WeightReader:
         import torch
 
         for name in names:
+            # Scales, zeros and maps are read with the weight's main tensor.
             if name in self._parts:
                 continue
             if name not in self._whole:

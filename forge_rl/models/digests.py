@@ -1,4 +1,4 @@
-"""Digests of a model's files, which tell whether a folder still holds the same model without reading all of it."""
+"""Digests of a model's files, which tell whether a folder still holds the same model without reading it all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from forge_rl.models.hf_folder import model_files
 
 _READ_WHOLE = 16 << 20
-"""Bytes up to which a file is read whole."""
+"""Files up to this many bytes are read whole."""
 _BLOCKS, _BLOCK_BYTES = 1024, 4096
-"""Blocks that are read of a larger file, evenly spaced: any training changes nearly all of them."""
+"""Evenly spaced blocks read from a larger file: any training changes nearly all of them."""
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of a file's content, and for a large one of its size, its beginning and evenly spaced blocks."""
+    """Return a digest of a file's content; for a large file, of its size, its beginning and evenly spaced blocks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(_READ_WHOLE))

@@ -1,7 +1,7 @@
-"""Adapters of stacked experts: their form in PEFT's files, and the tensors of a model's files that they are added to.
+"""Adapters of stacked experts: their layout in PEFT's files, and the tensors of a model's files that they are added to.
 
-transformers stacks a layer's experts, and PEFT adapts the stacks (`target_parameters`). Its A is [experts * rank,
-inputs], and its B is [outputs, rank * experts], of which one expert has every experts-th column. The adapter of a
+transformers stacks a layer's experts, and PEFT adapts the stacks (`target_parameters`). PEFT's A is [experts * rank,
+inputs]. Its B is [outputs, rank * experts], where every experts-th column belongs to one expert. The adapter of a
 module's first stack is written under the module's `base_layer`, the second stack's under the module itself.
 """
 
@@ -24,11 +24,12 @@ _FILE_PARTS = {
     "up_proj": (("up_proj",),),
     _DOWN: ((_DOWN,), ("w2",)),
 }
-"""Names in files of the equal parts of each stack's outputs, by transformers' name of the stack; alternatives."""
+"""Names, in files, of the equal parts of each stack's outputs, by transformers' name of the stack; several
+alternatives."""
 _FILE_STACKS = {"gate_up_proj": "input_linear.weight", _DOWN: "output_linear.weight"}
-"""Other names in files of whole stacks, Granite's, by transformers' name of the stack."""
+"""Other names of whole stacks in files, Granite's, by transformers' name of the stack."""
 _TRANSPOSED = frozenset({"gpt_oss"})
-"""Types of models whose stacks are [experts, inputs, outputs]."""
+"""Model types whose stacks are [experts, inputs, outputs]."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -38,7 +39,7 @@ def target(name: str) -> str:
 
 
 def are_known(targets: object, ranks: object) -> bool:
-    """Return whether PEFT's `target_parameters` are stacks of experts, and its `rank_pattern` gives these one rank."""
+    """Return whether PEFT's `target_parameters` are stacks of experts, all of one rank by its `rank_pattern`."""
     if not isinstance(targets, list) or not isinstance(ranks, dict) or not all(isinstance(t, str) for t in targets):
         return False
     leaves = {full.rpartition(".")[2] for full in targets}
@@ -48,19 +49,21 @@ def are_known(targets: object, ranks: object) -> bool:
 
 
 def stem(name: str, targets: Collection[str]) -> str:
-    """Return the name under which PEFT writes the adapter of a stack, without its prefix."""
+    """Return the name under which PEFT writes a stack's adapter, without its prefix."""
     module = name.rpartition(".")[0]
+    # PEFT wraps a module once for each adapted parameter: the first one's wrapper ends up inside.
     is_inner = len(targets) > 1 and not name.endswith(_DOWN)
     return f"{module}.base_layer" if is_inner else module
 
 
 def is_stem(name: str) -> bool:
-    """Return whether a name in an adapter's file is of a stack, after `.weight` took the place of the factor."""
+    """Return whether a name in an adapter's file, with `.weight` in place of the factor's suffix, is a stack's."""
     return name.endswith((".experts.weight", ".experts.base_layer.weight"))
 
 
 def name(file_name: str, targets: Collection[str]) -> str:
-    """Return the name of the stack that a name in an adapter's file, see `is_stem`, stands for."""
+    """Return the name of the stack that a name in an adapter's file stands for; see `is_stem`."""
+    # down_proj last, as PEFT wraps it last.
     leaves = sorted({full.rpartition(".")[2] for full in targets}, key=lambda leaf: leaf == _DOWN)
     module = file_name.removesuffix(".weight")
     leaf = leaves[0] if module.endswith(".base_layer") else leaves[-1]
@@ -68,12 +71,12 @@ def name(file_name: str, targets: Collection[str]) -> str:
 
 
 def flattened(factor: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return a stack of A, [experts, rank, inputs], or of B, [experts, outputs, rank], in PEFT's form."""
+    """Return a stack of A, [experts, rank, inputs], or of B, [experts, outputs, rank], in PEFT's layout."""
     return factor.flatten(0, 1) if kind == "lora_A" else factor.permute(1, 2, 0).flatten(1)
 
 
 def unflattened(pair: tuple[torch.Tensor, torch.Tensor], rank: int, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return stacks of A and B for factors in PEFT's form; undoes `flattened`.
+    """Return stacks of A and B from factors in PEFT's layout; undoes `flattened`.
 
     Args:
         path: the adapter's file, for the error.
@@ -93,7 +96,7 @@ def unflattened(pair: tuple[torch.Tensor, torch.Tensor], rank: int, path: Path) 
 def file_factors(
     name: str, pair: tuple[torch.Tensor, torch.Tensor], base: Path, files: Collection[str]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the factors of each tensor in a model's files whose adapter is part of a stack's.
+    """Return the factors of each tensor in a model's files that is part of an adapted stack.
 
     Args:
         name: transformers' name of the stack.
@@ -117,6 +120,7 @@ def file_factors(
     ]
     stacks = [file_name for file_name in names if file_name.endswith(stack_ends)]
     if len(stacks) == 1:
+        # (s B A)^T = s A^T B^T: in a transposed stack, the factors swap places.
         is_transposed = read_object(base / "config.json").get("model_type") in _TRANSPOSED
         return {stacks[0]: (b.mT, a.mT) if is_transposed else (a, b)}
     for parts in _FILE_PARTS[leaf]:
@@ -124,7 +128,9 @@ def file_factors(
             {int(match[1]): file_name for file_name in names if (match := re.search(pattern, file_name))}
             for pattern in (rf"\.experts\.(\d+)\.{part}\.weight$" for part in parts)
         ]
+        # Every expert must be there: a part of them is another model's.
         if all(set(part) == set(range(len(a))) for part in by_part):
+            # gate and up share A, as their stack has one input; B's rows are theirs in turn.
             chunks = b.chunk(len(parts), dim=1)
             return {
                 part[index]: (a[index], chunk[index])

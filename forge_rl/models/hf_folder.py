@@ -1,4 +1,4 @@
-"""Reads which file of a Hugging Face folder holds which weight, and completes folders whose weights are written."""
+"""Finds the file of a Hugging Face folder that holds each weight, and completes folders whose weights are written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _AGAIN = "download or export the model again"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
 RECORD = "forge_rl.json"
-"""File that a run writes with each model that it exports: flags, data, versions and scores of that run."""
+"""File that a run writes with each model that it exports: the run's flags, data, versions and scores."""
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Named chat templates other than the default one."""
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", TEMPLATES)
-"""A model's files, as fetched from the hub: weights (safetensors only), configs, tokenizer and chat templates."""
+"""A model's files to fetch from the hub: weights (safetensors only), configs, tokenizer and chat templates."""
 OTHER_FORMATS = "consolidated*"
-"""Files with the same weights by the names of Llama's or Mistral's authors."""
+"""Files that hold the same weights under the names of Llama's or Mistral's authors."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 8192
 
@@ -43,6 +43,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        # Mistral's folders hold the same weights twice, under other names.
         if path.match(OTHER_FORMATS):
             continue
         with open_weights(path) as file:
@@ -53,7 +54,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Return the size of a model's weights on disk, which most models store in bfloat16."""
+    """Return the size of a model's weights on disk; most models are stored in bfloat16."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -81,8 +82,8 @@ def read_object(path: Path, *, hint: str = _AGAIN) -> dict[str, Any]:
 def has_own_head(folder: Path) -> bool:
     """Return True if a model's files hold an output projection that differs from the input embedding.
 
-    Transformers and vLLM use such a head even if config.json has tie_word_embeddings, and ignore one that is a copy of
-    the embedding. Files of tied models, such as Qwen3's, often hold a copy.
+    Transformers and vLLM use such a head even if config.json has tie_word_embeddings, and ignore a copy of the
+    embedding. Files of tied models, such as Qwen3's, often hold a copy.
 
     Raises:
         ModelError: the folder holds no weights, or they cannot be read.
@@ -99,7 +100,7 @@ def has_own_head(folder: Path) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
-    """Compare embedding and head, gigabytes of large models; once for each state of the files."""
+    """Compare embedding and head, which are gigabytes in large models; done once for each state of the files."""
     import torch
     from safetensors import SafetensorError
 
@@ -109,10 +110,12 @@ def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
         except SafetensorError as error:
             raise ModelError(f"{embedding.parent} cannot be read: {error}", hint=_AGAIN) from error
         shape = pair[0].get_shape()
+        # A head of another shape cannot be the embedding's copy.
         if pair[1].get_shape() != shape or not shape:
             return True
         for first in range(0, shape[0], _COMPARED_ROWS):
             left, right = (tensor[first : first + _COMPARED_ROWS] for tensor in pair)
+            # One may be stored in float32 and be equal in value all the same.
             wide = torch.promote_types(left.dtype, right.dtype)
             if not torch.equal(left.to(wide), right.to(wide)):
                 return True
@@ -129,7 +132,7 @@ def complete_folder(
     valued: bool = False,
     untied: bool = False,
 ) -> None:
-    """Copy config and tokenizer of another folder with the same model, and write an index of several files.
+    """Copy config and tokenizer from another folder with the same model, and write an index if there are several files.
 
     Args:
         dtype: dtype of the weights, such as "bfloat16", unquantised.
@@ -144,6 +147,7 @@ def complete_folder(
             copy.parent.mkdir(exist_ok=True)
             shutil.copy(path, copy)
     config = json.loads((target / "config.json").read_text())
+    # Of the source's weights: the new ones have one plain dtype, under the newer key.
     for stale in ("torch_dtype", "quantization_config"):
         config.pop(stale, None)
     if valued:
@@ -159,5 +163,5 @@ def complete_folder(
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that are used, in the order of their names."""
+    """Return the files of a model's folder that are used, sorted by name."""
     return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern) if not path.match(OTHER_FORMATS)})

@@ -16,11 +16,11 @@ from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS
 from forge_rl.system.redaction import without_credentials
 
 CARD = "README.md"
-"""A model card, which a run writes with each model that it exports."""
+"""Model card that a run writes with each model that it exports."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*")
 _OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
-"""Files that are not: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
+"""Files not to fetch: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -35,7 +35,7 @@ def is_hub_model(name: str) -> bool:
 
 
 def download(name: str, progress: Progress | None = None) -> Path:
-    """Return the folder of a model in the hub's own cache, which is completed if needed.
+    """Return a model's folder in the hub's own cache, downloading missing files.
 
         download("Qwen/Qwen3-0.6B@main")
 
@@ -56,13 +56,14 @@ def download(name: str, progress: Progress | None = None) -> Path:
     if revision:
         options["revision"] = revision
     if progress is not None:
+        # The client reports progress to nothing but a progress bar.
         options["tqdm_class"] = _bars(name, progress)
     with _named_errors(f"cannot get {name!r} from the hub", f"or give a folder or a bundled model ({_bundled()})"):
         return Path(str(snapshot_download(hub_id, **options)))
 
 
 def upload(folder: Path, files: Sequence[Path], repo: str, *, private: bool, message: str) -> str:
-    """Upload files of a model's folder, creating the repository if needed; return the address of the commit.
+    """Upload files of a model's folder, creating the repository if needed; return the commit's address.
 
     Args:
         files: what to upload; nothing else of the folder leaves this machine, and no hidden file.
@@ -88,7 +89,7 @@ def upload(folder: Path, files: Sequence[Path], repo: str, *, private: bool, mes
 
 @contextlib.contextmanager
 def _named_errors(problem: str, way_out: str) -> Iterator[None]:
-    """Raise the hub's errors as a ModelError with cause and hint."""
+    """Re-raise the hub's errors as ModelError with cause and hint."""
     from httpx import HTTPError
     from huggingface_hub import errors
 
@@ -96,6 +97,7 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
         yield
     except (errors.HfHubHTTPError, errors.HFValidationError, errors.OfflineModeIsEnabled, HTTPError, OSError) as error:
         login = "log in with `hf auth login`, or set HF_TOKEN"
+        # From the most specific class to the least: some are subclasses of others.
         match error:
             case errors.GatedRepoError():
                 cause, hint = "access to it is gated", f"request access on its page, {login}"
@@ -116,7 +118,7 @@ def _bundled() -> str:
 
 
 def _bars(name: str, progress: Progress) -> type:
-    """Return a class of bars for the hub's client, of which the one that counts bytes on disk reports to `progress`."""
+    """Return a class of progress bars for the hub's client; the one that counts bytes on disk reports to `progress`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):

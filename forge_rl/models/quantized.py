@@ -1,4 +1,4 @@
-"""Formats of quantised weights that can be read: which tensors make up a weight, and its values from them."""
+"""Readable formats of quantised weights: which tensors make up a weight, and how to compute its values."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ Parts = Mapping[str, "torch.Tensor"]
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationFormat:
-    """A way to store a weight as several tensors, whose names end in different suffixes."""
+    """A way to store a weight as several tensors, distinguished by the suffixes of their names."""
 
     main: str
-    """Suffix of the tensor with the quantised values, such as ".qweight"."""
+    """Suffix of the tensor that holds the quantised values, such as ".qweight"."""
     needed: str
-    """Suffix of a tensor that tells a quantised weight from others."""
+    """Suffix of a tensor whose presence marks a weight as quantised."""
     other_suffixes: tuple[str, ...]
-    """Suffixes of all other tensors of a weight."""
+    """Suffixes of a weight's other tensors."""
     weight: str
     """Suffix of the weight's name."""
     read: Callable[[Parts, Mapping[str, Any]], torch.Tensor]
-    """Takes the tensors and quantization_config; returns the weight in float32 or bfloat16. Raises ValueError
-    and others for tensors that do not fit each other."""
+    """Computes the weight, in float32 or bfloat16, from the tensors and quantization_config. Raises ValueError and
+    others for tensors that do not fit each other."""
     packed: int = 1
-    """Weights in a byte of the main tensor."""
+    """Weights per byte of the main tensor."""
 
     def stem(self, name: str, names: Iterable[str]) -> str | None:
-        """Return the name of a main tensor's weight without its suffix; None for other tensors."""
+        """Return the name of a main tensor's weight without the suffix; None for other tensors."""
         stem = name.removesuffix(self.main)
         return stem if stem != name and stem + self.needed in names else None
 
 
 def refusal(config: object, model_type: str) -> str:
-    """Return why weights with this quantization_config cannot be read, or ""."""
+    """Return why weights with this quantization_config cannot be read; "" if they can."""
     if not config:
         return ""
     method = config.get("quant_method") if isinstance(config, dict) else config
+    # MXFP4 is read for gpt-oss only, whose experts it packs, and gpt-oss comes in no other format.
     if not isinstance(config, dict) or method not in _METHODS or (method == "mxfp4") != (model_type == "gpt_oss"):
         return f"quant_method {method!r:.80}"
     bits = config.get("bits", 4)
@@ -90,7 +91,8 @@ def _fp8(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
-    """Read GPTQ: (q - z) s of the group of each input; q [K / f, N] packs f inputs in an int32, the lowest bits first.
+    """Read GPTQ: (q - z) s, with z and s of each input's group; q [K / f, N] packs f inputs in an int32, the lowest
+    bits first.
 
     Files of the first format hold z - 1.
     """
@@ -100,8 +102,10 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     q = _unpack(parts[".qweight"].t(), bits).t()  # [K, N]
     zeros, scales = _unpack(parts[".qzeros"], bits), parts[".scales"].float()  # [groups, N]
     if config.get("checkpoint_format", "gptq") != "gptq_v2":
+        # Stored modulo 2**bits: a zero of 0 is written as the largest code.
         zeros = (zeros + 1) & (2**bits - 1)
     groups = parts.get(".g_idx")
+    # Without g_idx, groups are runs of consecutive inputs.
     if groups is None:
         groups = torch.arange(len(q)) // -(-len(q) // len(scales))
     groups = groups.long()
@@ -113,6 +117,7 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
 
 def _awq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     """Read AWQ: (q - z) s; q [K, N / 8] packs 8 outputs in an int32, in the order 0 2 4 6 1 3 5 7."""
+    # The inverse of the packing order.
     order = [0, 4, 1, 5, 2, 6, 3, 7]
     q, zeros = (
         _unpack(parts[name], 4).unflatten(1, (-1, 8))[..., order].flatten(1) for name in (".qweight", ".qzeros")
@@ -131,33 +136,37 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
     if packed.dtype != torch.int32 or packed.ndim != 2:
         raise ValueError(f"packed values are {packed.dtype}, not int32")
+    # `>>` of a negative int32 fills in ones, which the mask removes.
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values: torch.Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
     return values.flatten(1)
 
 
 def _bits4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
-    """Read bitsandbytes' NF4 and FP4: codes of 16 values, high nibble first, times each block's maximum.
+    """Read bitsandbytes' NF4 and FP4: codes for 16 values, high nibble first, times each block's maximum.
 
-    With double quantisation the maxima are codes too, of 256 values, times a maximum of their own, plus an offset
+    With double quantisation the maxima are codes as well, for 256 values, times a maximum of their own, plus an offset
     (QLoRA, arXiv:2305.14314, section 3).
     """
     import torch
 
+    # Shape and block sizes, as JSON in a tensor of bytes.
     (state,) = (values for suffix, values in parts.items() if ".quant_state." in suffix)
     meta = json.loads(bytes(state.tolist()).decode())
     shape = torch.Size(meta["shape"])
     codes = parts[".weight"].flatten()
+    # Two codes in a byte, the first in the high half; an odd last one is padding.
     codes = torch.stack([codes >> 4, codes & 15], 1).flatten().long()[: shape.numel()]
     largest = parts[".weight.absmax"]
     if ".weight.nested_absmax" in parts:
         scale = _expanded(parts[".weight.nested_absmax"], int(meta["nested_blocksize"]), largest.numel())
+        # Double quantisation: the maxima are looked up in a map, scaled by blocks, and shifted by their mean.
         largest = parts[".weight.nested_quant_map"][largest.long()] * scale + float(meta["nested_offset"])
     return (parts[".weight.quant_map"][codes] * _expanded(largest, int(meta["blocksize"]), len(codes))).view(shape)
 
 
 def _expanded(scales: torch.Tensor, size: int, count: int) -> torch.Tensor:
-    """Repeat the scale of each block for its `count` values in all; the last block may be shorter."""
+    """Repeat each block's scale for its values, `count` in total; the last block may be shorter."""
     import torch
 
     if size < 1 or -(-count // size) != scales.numel():

@@ -40,15 +40,16 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         name: bundled model, hub id with or without @revision, or folder of a model, an adapter or a checkpoint.
             Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
-        revision: branch, tag or commit of a model on the hub; by default its main branch.
 
     Raises:
         ModelError: no such model exists, or its files are missing, broken, or links out of its folder.
     """
     if name in BUNDLED:
+        # Before folders: a bundled name never means a folder in the working directory.
         return bundled_model(cache, progress)
     folder = Path(name).expanduser()
     if folder.is_dir():
+        # A run has several models: which one is meant must be said.
         if newest := _newest_checkpoint(folder):
             raise ModelError(f"{folder} is a run, not a model", hint=f"name one of its checkpoints, such as {newest}")
         model = model_in(folder)
@@ -66,7 +67,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
 
 def find_model(name: str, cache: Path) -> Path:
-    """Return the folder of a model that is only read once: as `resolve_model`, or of a run's newest checkpoint.
+    """Return the folder of a model that is only read once: like `resolve_model`, but also takes a run, for its newest
+    checkpoint.
 
     Raises:
         ModelError: as `resolve_model`, or the run has no checkpoint.
@@ -77,8 +79,8 @@ def find_model(name: str, cache: Path) -> Path:
 
 
 def find_trained(run: Path) -> Path:
-    """Return the folder of the model or adapter that a run stands for, the best checkpoint's or else the newest's; or a
-    checkpoint, or a folder.
+    """Return the folder of a run's model or adapter: the best checkpoint's, or else the newest's. Also takes a
+    checkpoint, or a model's folder.
 
     Raises:
         ModelError: there is none.
@@ -95,7 +97,7 @@ def find_trained(run: Path) -> Path:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return the folders of checkpoints in a run's folder of them, by step, oldest first.
+    """Return the checkpoints in a run's checkpoints folder by step, oldest first.
 
     Raises:
         OSError: the folder exists and cannot be read.
@@ -123,6 +125,7 @@ def _newest_checkpoint(run: Path) -> Path | None:
     Raises:
         ModelError: the run has no checkpoint.
     """
+    # Weights make it a model, whatever else lies there.
     if any(run.glob("*.safetensors")):
         return None
     try:
@@ -151,13 +154,14 @@ def _checked(folder: Path) -> Path:
         missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
     if missing:
         raise ModelError(f"{folder} is not a complete model: it lacks {', '.join(missing)}", hint=_completion(folder))
+    # Headers only: a truncated download shows there, without reading gigabytes.
     for part in weights:
         _check_header(folder / part)
     return folder
 
 
 def _merged(folder: Path, cache: Path, progress: Progress | None) -> Path:
-    """Return the full model that an adapter and the base that it names amount to."""
+    """Return the full model that results from an adapter and the base that it names."""
     check_files(folder)
     return merged_copy(folder, base_of(folder, "", cache, progress), cache)
 
@@ -178,6 +182,7 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
     place = Path(base).expanduser()
     if place.is_dir() and is_adapter(model_in(place)):
         raise ModelError(f"{folder} adapts {base}, an adapter itself", hint="merge that one first: forge-rl merge")
+    # The adapter belongs to that revision's weights; a folder has none.
     if not name and adapter.revision and is_hub_model(base) and not place.is_dir():
         base = f"{base}@{adapter.revision}"
     try:
@@ -205,7 +210,7 @@ def check_files(folder: Path, *extra_names: str) -> list[Path]:
 
 
 def _completion(folder: Path) -> str:
-    """Say how a folder becomes a complete model."""
+    """Say how to turn a folder into a complete model."""
     if pickle_names := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
         return f"{pickle_names[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
     if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
@@ -216,6 +221,7 @@ def _completion(folder: Path) -> str:
 def _check_links(folder: Path, files: Sequence[Path]) -> None:
     """Check that no link leads out of the folder; the hub's cache links to files next to its snapshots."""
     home = folder.resolve()
+    # snapshots/COMMIT/FILE is a link to blobs/HASH.
     home = home.parent.parent if home.parent.name == "snapshots" else home
     for path in files:
         if not (target := Path(os.path.realpath(path))).is_relative_to(home):
@@ -233,6 +239,7 @@ def _check_owners(folder: Path, files: Sequence[Path]) -> None:
             status, problem = path.stat(), ""
             if status.st_uid not in owners:
                 problem = f"{path} belongs to user {status.st_uid}, but the folder to user {top.st_uid}"
+            # World-writable files are out of reach if others cannot enter the folder.
             elif status.st_mode & stat.S_IWOTH and top.st_mode & stat.S_IXOTH:
                 problem = f"{path} is world-writable (mode {stat.S_IMODE(status.st_mode):o})"
             elif path != folder and not stat.S_ISREG(status.st_mode):
@@ -250,6 +257,7 @@ def _parts(path: Path, index: Mapping[str, object]) -> list[str]:
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path} lists no weights", hint=_AGAIN)
     for name in files.values():
+        # An index could name files anywhere on this machine.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{path} names {name!r:.80}, not a safetensors file in the same folder", hint=_AGAIN)
     return sorted(set(files.values()))

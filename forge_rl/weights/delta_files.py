@@ -1,4 +1,5 @@
-"""Files of versions at an fsspec address: their format, and their folder. Anybody may have written a file there."""
+"""Files of versions at an fsspec address: format and folder. Nothing is trusted, as anybody may have written a file
+there."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 
 
 class TensorChange(BaseModel):
-    """A tensor of a version, and where its change is."""
+    """A tensor of a version, and the location of its change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     name: Annotated[str, Field(min_length=1, max_length=1000)]
@@ -51,23 +52,26 @@ class Header(BaseModel):
     format: Literal[1] = 1
     version: _Count
     base: _Count | None
-    """Number at the address of the version that this one changes; None if it is full."""
+    """Number, at the address, of the version that this one changes; None if it is full."""
     parts: Annotated[tuple[_Count, ...], Field(max_length=_MOST_TENSORS)]
     """Size of each part."""
     tensors: Annotated[tuple[TensorChange, ...], Field(min_length=1, max_length=_MOST_TENSORS)]
 
     def problem(self, number: int, max_bytes: int) -> str:
         """Describe why this cannot be version `number` at an address, of at most `max_bytes`; "" if it can."""
+        # Bases are followed until a full version: one that is not smaller would make a circle.
         if self.base is not None and self.base >= number:
             return f"it changes a later version, {self.base}"
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             return "it has two tensors of one name"
+        # Sizes are bounded from the header alone, before any part is read or memory allocated.
         if (total := sum(tensor.entry.bytes for tensor in self.tensors)) > max_bytes:
             return f"it has {total} bytes, and at most {max_bytes} are taken"
         for tensor in self.tensors:
             if tensor.kind == "same":
                 fits = self.base is not None
             else:
+                # In bounds of its part, and no larger than an honest encoder makes it.
                 fits = tensor.part < len(self.parts) and tensor.offset + tensor.bytes <= self.parts[tensor.part]
                 fits &= tensor.bytes <= most_bytes(tensor.entry.numel, tensor.entry.bytes // max(1, tensor.entry.numel))
                 fits &= tensor.kind == "whole" or self.base is not None
@@ -141,6 +145,7 @@ class DeltaFolder:
 
     def remove_before(self, number: int) -> None:
         """Remove older versions, headers first."""
+        # False sorts before True: headers go first, so no header is left whose parts are gone.
         old_names = sorted(
             (name for name in self._names() if int(name[:10]) < number), key=lambda name: name[-4:] == ".bin"
         )

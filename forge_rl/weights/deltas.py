@@ -1,9 +1,10 @@
-"""Versions at an fsspec address, for engines elsewhere: mostly only the changed elements, and sometimes everything.
+"""Publishes versions to an fsspec address, for engines elsewhere: usually only the changed elements, sometimes
+everything.
 
 A version is a header, such as 0000000012.json, and parts with its tensors, such as 0000000012-000.bin. The header is
-written last, so a reader sees a whole version or none. It names the version that it changes, unless it is full, and the
-fingerprint of each tensor, which a reader compares with its result: it is the published bytes, or an error.
-Fingerprints do not sign anything: everybody who can write to the address decides on the weights.
+written last, so a reader sees a whole version or none. It names the version that it changes, unless it is full, and
+each tensor's fingerprint, which a reader compares with its result: readers get the published bytes or an error.
+Fingerprints are not signatures: whoever can write to the address decides on the weights.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 _PART_BYTES = 64 << 20
-"""Size from which a part is written."""
+"""Size at which a part is complete and written."""
 _KEPT_FULL = 2
-"""Number of newest full versions that are kept, with the changes of both."""
+"""Number of newest full versions to keep, with their changes."""
 _ATTEMPTS = 3
-"""Number of times to read, as the publisher removes old versions meanwhile."""
+"""Attempts to read a version, since the publisher removes old versions meanwhile."""
 
 
 class DeltaPublisher:
-    """Writes versions to an address; keeps the last one in memory, to find the elements that change.
+    """Writes versions to an address; keeps the last one in memory to find the elements that change.
 
         publisher = DeltaPublisher("s3://bucket/run")
         async with store.lease() as manifest:
@@ -54,7 +55,8 @@ class DeltaPublisher:
         self._words: dict[str, Words] = {}
 
     async def publish(self, manifest: Manifest, transport: Transport) -> int:
-        """Write a version, which the caller has leased; returns the bytes written. After an error, the next is full.
+        """Write a version, which the caller has leased, and return the bytes written. After an error, the next version
+        is full.
 
         Raises:
             WeightsError: the version cannot be read.
@@ -63,7 +65,10 @@ class DeltaPublisher:
         if self._next < 0:
             numbers = await asyncio.to_thread(self._folder.numbers)
             self._next = max(numbers, default=-1) + 1
+        # Nothing is kept until the version is written: after an error, there is nothing to compare with, and the next
+        # one is full.
         old_words, self._words = self._words, {}
+        # Numbers at the address are its own: versions may be skipped, and a rollback repeats theirs.
         number, self._next = self._next, self._next + 1
         is_full = not old_words or number - self._full[-1] >= self._full_every
         writer = _Writer(self._folder, number, {} if is_full else old_words)
@@ -85,7 +90,7 @@ class _Writer:
 
     def __init__(self, folder: DeltaFolder, number: int, old_words: dict[str, Words]) -> None:
         self.held: dict[str, Words] = {}
-        """The version's tensors, copied."""
+        """Copies of the version's tensors."""
         self._folder = folder
         self._number = number
         self._old_words = old_words
@@ -99,6 +104,7 @@ class _Writer:
         old_words = self._old_words.pop(entry.name, None)
         fits = old_words is not None and (len(old_words), old_words.dtype) == (len(words), words.dtype)
         change = encode(words, old_words if fits else None)
+        # `words` is a view of the bucket, which is gone after the block. An unchanged tensor needs no second copy.
         if change.kind == "same" and old_words is not None:
             self.held[entry.name] = old_words
         else:
@@ -204,8 +210,12 @@ class DeltaSubscriber:
             try:
                 return self._update()
             except BaseException as error:
+                # Changes are applied in place, so a failure halfway leaves tensors of no version. Without a number, the
+                # next update starts from a full one.
                 if self._number is None or isinstance(error, WeightsError | FileNotFoundError):
                     self.version, self._number, self.tensors, self._entries = None, None, {}, ()
+                # Only a missing file is worth another attempt: the publisher may have removed it for a newer full
+                # version.
                 if not isinstance(error, FileNotFoundError):
                     raise
                 if attempt == _ATTEMPTS - 1:
@@ -220,6 +230,8 @@ class DeltaSubscriber:
         if not numbers or self._number == numbers[-1]:
             return False
         chain = [(numbers[-1], self._header(numbers[-1]))]
+        # Back to the version that is held, or to a full one. Bases are smaller than their version's number, so this
+        # ends.
         while (base := chain[-1][1].base) is not None and base != self._number:
             chain.append((base, self._header(base)))
         self._changed = set()
@@ -235,7 +247,7 @@ class DeltaSubscriber:
         return header
 
     def _apply(self, number: int, header: Header) -> None:
-        """Change the tensors to a version, and compare them with the published ones."""
+        """Bring the tensors to a version, and compare them with the published ones."""
         from forge_rl.weights.fingerprints import fingerprint
 
         layout = [(entry.name, entry.shape, entry.dtype) for entry in self._entries]
@@ -243,8 +255,11 @@ class DeltaSubscriber:
             self.tensors, self._entries = {}, ()
         elif layout != [(tensor.name, tensor.shape, tensor.dtype) for tensor in header.tensors]:
             raise self._folder.malformed(number, "its tensors differ from those in the version that it changes")
+        # Unchanged tensors keep the fingerprint that was computed when they were read.
         fingerprints = {entry.name: entry.fingerprint for entry in self._entries}
+        # From here on the tensors belong to no version, until the fingerprints agree.
         self.version, self._number = None, None
+        # One part in memory at a time.
         for part, size in enumerate(header.parts):
             data = memoryview(self._folder.read(number, part, size))
             for tensor in header.tensors:

@@ -1,7 +1,7 @@
 """Attests versions by their effect: an engine's logprobs of fixed texts must follow the trainer's.
 
-Value attestation compares bytes that an engine read. What it computes with may still be something else: the adapter of
-another version or of nobody, one whose scale was forgotten, weights that sleep has freed. That shows in its logprobs.
+Value attestation compares the bytes that an engine read. The engine may still compute with something else: the adapter
+of another version or none, one whose scale was forgotten, or weights that sleep has freed. That shows in its logprobs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Logprobs = npt.NDArray[np.float64]
 """[N] logprobs of the probes' tokens."""
 
 _EPS = {"float64": 2.0**-23, "float32": 2.0**-23, "bfloat16": 2.0**-7}
-"""Distance of 1 to the next number; engines compute in float32 at most."""
+"""Distance from 1 to the next number; engines compute in float32 at most."""
 _FIRST_EPS = 64
-"""Largest median gap at the first version, in epsilons: rounding of bfloat16 gave 0.02 to 0.05, of float32 1e-5."""
+"""Maximum median gap at the first version, in epsilons: rounding gave 0.02 to 0.05 in bfloat16, and 1e-5 in float32."""
 _LEAST_FIRST = 0.05
 _TIMES = 8.0
 """Factor on the usual gap above which a gap cannot be rounding. The median of 100 tokens varies by a fifth."""
 _POWER = 12.0
-"""Standard errors by which no change and the trainer's change must differ to be distinguished."""
+"""Number of standard errors by which "no change" and the trainer's change must differ to be distinguished."""
 _OUTLIERS = 0.1
-"""Share of tokens that are left out of a comparison."""
+"""Share of tokens that a comparison leaves out."""
 _KEPT = 8
-"""Number of latest versions that are compared with, next to the first one."""
+"""Number of latest versions to compare with, besides the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +69,15 @@ class _EngineHistory:
 
 
 class VersionEffects:
-    """Compares what engines answer under each version with the trainer, and with earlier versions.
+    """Compares engines' answers under each version with the trainer's, and with earlier versions' answers.
 
         effects = VersionEffects(engines="bfloat16", trainer="bfloat16")
         effects.attest("generator/0", 0, probed, logprobs)  # at each version
 
     An engine fails if its logprobs did not change although the trainer's did, if they moved by less than half or more
-    than one and a half times as far, or if they are off by more than eight times the usual gap. Each test only decides
-    where the trainer's change exceeds rounding by so much that chance cannot explain it; in bfloat16, changes
-    of a single small update often do not, and the sum of several does.
+    than one and a half times as far, or if they are off by more than eight times the usual gap. Each test decides only
+    where the trainer's change exceeds rounding by so much that chance cannot explain it. In bfloat16, the change of a
+    single small update often does not, but the sum of several does.
 
     Args:
         engines, trainer: dtypes that they compute in.
@@ -92,7 +92,8 @@ class VersionEffects:
         self._histories: dict[tuple[str, int], _EngineHistory] = {}
 
     def of(self, changed: str) -> VersionEffects:
-        """Return one for versions of something else in the same engines, such as an adapter by name."""
+        """Return an instance for something else in the same engines, such as an adapter by name."""
+        # The same dtypes and bounds, without the history.
         effects = copy.copy(self)
         effects._changed, effects._histories = changed, {}
         return effects
@@ -111,7 +112,9 @@ class VersionEffects:
         gap = float(np.median(np.abs(logprobs - probed.logprobs)))
         # Rounding is relative: a policy that becomes sure, or collapses, has larger logits and gaps.
         scale = max(1.0, float(np.abs(probed.logprobs).mean()))
+        # Never below two epsilons: gaps of 0 over a few versions do not forbid rounding at the next.
         usual = max(2 * self._eps, scale * float(np.median(history.gaps)) if history.gaps else 0.0)
+        # The first version has no usual gap to compare with, only a bound for its dtype.
         bound = _TIMES * usual if history.gaps else self._first_bound
         problem = "" if gap <= bound else f"its logprobs differ by {gap:.2g}, more than rounding's {bound:.2g}"
         if not np.isfinite(gap):
@@ -120,6 +123,7 @@ class VersionEffects:
         # compared by its own alone: an engine that fell behind has large gaps since, which must not count as rounding.
         noises = [earlier.noise for earlier in history.latest]
         usual_noise = float(np.sqrt(np.mean(np.square(noises)))) if noises else 0.0
+        # Latest first, and the first version last: errors of single updates that rounding hides add up since then.
         for earlier in history.answers:
             least_noise = 0.0 if earlier is history.first else usual_noise
             problem = problem or self._stale(answer, earlier, least_noise)
@@ -130,6 +134,7 @@ class VersionEffects:
                 hint="do not trust samples from it; report this with the run folder's logs, or go on with "
                 "--weights.probes 0",
             )
+        # Only answers that passed become history.
         history.first = history.first or answer
         history.latest.append(answer)
         history.gaps.append(gap / scale)
@@ -148,12 +153,16 @@ class VersionEffects:
         """
         moved = answer.probed.logprobs - earlier.probed.logprobs
         change = answer.logprobs - earlier.logprobs
+        # e = x - d: what the engine's change has besides the trainer's.
         errors = np.abs(change - moved)
         usable = errors <= np.quantile(errors, 1 - _OUTLIERS)
         moved, change = moved[usable], change[usable]
+        # x is a difference of two answers, and both are rounded: variances add.
         noise = np.sqrt(2) * max(earlier.noise, least_noise, 2 * self._eps)
+        # The standard error of the projection is noise / |d|: below _POWER, 0 and 1 cannot be told apart.
         if float(np.linalg.norm(moved)) <= _POWER * noise:
             return ""
+        # <x, d> / <d, d>
         share = float(change @ moved / (moved @ moved))
         if 0.5 <= share <= 1.5:
             return ""

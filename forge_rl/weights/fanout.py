@@ -1,7 +1,7 @@
-"""Places hosts in chains and trees along which they copy a version's buckets. Pure; the store's index runs it.
+"""Places hosts in chains and trees along which they copy a version's buckets. Pure; the store's index uses it.
 
-A host that copies buckets passes them on while later ones still arrive, so at most two copies leave the host that wrote
-them. A host that fails is skipped: hosts that copied from it are placed elsewhere when they ask again.
+A host passes buckets on while later ones still arrive, so at most two copies leave the host that wrote them. A host
+that fails is skipped: hosts that copied from it are placed elsewhere when they ask again.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from forge_rl.weights.manifest import Bucket, written_by
 
 
 def most_children(hosts: int, buckets: int) -> int:
-    """Return how many hosts may copy from one: 1 makes a chain, 2 a binary tree, whichever ends sooner.
+    """Return how many hosts may copy from one: 1 makes a chain, 2 a binary tree. Chosen is whichever ends sooner.
 
-    With one bucket leaving a host at a time, a chain takes a step for each bucket and host, and a tree two for each
-    bucket and level: chains suit large versions, trees many hosts.
+    With one bucket leaving a host at a time, a chain takes one step per bucket and host, and a tree two per bucket and
+    level. Chains suit large versions, trees many hosts.
 
     Args:
         hosts: number of hosts that copy.
         buckets: number of buckets that each copies.
     """
+    # Steps until the last host has the last bucket: buckets + hosts - 1 in a chain; in a tree, each host sends every
+    # bucket twice, so 2 (buckets + levels - 1).
     levels = math.ceil(math.log2(hosts + 2)) - 1
     return 1 if buckets + hosts - 1 <= 2 * (buckets + levels - 1) else 2
 
 
 class Fanout:
-    """Places hosts in the trees along which buckets are copied; there is one tree for each version and writing host.
+    """Places hosts in the trees along which buckets are copied, one tree for each version and writing host.
 
     fanout = Fanout(hosts=3)
     fanout.join("b", manifest.buckets)  # {"7/0": "a", "7/1": "a"}
@@ -42,7 +44,7 @@ class Fanout:
     def __init__(self, hosts: int) -> None:
         self._hosts = hosts
         self._trees: dict[tuple[str, str], _CopyTree] = {}
-        """Trees by the version that wrote the buckets, and by host."""
+        """Trees by the version that wrote the buckets and the host that has them."""
 
     def join(self, host: str, buckets: Sequence[Bucket], *, failed: Collection[str] = ()) -> dict[str, str]:
         """Return the host to copy each bucket from, by key.
@@ -67,19 +69,20 @@ class Fanout:
         return parents
 
     def stale(self, host: str, needed: Collection[str]) -> tuple[str, ...]:
-        """Take a host out of the trees without needed buckets; returns the keys of its copies, which it may free."""
+        """Remove a host from the trees whose buckets are all unneeded; return the keys of its copies, which it may
+        free."""
         stale_trees = [tree for tree in self._trees.values() if host in tree.parents and tree.keys.isdisjoint(needed)]
         for tree in stale_trees:
             tree.remove(host)
         return tuple(key for tree in stale_trees for key in tree.keys)
 
     def leave(self, host: str) -> None:
-        """Forget all copies of a host, which has lost them."""
+        """Forget a host's copies, which it has lost."""
         for tree in self._trees.values():
             tree.remove(host)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Forget buckets that are freed everywhere."""
+        """Forget buckets that were freed on all hosts."""
         for tree in self._trees.values():
             tree.keys.difference_update(keys)
         self._trees = {home: tree for home, tree in self._trees.items() if tree.keys}
@@ -91,22 +94,26 @@ class _CopyTree:
     def __init__(self, writer: str, max_children: int) -> None:
         self.keys: set[str] = set()
         self.parents: dict[str, str] = {}
-        """The host that each one copies from."""
+        """Host that each host copies from."""
         self._writer = writer
         self._max_children = max_children
         self._failed: set[str] = set()
 
     def place(self, host: str, failed: Collection[str]) -> str:
-        """Return the parent of a host: the current one unless it failed, else the host with room nearest the writer."""
+        """Return a host's parent: the current one unless it failed, else the host with room that is nearest the
+        writer."""
+        # Taken out first, so that the host does not count as a child while its place is chosen.
         parent = self.parents.pop(host, "")
         if not parent or parent in failed:
+            # A host that asks is alive, whatever others said of it; and without the writer nobody could get the
+            # buckets.
             self._failed = (self._failed | {*failed}) - {host, self._writer}
             parent = self._choose(host, failed)
         self.parents[host] = parent
         return parent
 
     def remove(self, host: str) -> None:
-        """Take a host out, if it is in; hosts that copied from it then copy from its parent."""
+        """Remove a host; hosts that copied from it then copy from its parent."""
         if parent := self.parents.pop(host, ""):
             self.parents |= {child: parent for child, old_parent in self.parents.items() if old_parent == host}
 
@@ -121,6 +128,8 @@ class _CopyTree:
         ]
         if not candidates:
             raise WeightsError(f"no other host than {', '.join(map(repr, failed))} has these weights")
+        # Nearest the writer first, as depth is delay. If all are full, one more child is slower, but better than an
+        # error.
         free_candidates = [candidate for candidate in candidates if num_children[candidate] < self._max_children]
         return min(
             free_candidates or candidates,
@@ -128,7 +137,7 @@ class _CopyTree:
         )
 
     def _depths(self, top: str) -> dict[str, int]:
-        """Return the steps from a host to each host below it, except hosts that a failure cuts off."""
+        """Return the number of steps from a host to each host below it, except hosts that a failure cuts off."""
         children: dict[str, list[str]] = defaultdict(list)
         for child, parent in self.parents.items():
             if child not in self._failed:

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: exact over bytes, additive over any split of a tensor, and free when copying.
+"""Fingerprints of tensors: over every byte, additive over any split of a tensor, and free while copying.
 
 A tensor's fingerprint is the sum, modulo 2**64, over its words of (low + i a) * (high + i b + c), where low and high
 are a word's 32-bit halves, i is its index in the whole tensor, and each factor is taken modulo 2**32. That is NH, the
@@ -29,7 +29,7 @@ from forge_rl.weights.slices import TensorSlice
 
 _MASK = 0xFFFFFFFF
 CHUNK_WORDS = 1 << 22
-"""Words that the torch loop handles at a time, from one block or several; bounds its temporaries, a few of 32 MiB."""
+"""Words that the torch loop processes at a time, from one block or several; bounds its temporaries, a few of 32 MiB."""
 _TASK_WORDS = 1 << 19  # of one thread's turn: 4 MiB
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -96,12 +96,16 @@ def move(moves: Sequence[Move]) -> list[int]:
             if target is not None:
                 target.copy_(values, non_blocking=values.is_cuda)
             key = (shape, tensor_slice, dtype, values.device)
+            # A mixture has thousands of experts of one shape: one set of kernel launches for many instead of a dozen
+            # for each.
             batch = batches.setdefault(key, _BlockBatch(shape, tensor_slice, [], []))
             batch.numbers.append(number)
             batch.blocks.append(values)
+            # A full batch is computed at once: its blocks may be cast copies, which would pile up on the device.
             if len(batch.blocks) * values.nbytes >= CHUNK_WORDS * _word_bytes(shape, dtype):
                 results.append(batches.pop(key).fingerprints())
     results += [batch.fingerprints() for batch in batches.values()]
+    # The CPU's blocks are done while the device still computes.
     for number, part in _run((index, task) for index in cpu_numbers for task in _tasks(*moves[index])):
         totals[number] = (totals[number] + part) % (1 << 64)
     if results:  # the only device sync, which also waits for the copies
@@ -115,7 +119,8 @@ def move(moves: Sequence[Move]) -> list[int]:
 
 
 class _BlockBatch(NamedTuple):
-    """Blocks at the same place in tensors of one shape, such as a layer's experts, which share a device's launches."""
+    """Blocks at the same place in tensors of one shape, such as a layer's experts, which share kernel launches on a
+    device."""
 
     shape: tuple[int, ...]
     tensor_slice: TensorSlice
@@ -129,7 +134,7 @@ class _BlockBatch(NamedTuple):
 
 
 def warm_up() -> None:
-    """Load the compiled loops ahead of the first version; compiles them in a new checkout."""
+    """Load the compiled loops before the first version needs them; compiles them in a new checkout."""
     for source in (torch.zeros(8, 64), torch.zeros(7)):
         shape_and_slice = tuple(source.shape), TensorSlice.whole(source.shape)
         for dtype in (torch.float32, torch.bfloat16):
@@ -150,9 +155,12 @@ def _tasks(
 
     dtype = source.dtype if target is None else target.dtype
     word = _BITS[_word_bytes(shape, dtype)]
+    # The compiled cast reads four float32 and writes one word of four bfloat16; all other casts are torch's.
     casts = (source.dtype, dtype, word) == (torch.float32, torch.bfloat16, torch.int64) and source.stride(-1) == 1
     source_words = _words(source, torch.int32 if casts else word) if casts or source.dtype == dtype else None
     target_words = source_words if target is None else _words(target, word)
+    # Memory that cannot be seen as words (strided in the last dim, or misaligned), or a cast without a loop: torch
+    # makes a contiguous copy, and the loops read that.
     if source_words is None or target_words is None:
         source, casts = source.to(dtype, memory_format=torch.contiguous_format, copy=True), False
         source_words = source.view(word)
@@ -164,10 +172,13 @@ def _tasks(
     assert target_words is not None
     items = 4 if casts else 1  # of the source in a word
     per_word = word.itemsize // dtype.itemsize
+    # From elements to words: only the last dim is packed, and the strides of all others are whole words.
     steps = [max(1, step // per_word) for step in _strides(shape)]
     first = sum(start * step for start, step in zip(tensor_slice.start[:-1], steps[:-1], strict=True))
     first += sum(tensor_slice.start[-1:]) // per_word
     step = steps[-2] if len(shape) > 1 else 0
+    # Whole rows on both sides are one run of words, whatever the number of dims: one long row instead of many short
+    # ones.
     if tensor_slice.size[1:] == shape[1:] and source_words.is_contiguous() and target_words.is_contiguous():
         (rows, words), source_step, target_step = (1, target_words.numel()), 0, 0
         blocks = [(first, target_words.numpy().reshape(-1), source_words.numpy().reshape(-1))]
@@ -181,6 +192,7 @@ def _tasks(
             (first + sum(map(operator.mul, index, steps)), _flat(target_words[index]), _flat(source_words[index]))
             for index in itertools.product(*map(range, target_words.shape[:-2]))
         ]
+    # Cut into tasks of about equal size: long rows by columns, short rows several at a time.
     columns = min(words, _TASK_WORDS)
     lines = _TASK_WORDS // columns
     for base, target_items, source_items in blocks:
@@ -197,8 +209,8 @@ def _tasks(
 def _run(tasks: Iterator[tuple[int, Callable[[], SupportsInt]]]) -> list[tuple[int, int]]:
     """Return the tasks' results with their numbers.
 
-    Every thread makes its next task itself while other threads copy, because making the tasks is Python code: for a
-    model's hundreds of tensors it takes a tenth as long as copying them.
+    Each thread makes its own next task while other threads copy: making tasks is Python code, which for a model's
+    hundreds of tensors takes a tenth as long as copying them.
     """
     lock, results = threading.Lock(), list[tuple[int, int]]()
     # Both modes are per thread, and vLLM's parameters can be viewed and written in inference mode only.
@@ -243,9 +255,12 @@ def _by_torch(blocks: Sequence[torch.Tensor], shape: Sequence[int], tensor_slice
         chunk = words[:, offset : offset + CHUNK_WORDS].to(torch.int64)
         rest = torch.arange(offset, offset + chunk.shape[1], device=values.device)
         index = torch.zeros_like(rest)
+        # Unravel the position within the block, last dim first, and move it to its index in the whole tensor.
         for start, size, step in reversed(list(zip(starts, sizes, steps, strict=False))):
             index += (rest % size + start) * step
             rest = rest // size
+        # int64 wraps as uint64 does, and the masks undo the sign extension of `>>`, so the sum has the compiled loops'
+        # bits.
         low = (chunk + index * low_key) & _MASK
         high = ((chunk >> 32) + index * high_key + shift) & _MASK
         total += (low * high).sum(1)
@@ -287,5 +302,5 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of this process, which may be a fork of the previous caller's."""
+    """Return this process's threads; keyed by process, since a fork inherits the cache but no threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="weights")

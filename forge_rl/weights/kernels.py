@@ -1,8 +1,8 @@
-"""Compiled CPU loops that copy, cast and fingerprint rows of words in one pass, at memory speed.
+"""Compiled CPU loops that copy, cast and fingerprint rows of words in one pass, at memory bandwidth.
 
-Numba compiles them at first use and caches the result on disk. Rows are in a one-dimensional array with a stride of
-`step` items. Whole cache lines of words of 8 bytes are left to line_loops.py; LLVM vectorises the plain loops here over
-the rest, and over smaller words.
+Numba compiles them at first use and caches the result on disk. Rows lie in a one-dimensional array, `step` items apart.
+Whole cache lines of 8-byte words are left to line_loops.py; LLVM vectorises the plain loops here for the rest and for
+smaller words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @numba.njit(nogil=True, cache=True)
 def _fingerprint(words: Words, first: int) -> np.uint64:
-    """Fingerprint words of any size one after the other."""
+    """Fingerprint words of any size, one by one."""
     total = np.uint64(0)
     low, high = np.uint64(first) * KEY_LOW, np.uint64(first) * KEY_HIGH + KEY_SHIFT
     for item in range(words.size):
@@ -46,8 +46,9 @@ def _fingerprint(words: Words, first: int) -> np.uint64:
 def _lines(address: np.uint64, words: int) -> tuple[int, int]:
     """Return the number of words before the first whole cache line, and of words in the whole turns after it.
 
-    Without a word that begins a line, all of them come before.
+    If no word begins a line, all words come before.
     """
+    # A target whose address is not a multiple of 8 never reaches the start of a cache line in whole words.
     if address % np.uint64(8):
         return words, 0
     before = min(words, int((np.uint64(0) - address) % np.uint64(64) // np.uint64(8)))
@@ -69,6 +70,7 @@ def fingerprint_rows(source: Words, step: int, rows: int, words: int, first: int
     total = np.uint64(0)
     for row in range(rows):
         values, index = source[row * step : row * step + words], first + row * first_step
+        # Reading needs no alignment, so that whole turns can begin with the first word.
         count = words // TURN_WORDS * TURN_WORDS if values.itemsize == 8 else 0
         if count:
             total += fingerprint_lines(np.uint64(0), np.uint64(values.ctypes.data), np.uint64(count), np.uint64(index))
@@ -78,7 +80,7 @@ def fingerprint_rows(source: Words, step: int, rows: int, words: int, first: int
 
 @intrinsic
 def _fence(typing: Any) -> Any:
-    """Complete all stores past the cache, which are weakly ordered."""
+    """Wait for all stores past the cache, which are weakly ordered."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -100,7 +102,9 @@ def _cast_words(target: Words, source: Words, first: int) -> np.uint64:
     floats, halves = source.view(np.uint32), target.view(np.uint16)
     for item in range(floats.size):
         bits = floats[item]
+        # Round to nearest even: add just under half a unit of bfloat16, and the missing bit if the kept part is odd.
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        # Adding to a NaN's bits could overflow into the sign, or lose the payload and leave an infinity.
         nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         halves[item] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
     total: np.uint64 = _fingerprint(target, first)
@@ -117,6 +121,8 @@ def copy_rows(
         source_row = source[row * step : row * step + words]
         target_row = target[row * target_step : row * target_step + words]
         index = first + row * first_step
+        # Stores past the cache need whole, aligned lines of the target: words before the first one are copied
+        # separately.
         before, count = _lines(np.uint64(target_row.ctypes.data), words) if target_row.itemsize == 8 else (words, 0)
         if count:
             total += copy_lines(
@@ -142,6 +148,7 @@ def cast_rows(
     """
     total = np.uint64(0)
     for row in range(rows):
+        # Four floats make one word of the target.
         source_row = source[row * step : row * step + 4 * words]
         target_row = target[row * target_step : row * target_step + words]
         index = first + row * first_step

@@ -1,9 +1,9 @@
 """LLVM code of the loops that copy, cast and fingerprint whole cache lines of 8 words; see kernels.py.
 
 A fingerprint adds up (low + i a) * (high + i b + c) over words with the 32-bit halves low and high, each factor modulo
-2**32. The 8 words of a line are 16 halves, whose keys (i a, i b + c) are a vector of their own: one addition of 16
-halves, a shift and a product of 8 make the line's terms, one addition sums them, and one steps the keys. Numba's own
-loops, in which both factors are whole words, take twice as many instructions, and cannot write past the cache.
+2**32. The 8 words of a line are 16 halves, whose keys (i a, i b + c) form a vector. One addition of 16 halves, a shift
+and a product of 8 make the line's terms; one addition sums them, and one advances the keys. Numba's own loops, in which
+both factors are whole words, take twice as many instructions and cannot write past the cache.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ KEY_LOW, KEY_HIGH, KEY_SHIFT = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.
 """a, b and c of a fingerprint; see fingerprints.py."""
 LINE_WORDS = 8
 TURN_WORDS = 4 * LINE_WORDS
-"""Words of a turn of the loops, which process whole turns: the four lines are independent of each other."""
+"""Words per turn of the loops, which process whole turns of four independent lines."""
 
 _PREFETCH_BYTES = 2048
-"""How far ahead of a copy its source is fetched. The processor's own prefetching stops at the end of a page; with 1,024
-to 4,096 bytes, a copy of 1 GiB took a tenth less time. It slows down loops that only read."""
+"""Distance by which a copy prefetches its source. The processor's own prefetching stops at the end of a page; with
+1,024 to 4,096 bytes, a copy of 1 GiB took a tenth less time. Prefetching slows down loops that only read."""
 _BYTE, _HALF, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _HALVES, _WORDS = ir.VectorType(_INT, 2 * LINE_WORDS), ir.VectorType(_WORD, LINE_WORDS)
 _LINES = TURN_WORDS // LINE_WORDS
 
 Value = Any
-"""A value of llvmlite's, which has no types."""
+"""A value of llvmlite, which has no type annotations."""
 
 
 def _vector(kind: ir.VectorType, *values: int) -> Value:
@@ -100,12 +100,14 @@ def line_loop(
     def generate(context: Any, builder: Value, signature: Any, arguments: Any) -> Value:
         target, source, words, first = arguments
         a, b = int(KEY_LOW), int(KEY_HIGH)
+        # Keys are taken modulo 2**32, so the index may be truncated before the product.
         index = _splat(builder, builder.trunc(first, _INT), _HALVES)
         base = builder.mul(index, _vector(_HALVES, a, b))
         keys = [
             builder.add(base, _vector(_HALVES, *(key for word in range(LINE_WORDS) for key in _keys(line, word))))
             for line in range(_LINES)
         ]
+        # Each turn moves every key by the same amount, so no key is multiplied inside the loop.
         step = _vector(_HALVES, TURN_WORDS * a, TURN_WORDS * b)
         entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
         builder.branch(loop)
@@ -124,11 +126,14 @@ def line_loop(
             if writes:
                 address = builder.add(target, builder.mul(number, ir.Constant(_WORD, 64)))
                 stored = builder.store(values, builder.inttoptr(address, _WORDS.as_pointer()), align=64)
+                # "nontemporal" is LLVM's name for stores past the cache.
                 stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_INT, 1)]))
             key.add_incoming(builder.add(key, step), loop)
             if not sums:
                 total.add_incoming(total, loop)
                 continue
+            # One addition of 16 halves makes both factors of all 8 words; carries cannot cross from the low half to the
+            # high one.
             factors = builder.bitcast(builder.add(builder.bitcast(values, _HALVES), key), _WORDS)
             low, high = builder.and_(factors, _vector(_WORDS, 0xFFFFFFFF)), builder.lshr(factors, _vector(_WORDS, 32))
             total.add_incoming(builder.add(total, builder.mul(low, high)), loop)
@@ -137,6 +142,7 @@ def line_loop(
         count = builder.udiv(words, ir.Constant(_WORD, LINE_WORDS))
         builder.cbranch(builder.icmp_unsigned("<", following, count), loop, end)
         builder.position_at_end(end)
+        # The incoming value from the loop, not the phi, holds the sum including the last turn.
         line_sums = totals[0][1].incomings[1][0]
         for _, total in totals[1:]:
             line_sums = builder.add(line_sums, total.incomings[1][0])

@@ -1,7 +1,7 @@
-"""Manifest of a weight version, committed last so that a reader sees a whole version or none.
+"""Manifest of a weight version. It is committed last, so a reader sees a whole version or none.
 
-A version is stored in buckets, each a run of bytes that holds whole tensors one after the other, independent of the
-writers' and readers' layouts.
+A version is stored in buckets: runs of bytes that hold whole tensors one after the other, whatever the layouts of
+writers and readers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     import torch  # takes seconds, and processes that only pass manifests on do not need it
 
 BUCKET_BYTES = 64 << 20
-"""Maximum size of a bucket; a larger tensor gets its own."""
+"""Maximum size of a bucket; a larger tensor gets a bucket of its own."""
 
 _MOST_SHARED = 1.5
-"""A version is rewritten whole once its buckets, with stale tensors, exceed its own size by this factor."""
+"""A version is rewritten whole once its buckets, including stale tensors, exceed its own size by this factor."""
 
 ALIGN = 64
 """Tensors begin at multiples of this many bytes of their bucket."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Size of an element of the usual dtypes, known without torch."""
+"""Bytes per element of the usual dtypes, known without torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +37,25 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     changed: bool = True
-    """False for a tensor that is unchanged since the latest version and not written again."""
+    """False for a tensor that is unchanged since the latest version, and therefore not written again."""
     dtype: str = ""
-    """Dtype that it is always published in; empty for the version's dtype."""
+    """Dtype in which it is always published; empty for the version's dtype."""
     fingerprint: int | None = None
-    """Fingerprint of its values, if known: a tensor of the previous version with another one is written again."""
+    """Fingerprint of its values, if known: if the previous version's tensor has a different one, it is written
+    again."""
     adapter_scale: float | None = None
-    """Factor on the product of the adapter that readers add to it, from the tensors of `factor_names`; None without."""
+    """Factor on the product of `factor_names`' tensors, the adapter that readers add to it; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRef:
-    """A bucket's place in shared memory, for any process of this user on the host."""
+    """Location of a bucket in shared memory, for any process of this user on the host."""
 
     path: str
     bytes: int
-    """Size of the bucket; the file has one more page, its header."""
+    """Size of the bucket; the file also has a one-page header."""
     token: str
-    """Random token, also in the header; changes when a segment is freed and reused."""
+    """Random token, also in the header; changes when the segment is freed and reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +63,21 @@ class Bucket:
     """A run of bytes of one version."""
 
     key: str
-    """VERSION/NUMBER, with the version that wrote it; VERSION/EPOCH.NUMBER after a rollback."""
+    """VERSION/NUMBER, with the version that wrote it; after a rollback VERSION/EPOCH.NUMBER."""
     bytes: int
     host: str = ""
     """Host on which it is written."""
     segment: SegmentRef | None = None
-    """Segment on that host; None if the transport stores buckets differently."""
+    """Segment on that host; None if the transport keeps buckets elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One rank's part of a tensor, for transports that keep each rank's bytes apart."""
+    """One rank's part of a tensor, for transports that store each rank's bytes separately."""
 
     tensor_slice: TensorSlice
     part: str
-    """Key under which the rank stored it."""
+    """Key of the bytes that the rank stored."""
     offset: int
     """Offset of its first byte there; the slice is contiguous."""
 
@@ -90,7 +91,7 @@ class TensorEntry:
     dtype: str
     """Name in torch, such as "bfloat16"."""
     bucket: str
-    """Key of the bucket that holds it; an older version's if unchanged since."""
+    """Key of the bucket that holds it; an older version's if the tensor is unchanged since."""
     offset: int
     """Offset of its first byte in the bucket."""
     fingerprint: int = 0
@@ -99,7 +100,7 @@ class TensorEntry:
     adapter_scale: float | None = None
     """Factor on the product of the adapter that readers add to it; None without an adapter."""
     merged: int | None = None
-    """Fingerprint with the adapter's product added, by the trainer; None without an adapter."""
+    """Fingerprint of the sum with the adapter's product, computed by the trainer; None without an adapter."""
 
     @property
     def numel(self) -> int:
@@ -123,7 +124,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReport:
-    """Slice of one tensor that a trainer rank wrote or a reader read, with its fingerprint."""
+    """Slice of a tensor that a trainer rank wrote or a reader read, and its fingerprint."""
 
     name: str
     tensor_slice: TensorSlice
@@ -144,9 +145,9 @@ class Manifest:
     """Number of this version; counts publishes, not optimizer steps."""
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
-    """Buckets with its tensors, including those shared with earlier versions."""
+    """Buckets that hold its tensors, including buckets shared with earlier versions."""
     epoch: int = 0
-    """Number of rollbacks before it was written; distinguishes it from a forgotten version of the same number."""
+    """Number of rollbacks before it was written; distinguishes it from a forgotten version with the same number."""
 
     @property
     def bytes(self) -> int:
@@ -155,7 +156,7 @@ class Manifest:
 
     @property
     def written_bytes(self) -> int:
-        """Size of the tensors that this version itself writes."""
+        """Size of the tensors that this version wrote itself."""
         return sum(entry.bytes for entry in self.tensors if is_of(entry.bucket, self.version))
 
     @property
@@ -171,7 +172,7 @@ class Manifest:
 
     @property
     def adapter_scales(self) -> frozenset[float]:
-        """Factors on the products of its adapters; none if it has no adapters."""
+        """Scales of its adapters; empty without adapters."""
         return frozenset(entry.adapter_scale for entry in self.tensors if entry.adapter_scale is not None)
 
     @property
@@ -202,6 +203,8 @@ class Manifest:
         Raises:
             AttestationError: they differ; names the tensors.
         """
+        # A reader that adds adapters holds base + scale * B @ A, whose fingerprint the trainer took of its own sum;
+        # every other tensor it holds as published.
         expected = {
             entry.name: entry.merged if merged and entry.adapter_scale is not None else entry.fingerprint
             for entry in self.tensors
@@ -224,16 +227,16 @@ class LoadReport:
     fingerprints: dict[str, int]
     """Fingerprints of the tensors that the engine read, by Hugging Face name."""
     in_place: int
-    """Number of fingerprints taken of live parameters. The others are of the loader's input, as vLLM repacks those
-    layers."""
+    """Number of fingerprints taken of live parameters. The others are of the loader's input, for layers that vLLM
+    repacks."""
     bytes_read: tuple[int, ...] = ()
-    """Bytes that each of the engine's workers read, in the published dtype: its own slices."""
+    """Bytes that each worker of the engine read: its own slices, in the published dtype."""
     quantized_bytes: int = 0
-    """Bytes of weights that the engine computes with in 8 bits, over its workers."""
+    """Bytes of weights that the engine computes with in 8 bits, summed over its workers."""
     served_versions: int = 0
     """Number of versions that the engine can sample with, as adapters over one base; 0 if it merges them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Duration of each stage: waiting for buckets, pausing and resuming decoding, loading, fingerprints, finishing."""
+    """Seconds of each stage: waiting for buckets, pausing and resuming, loading, fingerprints, finishing."""
 
 
 def factor_names(weight: str) -> tuple[str, str]:
@@ -248,12 +251,12 @@ def is_of(key: str, version: int) -> bool:
 
 
 def written_by(key: str) -> str:
-    """The version that wrote the bucket, with its epoch after a rollback."""
+    """Version that wrote the bucket, with its epoch after a rollback."""
     return key.rpartition("." if "." in key else "/")[0]
 
 
 def _dealt(sizes: Mapping[str, int], hosts: Sequence[str]) -> list[Bucket]:
-    """Give each bucket to the host that has the fewest bytes so far."""
+    """Assign each bucket to the host with the fewest bytes so far."""
     bytes_by_host = dict.fromkeys(hosts, 0)
     buckets = []
     for key, size in sizes.items():
@@ -275,7 +278,7 @@ def draft(
 ) -> Manifest:
     """Lay out a version: the tensors to write, and their places in buckets.
 
-    Changing and unchanging tensors go to separate buckets, so that older buckets keep few stale tensors.
+    Changing and unchanged tensors go to separate buckets, so that older buckets keep few stale tensors.
 
     Args:
         specs: every tensor of the model, always in the same order.
@@ -298,10 +301,14 @@ def draft(
     old_buckets = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
     entry_by_name: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}  # of the buckets to write
+    # Two passes, so that no bucket mixes tensors that change with tensors that do not: a bucket stays as long as one of
+    # its tensors is needed, and mixed ones would keep every old version's changed tensors in memory.
     for changed in (True, False):
         key = ""
         for spec in (spec for spec in specs if spec.changed is changed):
             old_entry, name = old_entries.get(spec.name), spec.dtype or default
+            # A subscriber's store may have missed an earlier update: unchanged since the last one is not unchanged
+            # since `base`, and only the fingerprint tells.
             is_same = old_entry is not None and spec.fingerprint in (None, old_entry.fingerprint)
             if (
                 not changed
@@ -309,6 +316,8 @@ def draft(
                 and old_entry is not None
                 and (old_entry.shape, old_entry.dtype) == (spec.shape, name)
             ):
+                # The bytes are the old ones, but factors may have changed, so the fingerprint with the adapter added is
+                # taken again.
                 entry_by_name[spec.name] = replace(old_entry, adapter_scale=spec.adapter_scale, merged=None)
                 continue
             entry = TensorEntry(
@@ -319,6 +328,7 @@ def draft(
                 offset=sizes.get(key, 0),
                 adapter_scale=spec.adapter_scale,
             )
+            # A tensor is never split over buckets; one above the limit fills a bucket alone.
             if not key or (sizes[key] and sizes[key] + entry.bytes > bucket_bytes):
                 key = f"{version}/{epoch}.{len(sizes)}" if epoch else f"{version}/{len(sizes)}"
                 sizes[key] = 0
@@ -328,13 +338,15 @@ def draft(
     entries = tuple(entry_by_name[spec.name] for spec in specs)
     shared_keys = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
     buckets = _dealt(sizes, hosts) + [old_buckets[key] for key in shared_keys]
+    # Stale tensors in shared buckets take memory as long as any neighbour is needed. Past the limit, writing everything
+    # once costs less than holding them.
     if shared_keys and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
         return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch, hosts=hosts)
     return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)
 
 
 def _aligned(entry: TensorEntry) -> int:
-    """Bytes that a tensor takes in a bucket."""
+    """Bytes that a tensor takes in a bucket, with padding."""
     return -(-entry.bytes // ALIGN) * ALIGN
 
 
@@ -344,7 +356,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
     Args:
         drafted: what the ranks were to write.
         ranks: slices that each rank wrote.
-        merged: slices of tensors with adapters, with these added.
+        merged: slices of the weights that have an adapter, with its product added.
 
     Raises:
         WeightsError: together the ranks did not write exactly the drafted tensors, or did not add up an adapter.
@@ -360,6 +372,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
         by_name.setdefault(report.name, []).append(report)
     entries = []
     for entry in drafted.tensors:
+        # Shared with an older version, which attested it when it was written.
         if not is_of(entry.bucket, drafted.version):
             entries.append(entry)
             continue
@@ -375,6 +388,7 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
                 pieces=tuple(report.piece for report in reports if report.piece is not None),
             )
         )
+    # Adapters: the trainer's fingerprint of each weight with the product added, also for weights of older versions.
     for number, entry in enumerate(entries):
         if entry.adapter_scale is None:
             continue
@@ -382,13 +396,15 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
         if problem := tiling_error(entry.shape, [report.tensor_slice for report in reports]):
             raise WeightsError(f"the ranks did not add the adapter of {entry.name!r} to all of it: {problem}")
         entries[number] = replace(entry, merged=combine(report.fingerprint for report in reports))
+    # Reports that are left over name tensors that the draft lacks.
     if by_name:
         raise WeightsError(f"version {drafted.version} was not to hold {sorted(by_name)[:3]}, which a rank wrote")
     return replace(drafted, tensors=tuple(entries))
 
 
 def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, int]:
-    """Combine fingerprints of the slices that readers hold into whole tensors'; a slice of several readers counts once.
+    """Combine the fingerprints of readers' slices into those of whole tensors; a slice that several readers hold counts
+    once.
 
     Raises:
         WeightsError: readers hold different values of one slice, or two slices overlap.
@@ -398,6 +414,8 @@ def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, 
     fingerprints: dict[str, dict[TensorSlice, int]] = {}
     for shard in shards:
         by_slice = fingerprints.setdefault(shard.name, {})
+        # Data-parallel workers hold equal slices, which count once. Partly overlapping ones would be counted twice in
+        # the sum and could never match.
         if (fingerprint := by_slice.get(shard.tensor_slice)) is None:
             if overlapping := [other for other in by_slice if other.intersect(shard.tensor_slice).numel]:
                 raise WeightsError(

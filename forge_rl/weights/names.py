@@ -1,6 +1,6 @@
 """Maps torchtitan's weight names to Hugging Face's.
 
-Models keep separate q, k, v projections in Hugging Face's row order (engines/titan builds them so), and torchtitan
+Models keep separate q, k and v projections in Hugging Face's row order (engines/titan builds them so), and torchtitan
 stacks a layer's experts, which most families store separately. So every published tensor is a view of a block of one
 torchtitan weight, at most with its last two dims swapped, and shards need no copy or permutation.
 """
@@ -19,7 +19,7 @@ from forge_rl.weights.slices import TensorSlice
 VALUE_HEAD = "score.weight"
 """Name of a value head, as in transformers' models for sequence classification."""
 ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""Ends of the names of biases that choose experts, as transformers has them: they stay float32, as in DeepSeek-V3."""
+"""Suffixes of transformers' names of biases that choose experts: they stay float32, as in DeepSeek-V3."""
 _TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -52,14 +52,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class SameNames:
-    """Names of a model on transformers' own modelling code: those in the folder's files, except the ones that
-    transformers itself renames or stacks when it loads the folder."""
+    """Names of a model on transformers' own modelling code: the files' names, except those that transformers renames or
+    stacks when it loads the folder."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Names in the files that differ, by the model's name."""
+    """Names in the files, where they differ, by the model's name."""
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names in the files of weights that the model stacks in one, by the model's name. "{}" is an expert's index, along
-    the first dim; several names are equal parts of the second dim, in order."""
+    """Names in the files of the weights that the model stacks, by the model's name. "{}" is an expert's index along the
+    first dim; several names are equal parts of the second dim, in order."""
     head: str = "lm_head.weight"
     """Hugging Face's name of the head: VALUE_HEAD in a value model."""
 
@@ -71,8 +71,10 @@ class SameNames:
             float32 = name.endswith(ROUTER_BIASES)
             yield Part(name=hf_name, shape=tuple(shape), tensor_slice=tensor_slice, float32=float32)
             return
+        # Whole experts only: a published tensor is then in one block, and its rows need no offset.
         assert tensor_slice.size[1:] == tuple(shape[1:]), "FSDP splits stacks between experts"
         templates = self.stacks[name]
+        # Rows of one published tensor in the stack's second dim, such as gate and up.
         count = shape[1] // len(templates)
         source_slice = TensorSlice.whole((count, *shape[2:]))
         for number, template in enumerate(templates):  # its experts follow one another, to be read at once
@@ -86,7 +88,7 @@ class SameNames:
                 )
 
     def to_hf(self, name: str) -> str:
-        """Return the name in the files of a weight that is not a stack."""
+        """Return a weight's name in the files; the weight is not a stack."""
         return self.head if name == "lm_head.weight" else self.renamed.get(name, name)
 
 
@@ -98,8 +100,8 @@ class Names:
     """
 
     layer: Mapping[str, str]
-    """Hugging Face names of a layer's weights by torchtitan name, both without the layer prefix. "{}" stands for the
-    expert's index: torchtitan stacks experts in the first dim."""
+    """Hugging Face names of a layer's weights by torchtitan name, both without the layer prefix. "{}" is the expert's
+    index: torchtitan stacks experts in the first dim."""
     transposed: frozenset[str] = frozenset()
     """torchtitan names of the weights whose last two dims are swapped in Hugging Face."""
     float32: frozenset[str] = frozenset()
@@ -124,6 +126,7 @@ class Names:
         stacked = match is not None and "{}" in self.layer.get(match[2], "")
         full_shape, start, size = tuple(shape), tensor_slice.start, tensor_slice.size
         if transposed:
+            # Shape and slice in Hugging Face's order; `Part.of` swaps the values' dims as a view.
             full_shape, start, size = ((*dims[:-2], dims[-1], dims[-2]) for dims in (full_shape, start, size))
         if not stacked:
             inner = TensorSlice(start=start, size=size)
@@ -131,7 +134,9 @@ class Names:
             hf_name = self.to_hf(name)
             yield Part(name=hf_name, shape=full_shape, tensor_slice=inner, transposed=transposed, float32=float32)
             return
+        # The first dim is the expert's, which is in the name instead.
         inner = TensorSlice(start=start[1:], size=size[1:])
+        # A block of a stack holds whole experts, one published tensor each.
         for index in range(size[0]):
             hf_name = self.to_hf(name, start[0] + index)
             yield Part(name=hf_name, shape=full_shape[1:], tensor_slice=inner, index=index, transposed=transposed)

@@ -1,6 +1,6 @@
-"""Segments: files in shared memory, one per bucket, that trainers write and engines map.
+"""Segments: files in shared memory, one per bucket, which trainers write and engines map.
 
-A segment begins with a one-page header: its version, its size in bytes, and a random token. Readers check these to
+A segment begins with a one-page header: a magic string, a random token, and its size in bytes. Readers check these to
 refuse foreign, stale or incomplete segments. Mappings are kept from one version to the next: freed segments are reused,
 and mapping fresh pages costs more than copying.
 """
@@ -30,18 +30,19 @@ PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<8s16sQ")
 _MAGIC = b"forge_rl"
 _REGISTER_READ_ONLY = 8
-"""cudaHostRegisterReadOnly: CUDA must not request writable pages."""
+"""cudaHostRegisterReadOnly: CUDA must not ask for writable pages."""
 _MADE_ANEW = "publish the version again, or start the run again"
 
 
 def create(path: Path, size: int) -> SegmentRef:
-    """Create a segment of `size` bytes, with its memory allocated and zeroed.
+    """Create a segment of `size` bytes whose memory is allocated and zeroed.
 
     Raises:
         OSError: out of memory, or the file exists.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        # Allocate here: a sparse file would be made at once, and a write to it killed by SIGBUS when tmpfs is full.
         os.posix_fallocate(fd, 0, PAGE + size)
         return _stamp(fd, str(path), size)
     except OSError:
@@ -52,7 +53,7 @@ def create(path: Path, size: int) -> SegmentRef:
 
 
 def create_anonymous(size: int) -> tuple[SegmentRef, int]:
-    """Create an anonymous segment, freed when the returned file descriptor is closed.
+    """Create an anonymous segment; closing the returned file descriptor frees it.
 
     Raises:
         OSError: out of memory.
@@ -76,7 +77,7 @@ def renew(ref: SegmentRef) -> SegmentRef:
 
 
 def is_whole(ref: SegmentRef) -> bool:
-    """True if the segment's file is there and matches the reference."""
+    """True if the segment's file exists and matches the reference."""
     try:
         fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -109,7 +110,7 @@ def writable(ref: SegmentRef) -> torch.Tensor:
 
 
 def check(ref: SegmentRef) -> None:
-    """Check, after reading, that the segment was not reused meanwhile; drops the mapping of an anonymous one.
+    """Check after reading that the segment was not reused meanwhile, and drop an anonymous one's mapping.
 
     Raises:
         WeightsError: it was freed, and perhaps rewritten, meanwhile: the data read must not be used.
@@ -165,6 +166,8 @@ class _Mappings:
         with self._lock:
             key = (ref.path, writable)
             try:
+                # The mapping holds its file open, so its inode number cannot be given to another file: an equal number
+                # is the same file, however often the segment was reused.
                 inode = os.stat(ref.path).st_ino
                 mapping = self._mappings.get(key)
                 if mapping is None or mapping.inode != inode:
@@ -178,6 +181,8 @@ class _Mappings:
                     f"the segment {ref.path} cannot be opened ({error.strerror}): it was freed, or its store has ended",
                     hint=_MADE_ANEW,
                 ) from error
+            # Read from the mapping at every call, not remembered: the owner stamps a new token when it frees the
+            # segment.
             magic, token, size = _HEADER.unpack(mapping.header)
             if magic != _MAGIC:
                 raise WeightsError(f"{ref.path} is not a segment of weights", hint=_MADE_ANEW)
@@ -197,6 +202,7 @@ class _Mappings:
             _unmap(self._mappings.pop(key))
 
     def _drop_unlinked(self) -> None:
+        # A removed file keeps its memory while it is mapped, and nobody tells this process of the removal.
         for path, _ in list(self._mappings):
             mapping = self._mappings.get((path, True)) or self._mappings.get((path, False))
             if mapping is not None and os.fstat(mapping.fd).st_nlink == 0 and not _is_anonymous(path):
@@ -215,18 +221,21 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
     fd = os.open(ref.path, flags)
     try:
         status = os.fstat(fd)
+        # Checked on the open file rather than on the path, which could be replaced in between.
         if status.st_uid != os.geteuid() or (status.st_nlink and stat.S_IMODE(status.st_mode) & 0o077):
             raise WeightsError(
                 f"the segment {ref.path} is not this user's alone: owner {status.st_uid}, "
                 f"mode {stat.S_IMODE(status.st_mode):o}",
                 hint="find out who made it; its weights are not used",
             )
+        # Touching pages beyond the end of a shorter file would kill this process by SIGBUS.
         if status.st_size != PAGE + ref.bytes:
             raise WeightsError(
                 f"the segment {ref.path} has {status.st_size - PAGE} bytes, its manifest says {ref.bytes}",
                 hint=_MADE_ANEW,
             )
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        # Populated at once: faulting in the pages one by one costs more than the copy into them.
         memory = mmap.mmap(fd, PAGE + ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
     except BaseException:
         os.close(fd)
@@ -245,9 +254,9 @@ def _map(ref: SegmentRef, *, writable: bool) -> _Mapping:
 
 
 def _register(payload: torch.Tensor, *, writable: bool) -> bool:
-    """Pin pages for CUDA, if this process uses it: copies to and from the GPU are then several times faster.
+    """Pin pages for CUDA if this process uses it: copies to and from the GPU are then several times faster.
 
-    Not every driver can pin read-only pages; copies are then as slow as for unpinned memory.
+    Not every driver can pin read-only pages; copies are then as slow as from unpinned memory.
     """
     import torch
 
@@ -263,7 +272,7 @@ def _register(payload: torch.Tensor, *, writable: bool) -> bool:
 
 
 def _unmap(mapping: _Mapping) -> None:
-    """Drop a mapping; its pages are freed with the last tensor that uses them."""
+    """Drop a mapping; its pages are freed with the last tensor on them."""
     if mapping.registered:
         import torch
 

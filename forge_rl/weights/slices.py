@@ -1,4 +1,4 @@
-"""Slices: the part of a tensor that a rank holds or a reader needs. Every parallel layout reduces to them."""
+"""Slices: the part of a tensor that a rank holds or a reader needs. Every parallel layout reduces to slices."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class TensorSlice:
 
     def intersect(self, other: TensorSlice) -> TensorSlice:
         """Intersection of both; its numel is 0 if they do not overlap."""
+        # In each dim from the later start to the earlier end; negative sizes mean no overlap.
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return TensorSlice(start=start, size=tuple(max(0, end - first) for end, first in zip(ends, start, strict=True)))
 
     def relative_to(self, block: TensorSlice) -> TensorSlice:
-        """This part of a block, with the block's first element as the origin."""
+        """Return this slice with a block's first element as the origin."""
         return TensorSlice(start=tuple(a - b for a, b in zip(self.start, block.start, strict=True)), size=self.size)
 
     def within(self, block: TensorSlice) -> TensorSlice:
@@ -60,5 +61,6 @@ def tiling_error(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
         for other in slices[:index]:
             if tensor_slice.intersect(other).numel:
                 return f"{tensor_slice} overlaps {other}"
+    # Within the shape and disjoint, slices tile the tensor exactly if their sizes add up to its size.
     count = sum(tensor_slice.numel for tensor_slice in slices)
     return None if count == whole_slice.numel else f"they hold {count} of {whole_slice.numel} elements"

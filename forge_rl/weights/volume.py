@@ -1,9 +1,9 @@
-"""One host's share of the store: a private folder in shared memory with reusable segments.
+"""One host's part of the store: a private folder in shared memory with reusable segments.
 
 The folder belongs to one process, which locks the file `lock` in it while it lives. A folder whose lock is free was
-left by a killed process: its successor continues with it, else the next volume on the host removes it. Writers hold a
-shared lock on the folder: segments freed meanwhile are not reused until they finish, as a rank of an abandoned publish
-may still be writing to them.
+left by a killed process: its successor takes it over, or the next volume on the host removes it. Writers hold a shared
+lock on the folder: segments freed meanwhile are not reused until they finish, since a rank of an abandoned publish may
+still be writing to them.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ class Volume:
         with _home(root) as home:
             self.folder, self._lock = _take_over(previous_folder) or _make(home)
         self.reclaimed = reclaim(root)
-        """Bytes reclaimed from killed processes."""
+        """Bytes reclaimed from killed processes' folders."""
         self._root = root
         self._used = {
             key: ref
             for key, ref in (previous_segments or {}).items()
             if Path(ref.path).parent == self.folder and is_whole(ref)
         }
+        # A predecessor's files that no version needs, and those it was still creating when it died.
         file_names = {_LOCK, *(Path(ref.path).name for ref in self._used.values())}
         for path in self.folder.iterdir():
             if path.name not in file_names:
                 path.unlink()
         self._freed: list[SegmentRef] = []
-        """Freed segments that may still be written to."""
+        """Freed segments to which a writer may still be writing."""
         self._spare: list[SegmentRef] = []
 
     def reserve(self, sizes: Mapping[str, int]) -> dict[str, SegmentRef]:
@@ -74,6 +75,7 @@ class Volume:
         """
         if used_keys := [key for key in sizes if key in self._used]:
             raise WeightsError(f"bucket {used_keys[0]} is held already")
+        # Writers may have finished since the last call, and what they held can be used again.
         self._recycle()
         refs: dict[str, SegmentRef] = {}
         for key, size in sizes.items():
@@ -86,12 +88,15 @@ class Volume:
         missing_sizes = {key: size for key, size in sizes.items() if key not in refs}
         needed_bytes = sum(PAGE + -(-size // PAGE) * PAGE for size in missing_sizes.values())
         try:
+            # Asked before anything is allocated: tmpfs may be larger than the memory left, and filling that invites the
+            # OOM killer.
             if needed_bytes > free_bytes(self._root):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for key, size in missing_sizes.items():
                 refs[key] = create(self.folder / secrets.token_hex(16), size)
         except OSError as error:
             refusal = _refused(self._root, needed_bytes, error)
+            # All or none. Spares that were already renewed go too: the next attempt needs their memory.
             self._spare.extend(refs.values())
             self._drop_spare()
             raise refusal from error
@@ -106,7 +111,7 @@ class Volume:
         """Free segments, keeping their memory for the next version; unknown keys are ignored.
 
         Returns:
-            The segments, as they were before.
+            The segments, with the tokens that they had.
         """
         freed = [self._used.pop(key) for key in keys if key in self._used]
         for ref in freed:
@@ -129,11 +134,14 @@ class Volume:
         os.close(self._lock)
 
     def _recycle(self) -> None:
-        """Make freed segments reusable if nobody is writing."""
+        """Make freed segments reusable unless somebody is writing."""
         if not self._freed:
             return
+        # flock belongs to an open file, so a fresh descriptor conflicts with the writers' shared locks, also those of
+        # this process.
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            # Never wait: this runs on the store's event loop, and a writer may take seconds. The next call tries again.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
@@ -150,7 +158,7 @@ class Volume:
 
 
 def _make(home: Path) -> tuple[Path, int]:
-    """Make a volume's folder; returns it with its lock."""
+    """Make a volume's folder; return it with its lock."""
     folder = home / secrets.token_hex(16)
     folder.mkdir(mode=0o700)
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -176,7 +184,7 @@ def _take_over(folder: Path | None) -> tuple[Path, int] | None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Hold a volume's lock while writing to its segments; check the segments after entering and at the end.
+    """Hold a volume's writer lock while the body runs; check the segments after entering and at the end.
 
     Raises:
         WeightsError: the volume is gone.

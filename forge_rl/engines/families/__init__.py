@@ -18,4 +18,4 @@ FAMILIES: dict[str, Family] = {
 """Families by the model_type of config.json."""
 
 NATIVE_TYPES: dict[str, Family] = FAMILIES | {KIMI_K2.model_type: KIMI_K2}
-"""As FAMILIES, with model types that are another's in all but name."""
+"""FAMILIES, plus model types that are another family's in all but name."""

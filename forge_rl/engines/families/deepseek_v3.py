@@ -30,7 +30,7 @@ LAYER = {
 
 
 def read(config: ConfigFile) -> Architecture:
-    """Read the latent attention, and the experts of all but the first, dense layers."""
+    """Read the latent attention, and the experts of all layers after the first, dense ones."""
     values = config.values
     config.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
     config.need("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
@@ -68,6 +68,7 @@ def read(config: ConfigFile) -> Architecture:
         value_dim=config.whole("v_head_dim"),
         interleaved=bool(values.get("rope_interleave", True)),
     )
+    # A group is scored by its two best experts, and the chosen groups must have enough experts.
     groups_fit = experts.groups == 1 or (
         experts.count % experts.groups == 0
         and experts.count // experts.groups > 1
@@ -76,6 +77,7 @@ def read(config: ConfigFile) -> Architecture:
     return config.architecture(
         experts=experts,
         latent=latent,
+        # Of q and k; values have a dimension of their own.
         head_dim=latent.nope_dim + latent.rope_dim,
         rope_types=("default", "yarn"),
         scales=("mscale", "mscale_all_dim"),
@@ -105,6 +107,7 @@ def layer(architecture: Architecture, index: int, max_positions: int) -> Any:
     a, latent = architecture, architecture.latent
     assert latent is not None, "read() gives it"
     q_dim = a.heads * a.head_dim
+    # torchtitan's class wants a norm of q, which it does not use without a low rank.
     q = {"wq": linear(a.dim, q_dim), "q_norm": RMSNorm.Config(normalized_shape=1)}
     if latent.q_rank:
         q = {

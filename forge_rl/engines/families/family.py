@@ -25,7 +25,7 @@ _SCALING = {
 
 
 SCALES = ("attention_factor", "mscale", "mscale_all_dim")
-"""Parameters of YaRN that change the factor on attention scores, 0.1 ln(factor) + 1 without them."""
+"""Parameters of YaRN that change the factor on attention scores; without them, it is 0.1 ln(factor) + 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Family:
     """Names of the weights."""
     layer: Callable[[Architecture, int, int], Any]
     """Makes torchtitan's `Config` of a layer from the architecture, the layer's index, and the maximum sequence length
-    in tokens. Imports torchtitan, as does set_sharding: only trainer processes call them."""
+    in tokens. Like set_sharding, it imports torchtitan and is only called in trainer processes."""
     set_sharding: Callable[..., None]
     """torchtitan's `set_*_sharding_config(config, *, enable_sp, enable_ep)`, called before the model is built."""
     general: bool = False
@@ -90,7 +90,7 @@ class LatentAttention:
     nope_dim: int
     """Dimension per head of q and k without RoPE."""
     rope_dim: int
-    """Dimension with RoPE, of q per head and of the k that all heads share."""
+    """Dimension with RoPE: of each head's q, and of the k that all heads share."""
     value_dim: int
     """Dimension of v per head."""
     interleaved: bool
@@ -137,7 +137,7 @@ class Architecture:
     quantized: bool = False
     """True if the folder holds quantised weights, which are dequantised."""
     weight_count: int = 0
-    """Number of weights of a model that these dimensions do not describe; 0 if they do."""
+    """Number of weights if these dimensions do not determine it; 0 if they do."""
     folder: Path | None = None
     """Folder of a model that transformers' code builds; None for native families."""
 
@@ -146,6 +146,7 @@ class Architecture:
         """Number of weights in the matrices."""
         if self.weight_count:
             return self.weight_count
+        # q and o have all heads, k and v the key heads.
         grouped = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
         attention = self.latent.weights(self.dim, self.heads) if self.latent else grouped
         embeddings = self.vocab * self.dim * (1 if self.tied else 2)
@@ -153,6 +154,7 @@ class Architecture:
         network = 3 * self.dim * self.hidden_dim
         mixture = 0
         if self.experts:
+            # Router and three matrices of each expert.
             mixture = self.experts.count * self.dim * (1 + 3 * self.experts.hidden_dim)
             mixture += 3 * self.dim * self.experts.shared_dim
         return self.layers * attention + (self.layers - sparse) * network + sparse * mixture + embeddings
@@ -160,7 +162,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A config.json whose values are validated when read: methods raise ModelError for invalid ones."""
+    """A config.json whose values are validated when read: methods raise ModelError for invalid values."""
 
     path: Path
     values: Mapping[str, Any]
@@ -169,6 +171,7 @@ class ConfigFile:
     def whole(self, name: str, default: int = 0, *, max_value: int = 2**31 - 1) -> int:
         """Read a positive integer; a default of 0 makes it required."""
         value = self.values.get(name) or default
+        # By `type`, as true is an int in Python.
         if type(value) is not int or not 0 < value <= max_value:
             problem = (
                 "not a whole number above 0" if max_value == 2**31 - 1 else f"not a whole number from 1 to {max_value}"
@@ -191,6 +194,7 @@ class ConfigFile:
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(self.values.get(name) or {}, dict):
                 raise self.wrong(name, "not an object")
+        # Older files have rope_scaling, rope_theta and "type"; newer ones have all of it in rope_parameters, which win.
         rope = {**(self.values.get("rope_scaling") or {}), **(self.values.get("rope_parameters") or {})}
         rope.setdefault("rope_theta", self.values.get("rope_theta", 10000.0))
         rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -209,7 +213,7 @@ class ConfigFile:
             raise ModelError(f"{self.path} lacks {', '.join(missing_names)}", hint=_AGAIN)
 
     def wrong(self, name: str, problem: str, value: object = None) -> ModelError:
-        """Make the error for a value that is not valid, by default the file's own."""
+        """Make the error for an invalid value, by default the one in the file."""
         value = self.values.get(name) if value is None else value
         return ModelError(f"{self.path}: {name} is {value!r:.80}, {problem}", hint=_AGAIN)
 
@@ -232,6 +236,7 @@ class ConfigFile:
         """
         values, rope = self.values, self.rope
         partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+        # Refused rather than ignored: the trainer would compute another model than engines serve.
         unsupported_options = {
             "attention_bias": bool(values.get("attention_bias")),
             "mlp_bias": bool(values.get("mlp_bias")),
@@ -263,6 +268,7 @@ class ConfigFile:
         for name in ("rope_theta", *_SCALING[rope["rope_type"]]):
             self._number(name, rope)
         heads, dim = self.whole("num_attention_heads"), self.whole("hidden_size")
+        # Families whose heads have parts, such as latent attention, compute it themselves.
         if "head_dim" not in fields:
             fields["head_dim"] = self.whole("head_dim", dim // heads)
         has_predicting_layers = bool(values.get("num_nextn_predict_layers"))
@@ -284,7 +290,8 @@ class ConfigFile:
         )
 
     def _check_dtype(self) -> None:
-        """Refuse a dtype that transformers and vLLM would look up in torch and find to be something else."""
+        """Refuse a name that is not a float dtype: transformers and vLLM would look it up in torch and find something
+        else."""
         name = self.values.get("dtype") or self.values.get("torch_dtype") or "bfloat16"
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

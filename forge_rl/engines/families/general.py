@@ -1,6 +1,6 @@
 """Models without a native family: read from config.json by transformers, whose own code trains them.
 
-Models that cannot be trained on packed rows are refused here, from config.json and their structure, before anything
+Models that cannot be trained on packed rows are refused here, based on config.json and their structure, before anything
 starts.
 """
 
@@ -26,13 +26,13 @@ from forge_rl.models.quantized import refusal
 from forge_rl.weights.names import ROUTER_BIASES, SameNames
 
 _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers whose masks `titan.general_attention` makes."""
+"""Kinds of layers for which `titan.general_attention` makes masks."""
 _RECURRENT_KINDS = ("linear_attention", "conv")
 """Kinds of layers whose state `titan.general_state` restarts."""
 _TOKEN_KINDS = ("mlp", "moe")
-"""Kinds of layers that see each token alone."""
+"""Kinds of layers that process each token alone."""
 _MIXERS = ("linear_attn", "mamba", "conv", "mixer")
-"""Names of the module with the state in transformers' layers of these kinds."""
+"""Names of the module that holds the state in transformers' layers of these kinds."""
 ROW_MIXERS = frozenset(
     (
         *("GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"),
@@ -40,8 +40,8 @@ ROW_MIXERS = frozenset(
         *("Lfm2ShortConv", "Lfm2MoeShortConv"),
     )
 )
-"""transformers' mixers in which only `causal_conv1d_fn`, `torch_chunk_gated_delta_rule` and `mamba2_chunk_scan` let
-tokens meet."""
+"""transformers' mixers in which tokens meet only in `causal_conv1d_fn`, `torch_chunk_gated_delta_rule` and
+`mamba2_chunk_scan`."""
 COMPARED = frozenset(
     (
         *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "diffllama", "ernie4_5"),
@@ -62,12 +62,13 @@ COMPARED = frozenset(
         "vaultgemma",
     )
 )
-"""Types whose packed rows were compared with transformers, one episode at a time; see docs/running/models.md."""
+"""Model types whose packed rows were compared with transformers run on one episode at a time; see
+docs/running/models.md."""
 _SUPPORTED = "the trainer takes decoders of full, sliding-window, chunked and linear attention, and short convolutions"
 
 
 def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
-    """Read the dimensions of a model that transformers' own code trains.
+    """Read the dimensions of a model that transformers' code trains.
 
     Args:
         path: config.json, for messages.
@@ -87,6 +88,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
     dim, layers = _whole(path, config, "hidden_size"), _whole(path, config, "num_hidden_layers")
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
+    # Without `layer_types`, a window is every layer's.
     window_layers = [
         index for index in range(layers) if layer_types is None or layer_types[index] == "sliding_attention"
     ]
@@ -95,6 +97,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
         rope = {"rope_type": "default"}
     if isinstance(original := getattr(config, "original_max_position_embeddings", None), int):
         rope = {"original_max_position_embeddings": original, **rope}
+    # A family of this folder alone: its names depend on what the files hold.
     family = Family(
         model_type=str(model_type),
         read=_unused,
@@ -125,7 +128,7 @@ def read_general(path: Path, values: Mapping[str, Any]) -> Architecture:
 
 
 def weight_shapes(folder: Path) -> Mapping[str, torch.Size]:
-    """Return the shape of each of a model's weights by name, as transformers' code has them; a tied head is left out.
+    """Return the shapes of a model's weights by name, as transformers' code has them; a tied head is left out.
 
     Raises:
         ModelError: the model's parts are not where the trainer expects them.
@@ -157,13 +160,15 @@ def _weight_shapes(folder: Path, modified_ns: int) -> Mapping[str, torch.Size]:
             hint="use a model of another architecture",
         )
     tied = causal.config.tie_word_embeddings
+    # These are buffers, see `causal_model`, and published like weights.
     biases = ((name, buffer) for name, buffer in causal.named_buffers() if name.endswith(ROUTER_BIASES))
     weights = itertools.chain(causal.named_parameters(), biases)
+    # A tied head is the embedding, which is published once.
     return {name: weight.shape for name, weight in weights if not (tied and name == HEAD)}
 
 
 def _experts(folder: Path) -> Experts | None:
-    """Return the dimensions of a model's experts; None if it has none whose routers are known."""
+    """Return the dimensions of a model's experts; None without experts whose routers are known."""
     causal = inspected_model(folder)
     routers: dict[int, Any] = expert_routers(causal)
     if not routers:
@@ -180,22 +185,22 @@ def _experts(folder: Path) -> Experts | None:
 
 
 class LinearModule(NamedTuple):
-    """A linear layer of one of a decoder's layers, which can have an adapter."""
+    """A linear layer in one of a decoder's layers that can have an adapter."""
 
     name: str
     """Its name in the layer."""
     file_name: str
-    """The same, in the folder's files."""
+    """Its name in the folder's files."""
     inputs: int
     outputs: int
 
 
 def linear_modules(folder: Path) -> Iterator[LinearModule]:
-    """Yield the linear layers of a model's blocks, except routers, experts, layers named like part of experts, and the
-    output of Mamba 2.
+    """Yield the linear layers of a model's blocks, except routers, experts, layers with the name of a part of experts,
+    and Mamba 2's output.
 
-    peft takes a name such as gate_proj for stacked experts, also in a dense block. Mamba 2's fused kernels multiply by
-    the weight itself, so that an adapter of it would not act.
+    peft takes a name such as gate_proj for stacked experts, even in a dense block. Mamba 2's fused kernels multiply by
+    the weight itself and would ignore an adapter of it.
     """
     causal, names = inspected_model(folder), file_names(folder)
     blocks = [dict(layer.named_children()) for layer in causal.model.layers]
@@ -244,7 +249,7 @@ def _has_experts(child: nn.Module) -> bool:
 
 
 def file_names(folder: Path) -> SameNames:
-    """Return how the folder's files name a model's weights, by transformers' own table of conversions and the files.
+    """Return the names of a model's weights in the folder's files, by transformers' table of conversions and the files.
 
     Raises:
         ModelError: the files hold something that only a conversion of values could load.
@@ -263,8 +268,9 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
     renames = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
 
     def in_files(name: str) -> str:
-        """Undo the renamings if the files have the result; a stack's name is looked up for its first expert."""
+        """Undo the renamings if the result is in the files; a stack is looked up under its first expert's name."""
         original = name
+        # One renaming after the other, until the files have the result: several may act on one name.
         for rename in renames:
             for source, target in zip(rename.source_patterns, rename.target_patterns, strict=False):
                 if name.format(0) not in stored_names:
@@ -273,6 +279,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
 
     renamed, stacks = dict[str, str](), dict[str, tuple[str, ...]]()
     for name in weight_shapes(folder):
+        # The same name in the files, or no files to compare with.
         if not stored_names or name in stored_names:
             continue
         merge = next((merge for merge in merges if merge.target_patterns[0] in name), None)
@@ -280,6 +287,7 @@ def _file_names(folder: Path, stored_names: frozenset[str], modified_ns: int) ->
             renamed[name] = in_files(name)
             continue
         dims = [(type(operation), getattr(operation, "dim", None)) for operation in merge.operations]
+        # Stacking experts, and concatenating equal parts of their outputs, can be undone by views. Nothing else can.
         if dims not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             raise ModelError(
                 f"{folder}: transformers computes {name!r} from what the files hold, and the trainer cannot convert it "
@@ -346,9 +354,9 @@ def _check_layers(path: Path, config: Any, model: Any) -> None:
 
 
 def _has_interface(model: Any) -> bool:
-    """Return whether a model calls the attention function that its config names.
+    """Return whether a model calls the attention function named in its config.
 
-    transformers marks most of those that do, but none with a recurrent state, as inference servers need more for them.
+    transformers marks most models that do, but none with a recurrent state, for which inference servers need more.
     """
     return getattr(model, "_supports_attention_backend", False) or hasattr(
         sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"
@@ -356,7 +364,8 @@ def _has_interface(model: Any) -> bool:
 
 
 def _largest(config: Any, name: str) -> int | None:
-    """Return the largest value of a key among layers, which differ in Gemma 4: its config names no common one."""
+    """Return the largest value of a key over all layers: in Gemma 4 layers differ, and its config has no common
+    value."""
     try:
         return cast("int | None", getattr(config, name, None))
     except Exception:  # of a class of transformers that is no AttributeError
@@ -364,7 +373,7 @@ def _largest(config: Any, name: str) -> int | None:
 
 
 def recurrent_mixers(causal: Any) -> list[nn.Module]:
-    """Return the modules with a state of a model's layers, as transformers built it.
+    """Return the modules that hold the states of a model's layers, as transformers built them.
 
     Raises:
         LookupError: the module with a layer's state has none of the known names.
@@ -381,7 +390,7 @@ def recurrent_mixers(causal: Any) -> list[nn.Module]:
 
 
 def has_states(folder: Path, *, convolutions: bool = True) -> bool:
-    """Return whether a model has layers with a state: linear attention, state spaces, and short convolutions.
+    """Return whether a model has layers with a state: linear attention, state spaces or short convolutions.
 
     Args:
         convolutions: whether the last inputs of a convolution count as a state.
@@ -395,22 +404,22 @@ def has_states(folder: Path, *, convolutions: bool = True) -> bool:
 
 
 def sees_whole_rows(folder: Path) -> bool:
-    """Return whether each layer of a model runs once for a row, and none over one episode at a time."""
+    """Return whether each layer of a model processes whole rows, rather than one episode at a time."""
     return all(type(mixer).__name__ in ROW_MIXERS for mixer in recurrent_mixers(inspected_model(folder)))
 
 
 def takes(function: Callable[..., Any] | None, name: str) -> bool:
-    """Return whether the implementation that transformers chose for one of its functions takes an argument."""
+    """Return whether the implementation that transformers chose for a function takes an argument of this name."""
     if not inspect.isfunction(function):
         return False
     return name in inspect.getclosurevars(function).nonlocals.get("applicable_params", ())
 
 
 def row_mixing_problem(folder: Path) -> str:
-    """Say why rows of several adapters cannot be computed as one, of a model without a native family; "" if they can.
+    """Say why rows of several adapters cannot be computed as one in a model without a native family; "" if they can.
 
-    Every linear layer has to see whole rows, and no token may meet another row's, not even with a weight of 0: it would
-    get its NaN.
+    Every linear layer must see whole rows, and no token may meet another row's token, not even with a weight of 0: that
+    would pass on a NaN.
     """
     causal = inspected_model(folder)
     if getattr(causal.config, "attn_logit_softcapping", None) or "chunked_attention" in (

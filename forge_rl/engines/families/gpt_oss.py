@@ -37,6 +37,7 @@ def read(config: ConfigFile) -> Architecture:
     if "rope_theta" not in (values.get("rope_parameters") or {}):
         config.need("rope_theta")
     kinds = values.get("layer_types")
+    # transformers' default: windows in every other layer, beginning with the first.
     if kinds is None:
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)]
     if (
@@ -58,6 +59,7 @@ def read(config: ConfigFile) -> Architecture:
         window_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
         rope_types=("default", "yarn"),
         unsupported={
+            # Supported here, unlike in other families: both come with every gpt-oss.
             "attention_bias": False,
             "sliding_window": False,
             "attention_bias false": not values.get("attention_bias", True),

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v, and heads of a dimension of their own."""
+"""Seed-OSS: Llama with biases on q, k and v, and an independent head dimension."""
 
 from __future__ import annotations
 

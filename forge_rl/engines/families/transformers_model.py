@@ -1,4 +1,4 @@
-"""Builds transformers' model of a folder without loading its weights, to train it or only to inspect its parts."""
+"""Builds transformers' model of a folder without loading its weights, to train it or to inspect its parts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _inspected_model(folder: Path, modified_ns: int) -> Any:
 def causal_model(folder: Path, *, tied: bool | None = None, implementation: str = "eager") -> Any:
     """Build transformers' model of a folder with its weights on the meta device and its buffers in memory.
 
-    Weights have torch's default dtype. Buffers that the files hold become weights that are not trained, except biases
-    that choose experts: these are buffers in float32, which no pass casts.
+    Weights have torch's default dtype. Buffers that are in the files become untrained weights, except biases that
+    choose experts: these are float32 buffers, which no pass casts.
 
     Args:
         tied: whether embedding and head are one weight; by default as config.json says.
@@ -61,9 +61,11 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
         parameter.data = parameter.to(torch.get_default_dtype())
     if torch.get_default_dtype() == torch.float64:
         causal.set_experts_implementation("eager")  # torch's product of groups has no float64
+    # Moving weights to meta has made two of them.
     if config.tie_word_embeddings:
         causal.lm_head.weight = causal.get_input_embeddings().weight
     for module in causal.modules():
+        # Buffers in the files are published and saved with the weights; buffers that are computed stay buffers.
         for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
             buffer = module._buffers.pop(name)
             if buffer is not None:
@@ -75,7 +77,7 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
 
 
 def load_config(path: Path) -> Any:
-    """Load a config of a type that transformers has; the model's own code is not run."""
+    """Load a config of a type that transformers knows; the model's own code is never run."""
     from transformers import AutoConfig
 
     try:
@@ -95,14 +97,16 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
 
 @contextlib.contextmanager
 def _weights_on_meta() -> Iterator[None]:
-    """Have the modules that this thread makes put their weights on the meta device, and their buffers in memory."""
+    """Put the weights of modules that this thread makes on the meta device, and their buffers in memory."""
     original, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # The patch is the whole process's, and another thread may be making modules of its own.
         if parameter is not None and threading.get_ident() == thread:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         original(module, name, parameter)
 
+    # Not `torch.device("meta")`, under which buffers, such as RoPE's frequencies, would have no values either.
     nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
     try:
         yield

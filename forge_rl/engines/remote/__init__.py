@@ -1,15 +1,16 @@
-"""Engines that others started: `server.py` is added to their vLLM server, `engine.py` decodes there over HTTP.
+"""Engines that somebody else started: `server.py` is added to their vLLM server, and `engine.py` decodes there over
+HTTP.
 
-Neither end trusts the other's bytes: messages are JSON or raw tensors, never pickles. Everything needs the key in the
-environment variable KEY_VARIABLE.
+Neither end trusts the other's bytes: messages are JSON or raw tensors, never pickles. Every request needs the key in
+the environment variable KEY_VARIABLE.
 """
 
 from dataclasses import dataclass
 
 PROTOCOL = 2
-"""Number of the protocol between the two ends."""
+"""Version of the protocol between the two ends."""
 PREFIX = "/forge_rl/v1/"
-"""Path of all routes."""
+"""Path prefix of all routes."""
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the key, on both ends: the one that vLLM reads for its own routes."""
 SESSION_HEADER = "x-forge-rl-session"
@@ -23,4 +24,4 @@ class RemoteServer:
     owner: str
     """Random name of the run, so that two runs do not load their weights into one engine."""
     wait_s: float = 0.0
-    """Time for a server that does not answer to come back."""
+    """Seconds to wait for a server that does not answer."""

@@ -36,11 +36,12 @@ _CONNECT_S = 5.0
 _BEAT_S = 1.0
 """Seconds between heartbeats."""
 _SILENT_S = LEASE_S - 5.0
-"""Seconds without an answer to a heartbeat after which the server counts as gone; its session may end soon after."""
+"""Seconds without an answered heartbeat after which the server counts as gone; its session may end soon after."""
 _MOST_FAILURES = 2
-"""Failed heartbeats after which the server counts as gone; a single one may be a connection that was just closed."""
+"""Failed heartbeats after which the server counts as gone; a single failure may be a connection that was just
+closed."""
 _CLAIM_S = 120.0
-"""Time for a server to answer a claim: the first one prepares its workers."""
+"""Seconds for a server to answer a claim; it prepares its workers for the first one."""
 _PART_BYTES = 1 << 20
 
 
@@ -49,7 +50,7 @@ class RemoteEngine:
 
     engine = await RemoteEngine.connect(RemoteServer(url="http://10.0.0.7:8000", owner="..."), settings)
 
-    Its process ends once the server is gone. Pausing frees nothing there: the server's devices are its own.
+    Its process ends once the server is gone. Pausing frees no memory there: the server's devices are its own.
     """
 
     def __init__(self, client: httpx.AsyncClient, server: RemoteServer) -> None:
@@ -65,12 +66,17 @@ class RemoteEngine:
             ConfigError: it cannot be reached, refuses the key, is used by another run, or its settings do not fit.
         """
         key = api_key("--generator.urls", KEY_VARIABLE)
+        # Before the first request, which would carry the key. Looking up a name may block for seconds.
         await asyncio.to_thread(_check_address, server.url)
         client = httpx.AsyncClient(
             base_url=server.url.rstrip("/") + PREFIX,
+            # Uncompressed answers only: a few bytes could otherwise expand to any size.
             headers={"authorization": f"Bearer {key}", "accept-encoding": "identity"},
+            # One connection for each request in flight: a limit would make completions wait for one another.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # A completion may take any time; heartbeats notice a server that is gone.
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            # Neither a redirect nor a proxy from the environment may take the key elsewhere.
             follow_redirects=False,
             trust_env=False,
         )
@@ -90,6 +96,7 @@ class RemoteEngine:
             try:
                 answer = await self._ask("claim", {"owner": self._server.owner}, deadline_s=_CLAIM_S)
                 break
+            # Only silence is worth waiting for; any answer but the right one ends the claim.
             except (_ConnectionLostError, TimeoutError) as error:
                 if clock() >= end:
                     raise ConfigError(
@@ -109,6 +116,7 @@ class RemoteEngine:
                     hint="start one there by: forge-rl serve-engine --model MODEL",
                 ) from error
         session, facts = answer.get("session"), answer.get("facts")
+        # The session becomes a header's value, so that its form is checked as well.
         if answer.get("protocol") != PROTOCOL or not isinstance(facts, dict) or not _is_plain(session):
             raise ConfigError(
                 f"the engine at {self._server.url} speaks protocol {wire.shown(answer.get('protocol'))}, "
@@ -160,6 +168,7 @@ class RemoteEngine:
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
         with self._blaming():
+            # Its devices are its own, so there is no memory to free for a trainer: asleep is only paused.
             answer = await self._ask("hold", {"paused": paused or asleep, "asleep": False})
         return answer.get("whole") is True
 
@@ -175,9 +184,11 @@ class RemoteEngine:
                 async with contextlib.aclosing(lines):
                     report = wire.report_from_json(await anext(lines))
         except Exception:
+            # A failure on this side breaks the upload, and the server's complaint about that would hide the cause.
             if problems:
                 raise problems[0] from None
             raise
+        # The server reports the fingerprints of what it holds, which are compared here as any engine's are.
         manifest.attest(report.fingerprints, reader, merged=True)
         return report
 
@@ -185,10 +196,10 @@ class RemoteEngine:
         raise _adapters_refused(name)
 
     async def drop_adapter(self, name: str) -> None:
-        """No adapter is ever loaded."""
+        """Do nothing: no adapter is ever loaded."""
 
     def close(self) -> None:
-        """Give the server back; its process stays."""
+        """Release the server; its process stays."""
         if self._beating is not None:
             self._beating.cancel()
         with contextlib.suppress(httpx.HTTPError):
@@ -199,6 +210,7 @@ class RemoteEngine:
         """End this process once the server is gone."""
         clock = asyncio.get_running_loop().time
         last_answer_s, cause, failures = clock(), "it does not answer", 0
+        # A timeout may be a busy server: only silence for _SILENT_S counts as its end. A failure is retried at once.
         while clock() - last_answer_s < _SILENT_S and failures < _MOST_FAILURES:
             await asyncio.sleep(0 if failures else _BEAT_S)
             try:
@@ -213,14 +225,14 @@ class RemoteEngine:
 
     @contextlib.contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Raise RuntimeError, as a failed engine does, if the server is gone or answers with something else."""
+        """Raise RuntimeError, as a failed engine does, if the server is gone or its answer is malformed."""
         try:
             yield
         except (_ConnectionLostError, _StatusError, wire.WireError, StopAsyncIteration) as error:
             raise RuntimeError(f"{self._server.url}: {error or 'its answer ends too early'}") from error
 
     async def _ask(self, route: str, body: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
-        """Send a request and return its answer, of one line."""
+        """Send a request and return its one-line answer."""
         async with asyncio.timeout(deadline_s):
             async with contextlib.aclosing(self._lines(route, json.dumps(body).encode())) as lines:
                 async for line in lines:
@@ -240,6 +252,7 @@ class RemoteEngine:
             async with self._client.stream("POST", route, content=content) as response:
                 if "content-encoding" in response.headers:
                     raise wire.WireError("the answer is compressed")
+                # An error's text is read in part only, whatever its length.
                 if response.status_code != 200:
                     raise _StatusError(response.status_code, await _start_of(response))
                 async with contextlib.aclosing(_split(response)) as lines:
@@ -260,11 +273,11 @@ def _adapters_refused(name: str) -> ConfigError:
 
 
 class _ConnectionLostError(Exception):
-    """A server that cannot be reached, or ended the connection."""
+    """The server cannot be reached, or closed the connection."""
 
 
 class _StatusError(Exception):
-    """An answer with an error's status."""
+    """The server answered with an error status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"status {status}: {text}")
@@ -276,6 +289,7 @@ async def _split(response: httpx.Response) -> AsyncGenerator[bytes, None]:
     rest = bytearray()
     async for part in response.aiter_raw():
         rest += part
+        # Searched in the new part alone: a long line would otherwise be scanned again with each part.
         if b"\n" in part:
             *lines, rest = rest.split(b"\n")
             for line in lines:
@@ -287,7 +301,7 @@ async def _split(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 async def _start_of(response: httpx.Response) -> str:
-    """Return the message of an error's answer, or its start."""
+    """Return the message in an error response, or the start of the response."""
     data = b""
     async for part in response.aiter_raw():
         data = (data + part)[:4096]
@@ -301,9 +315,10 @@ async def _start_of(response: httpx.Response) -> str:
 async def _frames(
     manifest: Manifest, buckets: AsyncIterator[TensorBucket], reader: str, problems: list[Exception]
 ) -> AsyncIterator[bytes]:
-    """Yield a version as frames: a header each, then the bytes of a bucket's tensors.
+    """Yield a version as frames: each a header, then the bytes of a bucket's tensors.
 
-    What goes wrong is added to `problems`, and the server told, so that it has given up the load when it answers.
+    Errors on this side are added to `problems`. The server is told of them, so that it has given up the load by the
+    time it answers.
     """
     yield _header({**wire.manifest_to_json(manifest), "reader": reader})
     while True:
@@ -311,8 +326,10 @@ async def _frames(
             bucket = await anext(buckets, None)
         except Exception as error:
             problems.append(error)
+            # Between two buckets the server can still be told; it then gives up the load and answers.
             yield _header({"failed": True})
             return
+        # An empty list ends the version.
         if bucket is None:
             yield _header({"tensors": []})
             return
@@ -323,6 +340,7 @@ async def _frames(
                     data = memoryview(_bytes(tensors[entry.name]))
                     for start in range(0, len(data), _PART_BYTES):
                         yield bytes(data[start : start + _PART_BYTES])
+                    # The server puts the bytes into memory as they come, where each tensor must be aligned.
                     if padding := -len(data) % wire.ALIGN:
                         yield bytes(padding)
         except Exception as error:  # the connection ends in the middle of a bucket, which the server takes for the end
@@ -342,12 +360,13 @@ def _header(payload: Mapping[str, Any]) -> bytes:
 
 
 def _is_plain(text: object) -> bool:
-    """Return whether a text can be a header's value."""
+    """Return whether a text can be a header value."""
     return isinstance(text, str) and 0 < len(text) <= 100 and text.isascii() and text.isalnum()
 
 
 def _mismatches(facts: Mapping[str, Any], settings: DecodeSettings) -> list[str]:
     """Compare a server's settings with the run's."""
+    # Other settings of the server's would make its logprobs differ from the trainer's.
     required = {
         "dtype": str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         "head_dtype": "float32",
@@ -362,6 +381,7 @@ def _mismatches(facts: Mapping[str, Any], settings: DecodeSettings) -> list[str]
         problems.append(
             f"its quantization is {wire.shown(facts.get('quantization'))}, the run's {settings.quantization}"
         )
+    # A longer context than the run's does no harm.
     max_model_len = facts.get("max_model_len")
     if type(max_model_len) is not int or max_model_len < settings.max_model_len:
         problems.append(f"its max_model_len is {wire.shown(max_model_len)}, and {settings.max_model_len} is needed")
@@ -375,6 +395,7 @@ def _check_address(url: str) -> None:
         ConfigError: the address is public, or its name is unknown.
     """
     parts = urlsplit(url)
+    # TLS protects key and weights wherever the server is.
     if parts.scheme == "https":
         return
     try:

@@ -1,6 +1,6 @@
-"""The routes by which a run uses a decode engine in another process: an ASGI app, added to vLLM's server.
+"""Routes through which a run uses a decode engine in another process: an ASGI app, added to vLLM's server.
 
-One run at a time has the engine, by a session that ends once its client is silent for LEASE_S.
+One run at a time has the engine, in a session that ends once its client has been silent for LEASE_S seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forge_rl.weights.manifest import Manifest
 LEASE_S = 15.0
 """Seconds without a request after which a session ends, and another run may begin one."""
 _MOST_HEADER = 64 << 20
-"""Longest header of a frame, in bytes."""
+"""Maximum size of a frame's header, in bytes."""
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -36,7 +36,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Refusal(Exception):
-    """A request that is answered with an error's status."""
+    """A request that gets an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -53,6 +53,8 @@ class Key:
         """Return whether a request has the key."""
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = header.partition(b" ")
+        # Digests of equal length, compared in constant time: neither a key's length nor its start can be found by
+        # timing.
         return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key).digest(), self._digest)
 
 
@@ -79,7 +81,7 @@ class EngineServer:
         """Requests of the session in progress."""
         self._claiming = asyncio.Lock()
         self._loaded = False
-        """True once an engine's own weights were replaced."""
+        """True once the weights that the engine started with were replaced."""
         self._leasing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,10 +94,13 @@ class EngineServer:
             if scope["method"] != "POST" or name not in ("claim", "beat", "release", *_ROUTES):
                 raise Refusal(404, "no such route")
             if name == "claim":
+                # The only route without a session.
                 await _answer(send, await self._claim(await _whole(receive)))
                 return
+            # A client whose session was taken over must not load its weights into another run's engine.
             if not self._session or headers.get(SESSION_HEADER) != self._session:
                 raise Refusal(409, "the session has ended")
+            # Any request of the session shows that its client lives.
             self._heard = asyncio.get_running_loop().time()
             if name == "release":
                 await self._end_session()
@@ -110,11 +115,12 @@ class EngineServer:
             await _answer(send, {"error": "failed", "message": str(error)}, status=400)
 
     async def _claim(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin a session. An earlier session of the same run, or of a silent one, ends."""
+        """Begin a session. This ends an earlier session of the same run, or of a run that has gone silent."""
         owner, clock = body.get("owner"), asyncio.get_running_loop().time
         if not isinstance(owner, str) or not owner:
             raise Refusal(400, "a claim names no owner")
         async with self._claiming:
+            # The same run may claim again at once: its client was restarted, and the old session is its own.
             if self._session and owner != self._owner and clock() - self._heard < LEASE_S:
                 raise Refusal(423, "another run uses this engine")
             await self._end_session()
@@ -124,6 +130,7 @@ class EngineServer:
 
     async def _end_session(self) -> None:
         """Cancel the session's requests, and let the engine decode for others."""
+        # First, so that no further request of this session begins while its requests end.
         self._session = ""
         if self._leasing is not None and self._leasing is not asyncio.current_task():
             self._leasing.cancel()
@@ -132,12 +139,14 @@ class EngineServer:
             task.cancel()
         if self._work:
             await asyncio.wait(self._work)
+        # The client may have left the engine paused, and the next one expects it to decode.
         await self._engine.hold(paused=False, asleep=False)
 
     async def _lease(self, session: str) -> None:
         """End a session once its client is silent."""
         clock = asyncio.get_running_loop().time
         while self._session == session:
+            # Each request moves the deadline, so the wait is computed again.
             left = self._heard + LEASE_S - clock()
             if left <= 0:
                 await self._end_session()
@@ -150,14 +159,17 @@ class EngineServer:
         task = asyncio.create_task(_ROUTES[name](self, receive, reply))
         self._work.add(task)
         try:
+            # Waits without raising: the task's error becomes the answer's last line.
             await asyncio.wait([task])
         finally:
             task.cancel()
             self._work.discard(task)
+        # By `_end_session`, or because the client is gone.
         if task.cancelled():
             error: BaseException | None = RuntimeError("the session has ended")
         else:
             error = task.exception()
+        # The answer may have begun, so that no status can be sent any more.
         if isinstance(error, Refusal | wire.WireError):
             error = RuntimeError(str(error))
         if isinstance(error, Exception):
@@ -167,6 +179,7 @@ class EngineServer:
         body = await _whole(receive)
         prompt = np.array(wire.integers(body.get("prompt_ids"), "prompt ids"), np.int32)
         sampling, gather_s = wire.sampling_from_json(body.get("sampling")), float(body.get("gather_s", 0.0))
+        # A client that leaves aborts its completion, which would otherwise decode to its end.
         async with _while_connected(receive):
             async with contextlib.aclosing(self._engine.stream(prompt, sampling, gather_s=gather_s)) as chunks:
                 async for chunk in chunks:
@@ -198,6 +211,7 @@ class EngineServer:
         body = _RequestBody(receive)
         header = await body.header()
         manifest = wire.manifest_from_json(header)
+        # From the start of a load: even a failed one replaces the model's own weights.
         self._loaded = True
         try:
             async with contextlib.aclosing(_buckets(body, manifest)) as buckets:
@@ -220,8 +234,9 @@ _ROUTES: Mapping[str, Callable[[EngineServer, Receive, Any], Any]] = {
 
 
 async def _buckets(body: _RequestBody, manifest: Manifest) -> AsyncGenerator[segment.SegmentBucket, None]:
-    """Yield the buckets that a request brings, each in shared memory of its own until the next one is asked for."""
+    """Yield the buckets in a request, each in shared memory of its own until the next one is requested."""
     entries = {entry.name: entry for entry in manifest.tensors}
+    # An empty list ends the version; True stands for `failed`.
     while names := (header := await body.header()).get("tensors") or header.get("failed"):
         if names is True:
             raise WeightsError("the version did not arrive whole", hint="load it again")
@@ -234,12 +249,14 @@ async def _buckets(body: _RequestBody, manifest: Manifest) -> AsyncGenerator[seg
         except OSError as error:
             raise WeightsError(f"the server has no memory for a bucket of {size} bytes: {error.strerror}") from error
         try:
+            # In shared memory, since the engine's workers are other processes.
             memory = segment.writable(ref).numpy()
             position = 0
             async for part in body.parts(size):
                 memory[position : position + len(part)] = np.frombuffer(part, np.uint8)
                 position += len(part)
             del memory
+            # The bytes came in the wire's layout, not at the offsets of the publisher's buckets.
             placed_entries = tuple(
                 replace(entry, offset=offset) for entry, offset in zip(bucket_entries, offsets, strict=True)
             )
@@ -279,7 +296,7 @@ class _RequestBody:
         return wire.read_object(b"".join([part async for part in self.parts(size)]), max_bytes=_MOST_HEADER)
 
     async def drain(self) -> None:
-        """Read and forget the rest."""
+        """Read the rest and discard it."""
         self._rest = b""
         while not self._ended:
             await self._more()
@@ -295,7 +312,7 @@ class _RequestBody:
 
 
 class _JSONLinesReply:
-    """An answer of lines of JSON, the last of which may hold an error."""
+    """An answer in lines of JSON, the last of which may hold an error."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -345,6 +362,7 @@ async def _whole(receive: Receive) -> dict[str, Any]:
         if message["type"] != "http.request":
             raise Refusal(400, "the client is gone")
         parts.append(message.get("body", b""))
+        # Checked with each part, before a request can fill the memory.
         if sum(map(len, parts)) > wire.MOST_LINE:
             raise Refusal(413, "the request is too large")
         if not message.get("more_body", False):

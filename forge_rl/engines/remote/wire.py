@@ -1,6 +1,6 @@
-"""Messages between the ends of a remote engine, as JSON, and the framing of weights. Whatever does not fit is refused.
+"""Messages between the two ends of a remote engine, as JSON, and the framing of weights. Malformed ones are refused.
 
-Floats keep their exact value: JSON has the shortest decimals that read back as the same number.
+Floats keep their exact value: JSON holds the shortest decimals that read back as the same number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
 
 MOST_LINE = 16 << 20
-"""Longest message, in bytes."""
+"""Maximum size of a message, in bytes."""
 ALIGN = 64
 """Alignment of tensors in a bucket, in bytes."""
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -42,6 +42,7 @@ def read_object(data: bytes, *, max_bytes: int = MOST_LINE) -> dict[str, Any]:
         raise WireError(f"a message has more than {max_bytes} bytes")
     try:
         payload = json.loads(data)
+    # Deeply nested JSON exceeds Python's recursion limit.
     except (ValueError, RecursionError):
         payload = None
     if not isinstance(payload, dict):
@@ -50,7 +51,7 @@ def read_object(data: bytes, *, max_bytes: int = MOST_LINE) -> dict[str, Any]:
 
 
 def shown(text: object) -> str:
-    """Return another machine's text as it may be printed: one short line."""
+    """Return another machine's text in a form that is safe to print: one short line."""
     return visible(str(text)[:_MOST_SHOWN]).replace("\n", " ")
 
 
@@ -105,11 +106,12 @@ def sampling_from_json(payload: object) -> Sampling:
 
 
 def integers(values: object, name: str) -> list[int]:
-    """Return a list of integers of 32 bits.
+    """Return a list of 32-bit integers.
 
     Raises:
         WireError: it is something else.
     """
+    # By `type`, as bool is a subclass of int.
     if not isinstance(values, list) or not all(type(value) is int and -(2**31) <= value < 2**31 for value in values):
         raise WireError(f"{name} are not a list of integers")
     return values
@@ -120,6 +122,8 @@ def _floats(values: object, name: str) -> list[float]:
         raise WireError(f"{name} are not a list of numbers")
     try:
         with np.errstate(over="ignore"):
+            # What exceeds float32 becomes infinite, as in arrays; so large an int that float64 cannot hold it is
+            # refused.
             return np.array(values, np.float64).astype(np.float32).tolist()  # type: ignore[no-any-return]
     except OverflowError as error:
         raise WireError(f"{name} hold a number that is too large") from error
@@ -149,6 +153,7 @@ def chunk_from_json(payload: Mapping[str, Any]) -> Chunk:
         raise WireError(f"a chunk has the finish {shown(finish)!r} and a text of type {type(text).__name__}")
     if not (ids or finish):
         raise WireError("a chunk is empty")
+    # Left out of the message where they are 0; see `chunk_to_json`.
     counts = [_integer(payload.get(name, 0)) for name in ("drafted", "accepted", "verified")]
     try:
         return Chunk(
@@ -190,7 +195,7 @@ def _cache(values: object) -> CacheUse:
 
 
 def scores_to_json(scores: ScoredTokens) -> dict[str, Any]:
-    """Return scores as JSON, with their matrices flattened."""
+    """Return scores as JSON, with matrices flattened."""
     return {name: getattr(scores, name).ravel().tolist() for name in ("logprobs", "top_ids", "top_logprobs")}
 
 
@@ -211,7 +216,7 @@ def scores_from_json(payload: Mapping[str, Any], count: int, top_k: int) -> Scor
 
 
 def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
-    """Return a version and its tensors as JSON, without where they are."""
+    """Return a version and its tensors as JSON, without their places in buckets."""
     tensors = [
         [entry.name, list(entry.shape), entry.dtype, entry.fingerprint, entry.adapter_scale, entry.merged]
         for entry in manifest.tensors
@@ -233,6 +238,7 @@ def manifest_from_json(payload: Mapping[str, Any]) -> Manifest:
             scale, merged = adapter or (None, None)
             if (scale, merged) != (None, None) and (type(scale) not in (int, float) or type(merged) is not int):
                 raise WireError(f"the adapter of a tensor {shown(name)!r} is malformed")
+            # Sizes are multiplied and allocated by, so that none may be negative.
             sizes = tuple(integers(shape, "sizes"))
             if min(sizes, default=0) < 0:
                 raise WireError(f"a tensor {shown(name)!r} has a negative size")
@@ -248,6 +254,7 @@ def manifest_from_json(payload: Mapping[str, Any]) -> Manifest:
                     merged=merged,
                 )
             )
+        # Buckets are formed as the frames name their tensors.
         return Manifest(version=_integer(payload["version"]), tensors=tuple(entries), buckets=())
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"a version is malformed: {shown(error)}") from error
@@ -278,6 +285,7 @@ def report_from_json(payload: Mapping[str, Any]) -> LoadReport:
         raise WireError("the fingerprints of a load are malformed")
     if not isinstance(seconds, dict):
         raise WireError("the seconds of a load are malformed")
+    # Only known stages; a missing one took no time.
     phase_seconds = dict(zip(("wait", "pause", "load", "finish", "fingerprint"), [0.0] * 5, strict=True))
     for name in phase_seconds:
         phase_seconds[name] = _float(seconds.get(name, 0.0))

@@ -1,4 +1,5 @@
-"""Decoding on vLLM. In `engines` only this package imports vLLM, and not on import of the package itself."""
+"""Decoding on vLLM. This is the only package in `engines` that imports vLLM, and importing the package itself does
+not."""
 
 import contextlib
 

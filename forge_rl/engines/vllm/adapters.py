@@ -33,9 +33,9 @@ class _LoadedAdapter:
     users: int = 0
     """Requests in flight."""
     is_current: bool = True
-    """False once another load has taken its name, or the name was dropped."""
+    """False once another load took its name, or the name was dropped."""
     version: int | None = None
-    """The version that it makes of the base; None for an adapter that requests name."""
+    """Version that the base and this adapter make up; None for an adapter that requests name."""
 
 
 @dataclass
@@ -56,6 +56,7 @@ class VersionFactors:
             return
         with bucket.open() as stored:
             for entry in entries:
+                # Copied: the bucket is gone by the time all factors are there.
                 values = torch.empty_like(stored[entry.name], device="cpu")
                 moved = Move(values, stored[entry.name].cpu(), entry.shape, TensorSlice.whole(entry.shape))
                 (self.fingerprints[entry.name],) = move([moved])
@@ -75,10 +76,10 @@ class EngineAdapters:
         with adapters.using("math") as (request, version):
             llm.generate(prompt, params, request_id, lora_request=request)
 
-    A name may be loaded again while requests sample with it: they go on with the values that they began with. vLLM
-    keys its prefix cache by the load, so that no load reads another's keys and values. With `adapters="served"`,
-    requests without a name sample with the latest version. The newest `max_loras` versions are kept, and older ones as
-    long as requests sample with them.
+    A name may be loaded again while requests sample with it: those requests keep the values that they began with. vLLM
+    keys its prefix cache by the load, so no load reads another's keys and values. With `adapters="served"`, requests
+    without a name sample with the latest version. The newest `max_loras` versions are kept, and older ones for as long
+    as requests sample with them.
 
     Args:
         model: folder of the engine's model.
@@ -91,11 +92,11 @@ class EngineAdapters:
         self._max_loras = settings.max_loras
         self._max_rank = served_rank(settings.max_lora_rank) if settings.max_loras else 0
         self.serve_versions = settings.adapters == "served"
-        """Whether versions are adapters of a base."""
+        """True if versions are adapters of one base."""
         self._call = call
         self._current: dict[str, _LoadedAdapter] = {}
         self._versions: list[_LoadedAdapter] = []
-        """Those that are kept, the newest last."""
+        """Versions that are kept, the newest last."""
         self._loads = 0
         self._folder: Path | None = None
 
@@ -113,6 +114,8 @@ class EngineAdapters:
 
         def write(copy: Path) -> None:
             try:
+                # A copy of its own: the folder may be overwritten by the run that trains the adapter, and vLLM reads it
+                # again later.
                 for file in (CONFIG, WEIGHTS):
                     shutil.copy(folder / file, copy / file)
             except OSError as error:
@@ -144,6 +147,7 @@ class EngineAdapters:
             pairs[entry.name] = a, b
         if len(manifest.adapter_scales) != 1:
             raise WeightsError(f"version {manifest.version} has adapters of {len(manifest.adapter_scales)} scales")
+        # PEFT's scale is alpha / rank.
         (scale,), rank = manifest.adapter_scales, len(next(iter(pairs.values()))[0])
 
         def write(copy: Path) -> None:
@@ -151,16 +155,18 @@ class EngineAdapters:
 
         loaded = await self._add(f"version {manifest.version}", write, awake=True)
         loaded.version = manifest.version
+        # Requests that begin from here on sample with it; older versions stay for requests that began with them.
         self._versions.append(loaded)
         while len(self._versions) > self._max_loras:
             await self._retire(self._versions.pop(0))
 
     async def forget_versions(self) -> None:
-        """Forget all versions, as their base goes.
+        """Forget all versions because their base is about to be replaced.
 
         Raises:
             WeightsError: requests in flight sample with one.
         """
+        # Requests in flight would go on with their adapter over another base.
         if versions := [str(loaded.version) for loaded in self._versions if loaded.users]:
             raise WeightsError(
                 f"the base of versions {', '.join(versions)} would change while requests sample with them",
@@ -178,13 +184,16 @@ class EngineAdapters:
         """Load an adapter under a number of its own, from a folder that `write` fills."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="adapters-"))
+        # A new number and name for each load, as vLLM keys adapters and cached prefixes by them.
         self._loads += 1
         copy = self._folder / str(self._loads)
         copy.mkdir()
         try:
             write(copy)
+            # Checked on the copy, which nobody else changes.
             check_served(Adapter.read(copy), self._model, max_rank=self._max_rank)
             request = LoRARequest(f"{name}@{self._loads}", self._loads, str(copy))
+            # Asleep, the workers have no memory for it: vLLM loads it from the folder at its first request.
             if awake:
                 await self._call("add_adapter", *_arguments(request))
         except BaseException:
@@ -193,16 +202,16 @@ class EngineAdapters:
         return _LoadedAdapter(request, copy)
 
     async def drop(self, name: str) -> None:
-        """Forget an adapter; requests that sample with it go on. Unknown names are ignored."""
+        """Forget an adapter. Requests that sample with it continue; unknown names are ignored."""
         if (loaded := self._current.pop(name, None)) is not None:
             await self._retire(loaded)
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[tuple[LoRARequest | None, int | None]]:
-        """Yield vLLM's request for an adapter, whose values stay while the body runs, and the version that it is.
+        """Yield vLLM's request for an adapter and the adapter's version, and keep its values while the body runs.
 
-        Without a name, the latest version is requested if versions are adapters; otherwise the request is None. A named
-        adapter has no version.
+        Without a name, this is the latest version if versions are adapters, and None otherwise. A named adapter has no
+        version.
 
         Raises:
             ConfigError: no such adapter is loaded.
@@ -244,7 +253,7 @@ class EngineAdapters:
 def lora_arguments(model: Path, *, max_loras: int, max_rank: int) -> dict[str, Any]:
     """Return vLLM's arguments for an engine that serves adapters; none if `max_loras` is 0.
 
-    vLLM wraps only modules that adapters may have, so that embeddings, heads, routers and experts stay as they are.
+    vLLM wraps only modules that may have adapters; embeddings, heads, routers and experts stay as they are.
     """
     if not max_loras:
         return {}

@@ -1,4 +1,4 @@
-"""Arguments of a vLLM engine, from the settings of a run."""
+"""Translates a run's settings into arguments of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from forge_rl.models.hf_folder import read_object
 from forge_rl.token_arrays import MOST_TOP
 
 _QUANTIZATION = {"none": None, "fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
-"""vLLM's names of online quantisation, which is repeated whenever weights are loaded."""
+"""vLLM's names of the online quantisations, which are applied again whenever weights are loaded."""
 
 
 def engine_arguments(
@@ -49,15 +49,20 @@ def engine_arguments(
         kv_cache_memory_bytes=int(settings.kv_cache_gib * (1 << 30) / settings.devices) if on_cpu else None,
         gpu_memory_utilization=settings.gpu_share,
         enforce_eager=settings.enforce_eager or on_cpu,
+        # Sleep frees CUDA memory only; on CPU, see `cpu.release_kv_cache`.
         enable_sleep_mode=not on_cpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         data_parallel_size=settings.data_parallel_size,
         enable_expert_parallel=settings.enable_expert_parallel,
-        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see routing.py
+        enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see cpu_routing.py
+        # A single worker runs inside the engine core's process.
         distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
         # Prompt logprobs and the recorder of experts are only tested with prompts that are computed whole on CPU.
         enable_chunked_prefill=not on_cpu,
+        # A prompt that is not computed in chunks must fit into one step.
         max_num_batched_tokens=max(settings.max_model_len, 4096),
+        # Logprobs after temperature and truncation, as the trainer computes them: with raw ones, the ratio of a first
+        # update would not be 1.
         logprobs_mode="processed_logprobs",
         max_logprobs=MOST_TOP,
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
@@ -81,10 +86,11 @@ def engine_arguments(
 
 
 def _scaled_queries(folder: Path) -> dict[str, Any]:
-    """Return how a Ministral 3 scales queries by position, under the key where vLLM looks for it.
+    """Return Ministral 3's scaling of queries by position, under the key where vLLM looks for it.
 
-    vLLM 0.32 reads it from folders in Mistral's own format alone: from one in Hugging Face's format it would serve
-    queries unscaled, and episodes longer than `original_max_position_embeddings` by another model than is trained.
+    vLLM 0.32 reads the scaling only from folders in Mistral's own format. From a folder in Hugging Face's format it
+    would serve unscaled queries: beyond `original_max_position_embeddings` tokens, a different model than the one
+    trained.
     """
     path = folder / "config.json"
     rope = read_object(path).get("rope_parameters") if path.is_file() else None
@@ -95,10 +101,10 @@ def _scaled_queries(folder: Path) -> dict[str, Any]:
 
 
 def _scaled_attention(folder: Path) -> dict[str, Any]:
-    """Return whether a Llama 4 scales queries of layers without RoPE by position, under the key that vLLM reads.
+    """Return whether Llama 4 scales the queries of layers without RoPE by position, under the key that vLLM reads.
 
-    vLLM takes it from generation_config.json, which says nothing of it, and else scales only if `max_model_len` is
-    above 32768: it would serve shorter episodes past `floor_scale` tokens by another model than is trained.
+    vLLM looks in generation_config.json, which does not have it, and otherwise scales only if `max_model_len` exceeds
+    32768. With a shorter context, tokens past `floor_scale` would come from a different model than the one trained.
     """
     path, name = folder / "config.json", "attn_temperature_tuning"
     config = read_object(path) if path.is_file() else {}

@@ -12,15 +12,15 @@ from forge_rl.token_arrays import FULL, CacheUse
 
 
 class CacheStats:
-    """Collects the use of the KV caches of all data-parallel copies of an engine.
+    """Collects how full the KV caches of an engine's data-parallel copies are.
 
-    After the cache was cleared, `cleared` must be called before the engine resumes: to clear it, vLLM preempts all
-    running requests, which says nothing about its size.
+    Call `cleared` after clearing the cache, before the engine resumes: vLLM clears it by preempting all running
+    requests, and these preemptions say nothing about the cache's size.
     """
 
     def __init__(self) -> None:
         self.fitting: int | None = None
-        """Number of requests that ran while others waited for room, since the last `pop`; None if none had to."""
+        """Number of requests that ran while others waited for room, since the last `pop`; None if none waited."""
         self._preemptions = 0
         self._usage = 0.0
         self._waiting = 0
@@ -36,12 +36,12 @@ class CacheStats:
         return f"{self._clears}-{uuid.uuid4().hex}"
 
     def cleared(self) -> None:
-        """Record that the cache was cleared, and its running requests thereby preempted."""
+        """Record that the cache was cleared, which preempted the running requests."""
         self._clears += 1
         self._last_usage.clear()
 
     def pop(self) -> CacheUse:
-        """Return the numbers since the last call, and start again."""
+        """Return the counts since the last call and reset them."""
         use = CacheUse(
             usage=self._usage,
             preemptions=self._preemptions,
@@ -57,12 +57,13 @@ class CacheStats:
         return use
 
     def note(self, copy: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
-        """Take what vLLM reports of a step of one copy."""
+        """Add vLLM's statistics of one step of one copy."""
         ended = iteration.finished_requests if iteration is not None else ()
         if scheduler is not None:
             self._running[copy] = scheduler.num_running_reqs
             self._usage = max(self._usage, scheduler.kv_cache_usage)
             self._waiting = max(self._waiting, scheduler.num_waiting_reqs)
+            # Preempted requests look up the cache again when they resume; what it does not hold is computed twice.
             prefixes = scheduler.prefix_cache_stats
             self._prompt_tokens += prefixes.queries
             self._cached_tokens += prefixes.hits
@@ -73,17 +74,20 @@ class CacheStats:
             # too.
             fullest = max(scheduler.kv_cache_usage, self._last_usage.get(copy, 0.0))
             self._last_usage[copy] = scheduler.kv_cache_usage
+            # Requests may also wait for a free place among `max_num_seqs`; only a full cache says how many fit.
             if scheduler.num_waiting_reqs and fullest >= FULL:
                 self.fitting = sum(self._running.values()) + len(ended)
         for request in ended:
+            # Each clear since the request began has preempted it at most once; what is left was for lack of room.
             clears = self._clears - int((request.request_id or "").partition("-")[0])
             self._preemptions += max(0, request.num_preemptions - clears)
 
     def logger(self) -> type[PrometheusStatLogger]:
         """Return a class of loggers that report here.
 
-        They stand for vLLM's own Prometheus logger, which would otherwise compute hundreds of values at each step.
+        They replace vLLM's Prometheus logger, which would compute hundreds of values at each step.
         """
+        # A class rather than an instance: vLLM makes the loggers itself.
         stats = self
 
         class Logger(PrometheusStatLogger):

@@ -1,4 +1,4 @@
-"""Finds the line in vLLM's errors and logs that says why it did not start."""
+"""Finds the line in vLLM's errors and logs that says why it failed to start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 _TAIL_BYTES = 256 << 10
 _EMPTY = ("For further information visit", "Traceback", "Process ", "[rank")
 _ELSEWHERE = ("See root cause above", "See stack trace", "Engine core initialization failed", "Executor failed")
-"""Phrases of lines that only point to another line's cause."""
+"""Phrases in lines that only point to a cause reported elsewhere."""
 _RAISED = re.compile(r"\b(\w{1,60}(?:Error|Exception|Interrupt)): (.{1,2000})")
 
 
@@ -31,6 +31,7 @@ def start_cause(error: BaseException, log: str = "") -> str:
         values = [line.removeprefix("Value error, ") for line in messages if line.startswith("Value error, ")]
         if values or messages:
             return (values or messages[-1:])[0].split(" [type=", 1)[0]
+    # The exception only says that a child process failed: the last error in the log is the child's.
     for line in reversed(log.splitlines()):
         match = _RAISED.search(line)
         if match and not any(word in line for word in _ELSEWHERE):

@@ -1,4 +1,4 @@
-"""What only vLLM's CPU backend needs: patches of heads, experts, RoPE, norms and SwiGLU, and memory it does not free.
+"""Patches for vLLM's CPU backend: heads, experts, RoPE, norms, SwiGLU and LoRA, and memory that it does not free.
 
 Tested with vLLM 0.32.0.
 """
@@ -43,6 +43,7 @@ def patch(model: nn.Module) -> None:
     """Patch this worker and its model; idempotent."""
     layer: Any
     for layer in model.modules():
+        # vLLM caches RoPE modules, so a second model, such as a draft model, may share one that is wrapped already.
         if isinstance(layer, RotaryEmbedding) and not hasattr(layer._forward_method, "__wrapped__"):
             layer._forward_method = _on_rows(layer._forward_method)
         elif type(layer) is RMSNorm:
@@ -53,6 +54,7 @@ def patch(model: nn.Module) -> None:
             _heed_biases(router)
         elif isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod):
             _pack_when_used(layer)
+    # The rest patches classes, once a process: `__wrapped__` marks functions that are patched already.
     embedding: Any = UnquantizedEmbeddingMethod
     embedding.process_weights_after_loading = staticmethod(_pack_when_used)
     processor: Any = LogitsProcessor
@@ -75,7 +77,8 @@ def patch(model: nn.Module) -> None:
 def _heed_biases(router: Any) -> None:
     """Have a router choose experts by its biases, which vLLM 0.32 heeds on CPU only where experts are in groups.
 
-    A single group is the same as none. Without it, ERNIE 4.5 would go to other experts, and MiniMax M2 not run.
+    A single group is equivalent to no groups. Without the patch, ERNIE 4.5 would route tokens to other experts, and
+    MiniMax M2 would not run.
     """
     plain = not router.use_grouped_topk and router.custom_routing_function is None
     if plain and router.e_score_correction_bias is not None and router.scoring_func in ("softmax", "sigmoid"):
@@ -83,9 +86,9 @@ def _heed_biases(router: Any) -> None:
 
 
 def _pack_when_used(layer: Any) -> None:
-    """Make an embedding pack its weights at its first product, as a head, in the dtype of its input.
+    """Make an embedding pack its weights only when it first computes a product as a head, in the dtype of its input.
 
-    vLLM packs every embedding at each load, although most compute no product.
+    vLLM packs every embedding at each load, although most of them never compute a product.
     """
     linears: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
 
@@ -105,6 +108,7 @@ def _packed_product(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Cal
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         linear: Callable[..., torch.Tensor] = layer.cpu_linear
         return linear
+    # Another dtype needs a copy in any case; packed once, it serves until the next load.
     converted = weight.to(dtype)
     if not _custom_ops._supports_onednn:
         return lambda x, _, bias: nn.functional.linear(x, converted, bias)
@@ -113,9 +117,10 @@ def _packed_product(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> Cal
 
 
 def _with_packed_head(original: Any) -> Any:
-    """Make a head that computes in another dtype than the model pack its weights in that dtype once per load.
+    """Make a head whose dtype differs from the model's pack its weights in that dtype once per load.
 
-    vLLM converts and packs them at each step: a quarter of the time of a small bfloat16 model with a float32 head.
+    vLLM converts and packs them at each step, which takes a quarter of the time of a small bfloat16 model with a
+    float32 head.
     """
 
     @functools.wraps(original)
@@ -123,6 +128,7 @@ def _with_packed_head(original: Any) -> Any:
         is_converted = self.head_dtype not in (None, hidden_states.dtype)
         if not is_converted or not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod):
             return original(self, lm_head, hidden_states, embedding_bias)
+        # The embedding's own method has packed the weights in this dtype; see `_pack_when_used`.
         bias = None if embedding_bias is None else embedding_bias.to(self.head_dtype)
         return lm_head.quant_method.apply(lm_head, hidden_states.to(self.head_dtype), bias=bias)
 
@@ -130,8 +136,8 @@ def _with_packed_head(original: Any) -> Any:
 
 
 def unlink_shared_memory(worker: int) -> None:
-    """Unlink the shared memory of a CPU worker's all-reduce, once all workers have mapped it: vLLM would leave it
-    behind when killed."""
+    """Unlink the shared memory of a CPU worker's all-reduce once all workers have mapped it; a killed vLLM would leave
+    it behind."""
     for line in Path(f"/proc/{worker}/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("vllm_dist_") and path.parent == Path("/dev/shm"):
@@ -139,7 +145,8 @@ def unlink_shared_memory(worker: int) -> None:
 
 
 def release_kv_cache(worker: Any) -> None:
-    """Free the KV cache's pages on CPU, which vLLM's sleep cannot; it then reads as zeros, as on a fresh start."""
+    """Free the KV cache's pages on CPU, which vLLM's sleep cannot do. The cache then reads as zeros, as after a fresh
+    start."""
     internals.check_names(worker, ("model_runner.kv_caches",))
     release(worker.model_runner.kv_caches)
 
@@ -147,7 +154,7 @@ def release_kv_cache(worker: Any) -> None:
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros whose pages are allocated when written, for keys and values.
 
-    Attention multiplies masked values by 0, which a NaN in memory that was used before would survive.
+    Attention multiplies masked values by 0, and a NaN left over in reused memory would survive that.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
@@ -156,8 +163,10 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def release(tensors: Iterable[torch.Tensor]) -> None:
     """Free the pages wholly within contiguous tensors; they read as zeros and are allocated again when written."""
     libc = ctypes.CDLL(None, use_errno=True)
+    # Layers may share one storage, of which each needs to be released only once.
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     for address, storage in storages.items():
+        # Whole pages only: the ones at both ends may hold other tensors' bytes.
         first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first and libc.madvise(
@@ -170,10 +179,11 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
 def _normalize(
     norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Apply RMSNorm by vLLM's compiled kernel, which its CPU backend has but does not call: one pass over memory, not
-    six. Shapes as for `RMSNorm`; with a residual, both arguments are overwritten, as vLLM allows."""
+    """Apply RMSNorm with vLLM's compiled kernel, which its CPU backend has but does not call: one pass over memory
+    instead of six. Shapes as for `RMSNorm`; with a residual, both arguments are overwritten, as vLLM allows."""
     tensors = [x] if residual is None else [x, residual]
     weight, epsilon = norm.weight.data, norm.variance_epsilon
+    # The kernel takes a weight of the input's dtype, over the full width, and contiguous rows.
     plain = norm.has_weight and norm.variance_size_override is None and weight.dtype == x.dtype
     plain = plain and x.shape[-1] % _WHOLE_VECTORS == 0
     if not plain or not all(tensor.is_contiguous() for tensor in tensors):
@@ -203,9 +213,9 @@ def _add_lora(
     output_slices: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """Add each row's adapter product to `y`, with two products for each run of rows with one adapter.
+    """Add each row's adapter product to `y`: two matrix products for each run of rows with the same adapter.
 
-    vLLM's own copies A and B for each row, and lets rows without an adapter use the last slot's.
+    vLLM's version copies A and B for each row, and applies the last slot's adapter to rows without one.
 
     Args:
         wrapper: knows the slot of each run of rows; -1 stands for none.
@@ -228,9 +238,9 @@ def _add_lora(
 
 
 def _on_rows(original: Any) -> Any:
-    """Have RoPE flatten its inputs to [tokens, heads * dim], as its kernel expects.
+    """Make RoPE flatten its inputs to [tokens, heads * dim], as its kernel expects.
 
-    Latent attention passes parts of queries as [tokens, heads, dim], of which the kernel rotates the wrong elements.
+    Latent attention passes parts of queries as [tokens, heads, dim], where the kernel would rotate the wrong elements.
     """
 
     @functools.wraps(original)
@@ -246,7 +256,7 @@ def _on_rows(original: Any) -> Any:
 
 
 def _with_repacking(original: Any) -> Any:
-    """Have reloaded experts packed for the kernel again: vLLM does so only on the first load, and would then compute
+    """Make a reload pack experts for the kernel again. vLLM packs them only at the first load, and would then compute
     with weights in the wrong order."""
 
     @functools.wraps(original)
@@ -260,10 +270,10 @@ def _with_repacking(original: Any) -> Any:
 
 
 def _with_expert_map(original: Any) -> Any:
-    """Have experts apply the expert map of a worker that holds only some of them.
+    """Make experts apply the expert map of a worker that holds only some of them.
 
-    vLLM's use global expert ids as local ones and read past the end of their weights. Here an expert of another worker
-    maps to a local one with a gate weight of 0; the workers' results are added up later.
+    vLLM uses global expert ids as local ones, and reads past the end of the weights. Here, another worker's expert maps
+    to a local one with a gate weight of 0; the workers' results are summed later.
     """
 
     @functools.wraps(original)
@@ -271,7 +281,9 @@ def _with_expert_map(original: Any) -> Any:
         self: Any, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None, **rest: Any
     ) -> Any:
         if expert_map is not None:
+            # -1 for experts of other workers.
             local_ids = expert_map[topk_ids.long()]
+            # 0 times the local expert's output adds nothing.
             topk_weights = topk_weights.masked_fill(local_ids < 0, 0)
             topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)
         return original(self, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map, **rest)

@@ -1,7 +1,7 @@
-"""Drafts by a frozen smaller model in a CPU worker of vLLM, with vLLM's layers and keys and values of its own.
+"""Drafts tokens with a smaller, frozen model in vLLM's CPU worker, on vLLM's layers with a KV cache of its own.
 
-vLLM's own draft models need Triton, keep up with all requests, and thus cost time also while no drafts are wanted. This
-one reads a request's tokens when it first drafts for it. Tested with vLLM 0.32.0.
+vLLM's own draft models need Triton and keep up with all requests, which costs time even while no drafts are wanted.
+This one reads a request's tokens when it first drafts for it. Tested with vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from forge_rl.engines.vllm import cpu, internals
 from forge_rl.errors import ModelError
 
 _LEAST = 0.25
-"""Minimum probability of a whole draft by the draft model; the draft ends before the token that would fall below."""
+"""Minimum probability that the draft model gives a whole draft; a draft ends before the token that would bring it
+below."""
 _AT_ONCE = 1024
-"""Maximum tokens of a request that are read at once."""
+"""Maximum tokens of a request in one forward pass."""
 
 
 class DraftModel:
@@ -57,6 +58,7 @@ class DraftModel:
             raise ModelError(f"vLLM cannot run the draft model {folder}: {error}", hint="choose another one") from error
         cpu.patch(self._model)
         layers: dict[str, Any] = get_layers_from_vllm_config(self._config, AttentionLayerBase)
+        # Slots hold keys and values only: states of other layers could not be rewound to an earlier token.
         if not all(type(layer) is Attention and layer.attn_backend is CPUAttentionBackend for layer in layers.values()):
             raise ModelError(
                 f"the draft model {folder} has layers with other states than keys and values of whole heads",
@@ -66,6 +68,7 @@ class DraftModel:
         self._known_ids = self._config.model_config.get_vocab_size()
         self._policy_ids = vllm_config.model_config.get_vocab_size()
         block = vllm_config.cache_config.block_size
+        # Each slot owns fixed blocks with room for the longest context, so that no block is allocated or shared later.
         blocks = -(-served // block)
         self._room = blocks * block
         self._blocks = torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
@@ -106,6 +109,8 @@ class DraftModel:
         for index, text in enumerate(texts):
             if max_tokens[index] > 0 and len(text) + max_tokens[index] <= self._limit and text.max() < self._known_ids:
                 self._forget(slots[index], text)
+                # A long prompt is read in parts, to bound the activations; the last part is read with the other
+                # requests below.
                 while len(text) - self._count[slots[index]] > _AT_ONCE:
                     start = self._count[slots[index]]
                     self._read([slots[index]], [text[start : start + _AT_ONCE]])
@@ -134,14 +139,16 @@ class DraftModel:
     def _slot(self, request: str) -> int:
         """Return a request's slot: its own, or the least recently used one."""
         if request not in self._slots:
+            # The least recently used request's; if it comes back, its tokens are read again.
             _, slot = self._slots.popitem(last=False)
             self._slots[request], self._count[slot] = slot, 0
         self._slots.move_to_end(request)
         return self._slots[request]
 
     def _forget(self, slot: int, text: npt.NDArray[np.int32]) -> None:
-        """Drop a slot's tokens that the text does not have, such as rejected drafts, and always the text's last token,
-        which must be read to draft after it."""
+        """Drop the tokens of a slot that the text does not have, such as rejected drafts. Also drop the text's last
+        token, which must be computed again to draft after it."""
+        # Keys and values up to the first difference are still right, as each depends on earlier tokens alone.
         count = min(self._count[slot], len(text) - 1)
         differs = np.flatnonzero(self._held[slot, :count] != text[:count])
         self._count[slot] = int(differs[0]) if len(differs) else count
@@ -154,6 +161,7 @@ class DraftModel:
             self._count[slot] = start + len(tokens)
         places = [torch.arange(start, self._count[slot]) for slot, start in zip(slots, starts, strict=True)]
         ends = torch.tensor([0, *(len(tokens) for tokens in new_tokens)]).cumsum(0).int()
+        # A slot's blocks are consecutive, so a token's place in the cache is its position past the slot's first.
         slot_mapping = torch.cat([place + slot * self._room for slot, place in zip(slots, places, strict=True)])
         counts = [self._count[slot] for slot in slots]
         common = CommonAttentionMetadata(

@@ -1,4 +1,4 @@
-"""Lets vLLM's rejection sampler run on CPU, where its kernels do not: `sampling.verify` takes their place.
+"""Lets vLLM's rejection sampler run on CPU, where its kernels do not run: `sampling.verify` replaces them.
 
 Tested with vLLM 0.32.0.
 """
@@ -18,10 +18,10 @@ from forge_rl.engines.vllm.sampling import requests_of
 
 
 def run_without_kernels() -> None:
-    """Have vLLM's rejection samplers, in this process, use no kernels; idempotent.
+    """Replace the kernels of vLLM's rejection samplers in this process; idempotent.
 
-    Without Triton, vLLM's launcher fails to read the signatures of the kernels, and of its C++ kernels the one that
-    repeats temperatures writes to a copy.
+    Without Triton, vLLM's launcher fails to read the kernels' signatures. Of its C++ kernels, the one that repeats
+    temperatures writes to a copy.
     """
     patched: Any = rejection_sampler
     for name in ("_sample_recovered_tokens", "_rejection_greedy_sample", "_rejection_random_sample"):
@@ -41,15 +41,15 @@ def _no_warmup(**_: object) -> None:
 def _expand(
     output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: float, replace_to: float
 ) -> None:
-    """Repeat each request's value for each of its drafted tokens, `[N]`, of which `ends` are cumulative counts."""
+    """Repeat each request's value for each of its drafted tokens, `[N]`; `ends` are the cumulative counts of these."""
     output.copy_(torch.where(values == replace_from, replace_to, values)[requests_of(ends, len(output))])
 
 
 def _without_ranks(original: Callable[..., LogprobsTensors]) -> Callable[..., LogprobsTensors]:
-    """Have the logprobs of new tokens read from their own rows; vLLM copies the rows of all drafted tokens several
-    times, and ranks each token among all others, which engines do not report.
+    """Read the logprobs of new tokens from their own rows. vLLM copies the rows of all drafted tokens several times and
+    ranks each token among all others, and engines do not report ranks.
 
-    Returns log softmax of the given logits in every logprobs mode of vLLM.
+    Returns log softmax of the given logits in all of vLLM's logprobs modes.
     """
 
     @functools.wraps(original)
@@ -67,7 +67,9 @@ def _without_ranks(original: Callable[..., LogprobsTensors]) -> Callable[..., Lo
         ends = metadata.cu_num_draft_tokens
         counts = ends.diff(prepend=ends.new_zeros(1)).long()
         rows, all_rows = requests_of(ends, len(target_logits)), torch.arange(len(tokens))
+        # Column of each drafted token in its request's row; the bonus token's is the row's length.
         columns = torch.arange(len(target_logits)) - (ends - counts)[rows]
+        # Rejected places are -1, which is no index: they get the logprob of token 0.
         token_ids = tokens.long().clamp(min=0)
         logprobs = torch.zeros(tokens.shape)
         for row_indices, column_indices, scores in ((rows, columns, target_logits), (all_rows, counts, bonus_logits)):

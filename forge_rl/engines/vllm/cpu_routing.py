@@ -1,7 +1,7 @@
 """Captures which experts a CPU worker routes each request's tokens to.
 
-vLLM can return them (enable_return_routed_experts), but only from its second model runner, which needs Triton for CPUs.
-This module uses its capturer, and its hooks in the routers, with the first runner. Tested with vLLM 0.32.0.
+vLLM returns them (enable_return_routed_experts) only from its second model runner, which needs Triton on CPUs. This
+module uses vLLM's capturer and its hooks in the routers with the first runner. Tested with vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class RoutingCapture:
         never computed. None if this worker did not run the request."""
         for requests in (self._requests, self._ended):
             for name in requests:
+                # vLLM appends a suffix of its own to a request's id.
                 if name.startswith(request):
                     record = requests.pop(name)
                     return record.rows[: record.num_filled]
@@ -92,11 +93,15 @@ class RoutingCapture:
             if (request := self._requests.get(name)) is None:
                 rows = np.empty((self._most, *self._by_slot.shape[1:]), self._dtype)
                 request = self._requests[name] = _RoutedRequest(rows)
+            # From the first position not filled yet, which may lie before `start` if the prefix cache held the
+            # positions in between.
             first, end = min(request.num_filled, start), start + count
             positions = np.arange(first, end)
             slots = tables[index][positions // self._block] * self._block + positions % self._block
+            # By the cache's slots, so that later requests find the experts of blocks that they share.
             self._by_slot[slots[start - first :]] = captured[offset : offset + count]
             offset += count
+            # Filled positions stay: a recomputed token keeps the experts that it was sampled with.
             if request.num_filled < end:
                 request.rows[request.num_filled : end] = self._by_slot[slots[request.num_filled - first :]]
                 request.num_filled = end

@@ -15,7 +15,7 @@ from forge_rl.engines.vllm.cpu_rejection import run_without_kernels
 from forge_rl.engines.vllm.suffixes import AnswerIndex
 
 _INDEX_TOKENS = 1 << 20
-"""Tokens that a worker's index of answers holds: 52 MiB."""
+"""Tokens in a worker's index of answers: 52 MiB."""
 
 
 def speculative_config(settings: Speculation) -> dict[str, object]:
@@ -33,8 +33,8 @@ def speculative_config(settings: Speculation) -> dict[str, object]:
 class Drafter:
     """vLLM's proposer of its method "custom_class": switched by `DraftSwitch`.
 
-    Drafts are only proposals. A token is accepted if it is the one that the request samples in its place, so that
-    completions are as without drafts; see `sampling.py`.
+    Drafts are only proposals: a drafted token is accepted if the request samples the same token in its place, so
+    completions are the same as without drafts; see `sampling.py`.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -82,10 +82,12 @@ class Drafter:
             token_ids_cpu: `[R, max_model_len] int32`, the tokens.
         """
         count = len(sampled_token_ids)
+        # Before `bind`, nothing is drafted.
         if self._runner is None:
             return [[] for _ in range(count)]
         requests: list[str] = self._runner.input_batch.req_ids
         drafted = [self._drafted.get(requests[row], 0) for row in range(count)]
+        # Each verified step samples one token more than it accepts.
         accepted = [
             min(num_drafted, len(sampled) - 1)
             for num_drafted, sampled in zip(drafted, sampled_token_ids, strict=True)
@@ -102,7 +104,9 @@ class Drafter:
             for row, sampled in enumerate(sampled_token_ids):
                 if sampled:
                     tokens = token_ids_cpu[row, : num_tokens_no_spec[row]]
+                    # Indexed also while drafts are off, so that they have something to draw on once they are on.
                     self._answers.follow(requests[row], tokens, int(prompts[row]))
+                    # `draft_to_the_end` has switched off vLLM's own limit.
                     max_tokens = min(self._most, self._max_model_len - 1 - len(tokens))
                     if may_draft and max_tokens > 0:
                         drafts[row] = self._answers.draft(requests[row], max_tokens)

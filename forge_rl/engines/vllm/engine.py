@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _MOST_GATHERED = 32
-"""Maximum tokens of a request that vLLM keeps before it hands them over."""
+"""Maximum tokens of a request that vLLM gathers before it hands them over."""
 _CLOSE_S = 0.5
-"""Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
+"""Seconds until vLLM's process is killed on shutdown: a graceful exit takes four seconds and saves nothing."""
 
 
 class VLLMEngine:
@@ -78,7 +78,7 @@ class VLLMEngine:
         self._returns_routing = settings.routed_experts
         self._adapters = EngineAdapters(Path(llm.vllm_config.model_config.model), settings, call=self._all_workers)
         self._base: dict[str, int] = {}
-        """Fingerprints of the base that is in place, if versions are adapters of it; none otherwise."""
+        """Fingerprints of the loaded base if versions are adapters of it; empty otherwise."""
         self._closing = False
         self._requests = 0
         """Requests in flight."""
@@ -90,20 +90,21 @@ class VLLMEngine:
         self._working = 0
         """Number of calls to the workers in progress, during which no step is taken."""
         self._changing = asyncio.Lock()
-        """Held while vLLM's state (below) is brought to the requested state (above), and during loads."""
+        """Held during loads, and while vLLM's actual state (below) is brought to the requested state (above)."""
         self._stopped = False
-        """True while vLLM decodes nothing."""
+        """True while vLLM is stopped."""
         self._cleared = False
         """True if the KV cache was cleared since vLLM last decoded."""
         self._released: list[str] = []
         """Parts that were freed: "weights", "kv_cache"."""
         self._loaded = False
-        """True once a published version was loaded, which can be loaded again."""
+        """True once a published version was loaded: its weights can be loaded again."""
         self._dropped = False
-        """True while the weights are freed, with no copy kept."""
+        """True while the weights are freed without a copy."""
         pids = engine_pids(llm)
         # Workers end with this process, and engines with their workers; vLLM's coordinator does not.
         self._guard = clean_up_after((), pids) if len(pids) > 1 else None
+        # Ends this process, which the supervisor notices, when a process of vLLM's dies.
         for pid in pids:
             when_process_ends(pid, self._on_engine_death)
         self._watching = asyncio.ensure_future(self._watch(settings.stall_s))
@@ -126,7 +127,7 @@ class VLLMEngine:
 
     @classmethod
     async def over(cls, llm: AsyncLLM, settings: DecodeSettings, cache: CacheStats, *, hosts: int = 1) -> VLLMEngine:
-        """Prepare a vLLM engine that has started with this module's worker extension and weight transfer.
+        """Prepare a vLLM engine that was started with this package's worker extension and weight transfer.
 
         Args:
             hosts: number of hosts with equally many of its workers; the first ones are on this host.
@@ -157,6 +158,8 @@ class VLLMEngine:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
         request, num_sent, clock = self._cache.request_id(), 0, asyncio.get_running_loop().time
         prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
+        # vLLM's core joins as many tokens as fit into `gather_s` at the last request's speed; the rest is gathered
+        # below. Before the first request, _token_s is infinite and tokens come one by one.
         interval = int(min(max(gather_s / self._token_s, 1), _MOST_GATHERED))
         gathered: list[CompletionOutput] = []
         prompt_logprobs: PromptLogprobs = ()
@@ -165,10 +168,12 @@ class VLLMEngine:
         try:
             parameters = checked_parameters(sampling, interval)
             async with contextlib.AsyncExitStack() as stack:
+                # Entered first and left last: the adapter must outlive vLLM's request, which ends with its generator.
                 lora, version = stack.enter_context(self._adapters.using(sampling.adapter))
                 generated = self._llm.generate(prompt, parameters, request_id=request, lora_request=lora)
                 outputs = await stack.enter_async_context(contextlib.aclosing(generated))
                 async for output in outputs:
+                    # One completion a request (n = 1).
                     (completion,) = output.outputs
                     if output.prompt_logprobs:
                         prompt_logprobs = read_prompt_logprobs(output.prompt_logprobs)
@@ -178,6 +183,7 @@ class VLLMEngine:
                             "vLLM cannot decode under the constraint of the request",
                             hint="see logs/generator-*.log, and change the schema, regular expression or grammar",
                         )
+                    # Anything else, such as an abort, would pass for a short answer.
                     if completion.finish_reason not in (None, "stop", "length"):
                         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
                     if not gathered:
@@ -186,6 +192,7 @@ class VLLMEngine:
                     gathered.append(completion)
                     if completion.finish_reason is None and clock() < chunk_start + gather_s:
                         continue
+                    # An adapter's version was fixed when the request began; the base's may change between two tokens.
                     starts = version_starts(self._llm, request, completion) if version is None else [(str(version), 0)]
                     chunk = joined_chunk(gathered, sampling, starts, num_sent)
                     num_sent += len(chunk.token_ids)
@@ -196,12 +203,14 @@ class VLLMEngine:
                     if prompt_logprobs:
                         chunk, prompt_logprobs = replace(chunk, prompt=prompt_logprobs), ()
                     if self._returns_routing and chunk.finish:
+                        # The last token was sampled, but never computed, so it has no experts.
                         routed = await self._routing_of(request, completion)
                         chunk = replace(chunk, routed=routed[: len(prompt_ids) + num_sent - 1])
                     if chunk.finish or self._cache.fitting is not None:
                         chunk = replace(chunk, cache=self._cache.pop())
                     gathered = []
                     yield chunk
+        # The request's fault: the engine serves on.
         except VLLMValidationError as error:
             raise ConfigError(
                 f"vLLM does not take the request: {error}", hint="change the prompt or the sampling"
@@ -223,6 +232,7 @@ class VLLMEngine:
     ) -> ScoredTokens:
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
+        # All tokens are one prompt to vLLM, and nothing is sampled but the one token that it must decode.
         ids = np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32)])
         params = SamplingParams(
             temperature=0.0,  # of the one token that vLLM must decode
@@ -256,6 +266,7 @@ class VLLMEngine:
         """Return the experts of an ended request, `[tokens, layers, top_k]`."""
         routings = [completion.routed_experts]
         if device_type() == "cpu":
+            # Only the data-parallel rank that ran the request has its experts.
             routings = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
         if len(routings) != 1 or routings[0] is None:
             raise RuntimeError(f"{len(routings)} workers returned the experts of a request, not 1")
@@ -263,6 +274,7 @@ class VLLMEngine:
         return rows
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
+        # Recorded before any wait: a load in progress brings vLLM to the state that is requested when it ends.
         self._paused, self._asleep = paused, asleep
         await self._apply()
         return not self._dropped
@@ -272,10 +284,12 @@ class VLLMEngine:
 
     async def load(self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str) -> LoadReport:
         served, factors = self._adapters.serve_versions and bool(manifest.adapter_scales), VersionFactors()
+        # The base is in place, bit for bit: only its adapters change, and nothing needs to pause.
         if served and self._base == manifest.base and not self._dropped:
             return await self._load_adapted(manifest, buckets, reader=reader)
         clock = PhaseClock()
         with clock.phase("wait"):
+            # Wait for the first bucket while requests still decode; pause only then.
             bucket = await anext(buckets, None)
         if not served or self._base != manifest.base:
             await self._adapters.forget_versions()  # before anything changes: it may be refused
@@ -287,6 +301,7 @@ class VLLMEngine:
                 await self._stop(clear_cache=True)
                 await self._restore(["weights"])
             try:
+                # Versions that are served keep their adapters apart; otherwise workers add them to the weights.
                 await self._all_workers("start_load", not served)
                 while bucket is not None:
                     if served:
@@ -298,6 +313,7 @@ class VLLMEngine:
                 with clock.phase("finish"):
                     reports: list[WorkerReport] = await self._all_workers("finish_load")
                     report = _joined(reports)
+                    # Before the version gets its number: no token may be reported under weights that are not attested.
                     manifest.attest(report.fingerprints, reader, merged=not served)
                     if served:
                         await self._adapters.load_version(manifest, factors)
@@ -305,6 +321,8 @@ class VLLMEngine:
                         self._base = manifest.base
                     await self._llm.update_weight_version(str(report.version))
             except BaseException:
+                # The weights may be a mixture of two versions: the engine stays stopped, and new requests are refused,
+                # until a load succeeds.
                 self._failure = f"version {manifest.version} could not be loaded"
                 await self._all_workers("give_up_load")
                 raise
@@ -320,13 +338,14 @@ class VLLMEngine:
     async def _load_adapted(
         self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str
     ) -> LoadReport:
-        """Load a version whose base is in place: its adapters alone, while requests in flight go on."""
+        """Load a version whose base is already loaded: only its adapters, while requests in flight continue."""
         clock, factors = PhaseClock(), VersionFactors()
         async with self._changing:
             try:
                 with clock.phase("load"):
                     async for bucket in buckets:
                         factors.read(bucket)
+                # The base was attested when it was loaded; its fingerprints stand for it.
                 manifest.attest(self._base | factors.fingerprints, reader)
                 with clock.phase("finish"):
                     await self._adapters.load_version(manifest, factors)
@@ -356,10 +375,13 @@ class VLLMEngine:
         await self._adapters.drop(name)
 
     async def _all_workers(self, method: str, *args: object) -> list[Any]:
-        """Call a method of WorkerExtension on each worker; returns the answers in order, or raises the first error."""
+        """Call a method of WorkerExtension on each worker; return the answers in order, or raise the first error."""
         with self._at_work():
+            # A collective call occupies the workers between steps, and a load may take longer than a step's timeout:
+            # `_watch` must not take it for a hang.
             pickled = await call_workers(self._llm, f"forge_rl_{method}", *args)
         answers = [pickle.loads(answer) for answer in pickled]
+        # Workers return errors instead of raising them; see WorkerExtension.
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -368,6 +390,7 @@ class VLLMEngine:
     async def _apply(self) -> None:
         """Bring vLLM to the last requested state."""
         async with self._changing:
+            # Order matters: free memory only after decoding has stopped, and resume only once everything is back.
             if self._asleep and "kv_cache" not in self._released:
                 await self._stop(clear_cache=True)
                 await self._release()
@@ -389,7 +412,7 @@ class VLLMEngine:
             self._cleared |= clear_cache
 
     async def _release(self) -> None:
-        """Free memory; not with AsyncLLM.sleep, as its wake_up resumes a paused engine."""
+        """Free memory, without AsyncLLM.sleep: its wake_up would resume a paused engine."""
         if device_type() == "cpu":
             await self._all_workers("release_kv_cache")
             self._released = ["kv_cache"]
@@ -397,6 +420,7 @@ class VLLMEngine:
             # Level 1 copies the weights to newly pinned host memory first: half a minute for 60 GB.
             with self._at_work():
                 await self._llm.collective_rpc("sleep", kwargs={"level": 2 if self._loaded else 1})
+            # Level 2 keeps no copy, and the next version to load brings the weights back.
             self._dropped = self._loaded
             self._released = ["weights", "kv_cache"]
 
@@ -405,13 +429,14 @@ class VLLMEngine:
         if woken_tags and device_type() != "cpu":  # on CPU, pages are allocated again when written
             with self._at_work():
                 await self._llm.collective_rpc("wake_up", kwargs={"tags": woken_tags})
+            # Adapters lay in the memory that sleep has freed: their buffers come back, without their values.
             if "weights" in woken_tags and self._adapters.are_served:
                 await self._all_workers("forget_adapters")
         self._released = [tag for tag in self._released if tag not in woken_tags]
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Expect no step while the body runs."""
+        """Tell `_watch` that no step will end while the body runs."""
         self._working += 1
         try:
             yield
@@ -419,7 +444,7 @@ class VLLMEngine:
             self._working -= 1
 
     async def _watch(self, stall_s: float) -> None:
-        """End this process, and with it the engine, once the engine hangs in a step."""
+        """End this process, and the engine with it, once the engine hangs in a step."""
         await watch_steps(
             lambda: answer_between_steps(self._llm),
             lambda: self._requests > 0 and not self._working,
@@ -427,6 +452,8 @@ class VLLMEngine:
         )
         if not self._closing:
             print(f"forge_rl: no step of the vLLM engine ended within {stall_s:g} s", file=sys.stderr, flush=True)
+            # A hung step cannot be interrupted. The exit code tells the supervisor why; vLLM's processes end with this
+            # one.
             os._exit(ENGINE_STALLED)
 
     def let_go(self) -> None:
@@ -457,6 +484,7 @@ def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
     if len(versions) > 1:
         raise WeightsError(f"the engine's workers read versions {sorted(versions)}", hint="load one version again")
     (version,) = versions
+    # Slices of tensor-parallel workers add up to whole tensors; data-parallel copies must agree.
     fingerprints = combine_shards((shard for worker in workers for shard in worker.shards), version=version)
     return LoadReport(
         version=version,

@@ -1,4 +1,4 @@
-"""The part of an engine on a host that does not schedule: workers that follow the first host's."""
+"""An engine's workers on a host that does not schedule; they follow the first host's scheduler."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from forge_rl.runtime.signals import children_outlive_stop_signals
 
 
 class FollowingPart:
-    """Workers of an engine on this host, whose orders come from the engine's first host.
+    """An engine's workers on this host, which take orders from the engine's first host.
 
-    They end with this process, and this process with any of them.
+    The workers end with this process, and this process ends with any of them.
 
     Args:
         folder: Hugging Face model folder.
@@ -49,6 +49,7 @@ class FollowingPart:
     def close(self) -> None:
         self._closing = True
         for pid in self._pids:
+            # A worker may have ended already.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -39,9 +39,9 @@ _OF_ENGINE = (
 _COPIED = ("sinks", "w13_weight", "w13_bias", "w2_weight", "w2_bias")
 """Parameters of gpt-oss that vLLM's loader copies into."""
 PACKED = (".w13_weight", ".w2_weight")
-"""Suffixes of expert weights, which a kernel may reorder without changing their shape."""
+"""Suffixes of expert weights. A kernel may reorder these without changing their shape."""
 WRAPPED = ".base_layer."
-"""Part of the names of weights of modules that may have adapters; loaders report them without it."""
+"""Part of the names of weights in modules that may have adapters; loaders report the names without it."""
 _OF_LAYER = ("can_load", "load_numel", "load_numel_total", "loaded_weights", "restore_metadata")
 
 
@@ -57,15 +57,18 @@ def check_names(owner: Any, names: tuple[str, ...]) -> None:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    """Return the ids of the engine's processes that are direct children of this one; workers may be their children."""
+    """Return the ids of the engine's processes that are direct children of this process; workers may be children of
+    those."""
     check_names(llm, _OF_ENGINE)
+    # The coordinator of data parallelism is a process of its own.
     resources = llm.engine_core.resources
     coordinator = [resources.coordinator.proc] if resources.coordinator is not None else []
     return [process.pid for process in (*resources.engine_manager.processes, *coordinator)]
 
 
 def start_following(arguments: EngineArgs) -> tuple[object, list[int]]:
-    """Start this host's workers of an engine whose first host schedules, and wait until all hosts' have met.
+    """Start this host's workers of an engine that another host schedules, and wait until the workers of all hosts have
+    met.
 
     Returns:
         What keeps them alive, and their process ids.
@@ -100,20 +103,21 @@ async def answer_between_steps(llm: AsyncLLM) -> None:
 def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> list[tuple[str, int]]:
     """Return each version of a completion with the index of its first token.
 
-    vLLM reports them only at the end of a completion; before that they are read from its request state. They match
-    this output, as nothing is awaited between its delivery and this call.
+    vLLM reports versions only at the end of a completion; before that, they are read from its request state. They match
+    this output because nothing is awaited between its delivery and this call.
     """
     if output.finish_reason is not None:
         return [(span.version, span.start) for span in output.weight_versions or ()]
+    # vLLM appends a suffix of its own to each request's id.
     (internal,) = llm.output_processor.external_req_ids[request]
     starts: list[tuple[str, int]] = llm.output_processor.request_states[internal].weight_version_starts
     return starts
 
 
 def inspect_models_here() -> None:
-    """Have vLLM inspect a model's class in this process, which imports it anyway. Idempotent.
+    """Make vLLM inspect model classes in this process, which imports them anyway. Idempotent.
 
-    vLLM does it in a process of its own, whose imports take 10 s of CPU at an engine's first start with each class.
+    vLLM starts a process for it, whose imports take 10 s of CPU time when an engine first starts with a class.
     """
     from vllm.model_executor.models import registry
 
@@ -123,9 +127,9 @@ def inspect_models_here() -> None:
 
 
 def leave_tokens_undecoded() -> None:
-    """Have vLLM decode no text for tokens with flat logprobs, which took a third of its time per token here.
+    """Keep vLLM from decoding text for tokens with flat logprobs, which took a third of its time per token.
 
-    Only requests of forge_rl have flat logprobs; a completion's text is decoded elsewhere.
+    Only forge_rl's requests have flat logprobs, and their text is decoded elsewhere.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
@@ -143,8 +147,7 @@ def leave_tokens_undecoded() -> None:
 
 
 def hand_over_in_pieces() -> None:
-    """Have the cores of engines that start in this process join the outputs of requests; see `OutputPieces`.
-    Idempotent."""
+    """Make the cores of engines in this process join the outputs of requests; see `OutputPieces`. Idempotent."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
 
@@ -152,6 +155,7 @@ def hand_over_in_pieces() -> None:
 
     core: Any = EngineCore
     check_names(core, ("_attach_weight_version", "set_weight_version"))
+    # Patched already: each process calls this, and a fork inherits the patch.
     if hasattr(core._attach_weight_version, "__wrapped__"):
         return
     attach, set_version = core._attach_weight_version, core.set_weight_version
@@ -179,19 +183,20 @@ def hand_over_in_pieces() -> None:
 
 
 def draft_counts(output: CompletionOutput) -> tuple[int, int, int]:
-    """Return an ended completion's numbers of drafted tokens, accepted tokens, and steps that verified a draft; 0
-    without speculation."""
+    """Return an ended completion's counts of drafted tokens, of accepted tokens, and of steps that verified a draft;
+    zeros without speculation."""
     metrics = output.spec_decode_metrics
     if metrics is None:
         return 0, 0, 0
+    # histogram[n] is the number of steps that accepted n tokens.
     accepted = sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))
     return metrics.num_draft_tokens, accepted, sum(metrics.histogram)
 
 
 def draft_to_the_end(runner: Any) -> None:
-    """Leave it to the drafter to keep within the context.
+    """Leave it to the drafter to stay within the context.
 
-    vLLM has all requests of a batch verify zeros once one of them comes near the end of its context.
+    Once one request nears the end of its context, vLLM makes all requests of the batch verify zeros.
     """
     batch = ("input_batch.req_ids", "input_batch.num_prompt_tokens")
     check_names(runner, ("drafter", "effective_drafter_max_model_len", *batch))
@@ -199,8 +204,8 @@ def draft_to_the_end(runner: Any) -> None:
 
 
 def accept_no_drafts() -> None:
-    """Let requests use top-k or top-p in a step without drafts. vLLM verifies such a step too, and its kernels fail on
-    zero rows, which ends the engine. Idempotent."""
+    """Let requests use top-k or top-p in a step without drafts. vLLM verifies such a step as well, and its kernels fail
+    on zero rows, which ends the engine. Idempotent."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -211,7 +216,8 @@ def accept_no_drafts() -> None:
 
 
 def ngram_proposer(vllm_config: Any, max_tokens: int) -> Any:
-    """Return vLLM's proposer of what followed the last 2 to 8 tokens before, in the same request."""
+    """Return vLLM's n-gram proposer, which looks for earlier occurrences of the last 2 to 8 tokens in the same
+    request."""
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer  # imports numba
 
     config = copy.copy(vllm_config)
@@ -222,7 +228,7 @@ def ngram_proposer(vllm_config: Any, max_tokens: int) -> Any:
 
 
 def config_of_draft_model(vllm_config: Any, folder: str) -> Any:
-    """Return vLLM's settings for a second model in an engine's process, whose layers are kept apart.
+    """Return vLLM's settings for a second model in an engine's process, with its layers kept apart.
 
     Raises:
         ValueError: vLLM does not serve the model.
@@ -239,9 +245,11 @@ def config_of_draft_model(vllm_config: Any, folder: str) -> Any:
         dtype=served.dtype,
         enforce_eager=True,
     )
+    # The draft model is neither quantised nor sped up by another draft model.
     config.quant_config = config.speculative_config = None
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.mode = CompilationMode.NONE
+    # vLLM registers a model's layers here, so the draft model needs containers of its own.
     config.compilation_config.static_forward_context, config.compilation_config.static_all_moe_layers = {}, []
     return config
 
@@ -253,7 +261,7 @@ def allow_another_update(worker: Any) -> None:
 
 
 def begin_reload(model: torch.nn.Module) -> None:
-    """Have the model's loaders collect each layer's weights until it is complete."""
+    """Make the model's loaders collect each layer's weights until the layer is complete."""
     layer: Any
     for layer in model.modules():
         if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
@@ -270,7 +278,7 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 
 def accept_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tensor | None]) -> None:
-    """Make the loaders of a layer's experts accept stacks; other layers stay as they are.
+    """Make the loaders of a layer's experts accept stacks; do nothing for other layers.
 
     Args:
         layer: a layer of the model, once a reload has begun.
@@ -286,6 +294,7 @@ def accept_stacks(layer: Any, stack_of: Callable[[torch.Tensor, int], torch.Tens
         original: Any = getattr(parameter, "weight_loader", None)
         while getattr(original, "__name__", "") in ("online_process_loader", "load_stack"):
             original = original.__wrapped__  # an earlier reload has wrapped it, too
+        # Only vLLM's plain loader, of parameters that are a matrix for each expert: others keep theirs.
         if getattr(original, "__func__", None) is RoutedExperts.weight_loader and parameter.ndim == 3:
             parameter.weight_loader = _stack_loader(layer, original)
             parameter.weight_loader = _stack_collector(make_online_process_loader(layer, name), stack_of)
@@ -304,8 +313,11 @@ def _stack_loader(layer: Any, original: Any) -> Any:
         is_local = False
         numbers, expert_map = range(expert_id, expert_id + len(loaded_weight)), layer.expert_map_manager.expert_map
         places = list(numbers) if expert_map is None else expert_map[expert_id : numbers.stop].tolist()
+        # A slice of the map beyond its end would silently be shorter, and the last experts dropped.
         if len(places) < len(numbers):
             raise ValueError(f"the layer has {expert_id + len(places)} experts, and the version {numbers.stop} or more")
+        # Runs of experts that are consecutive both in the stack and on this worker: one copy for each, -1 for other
+        # workers' experts.
         for _, run in itertools.groupby(enumerate(places), lambda item: item[1] - item[0] if item[1] >= 0 else None):
             (first, place), *rest = run
             if place >= 0:
@@ -335,14 +347,15 @@ def _stack_collector(collect: Any, stack_of: Callable[[torch.Tensor, int], torch
 
 
 def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return second names of parameters during a reload, with the names under which their values come.
+    """Map the second names of parameters during a reload to the names under which their values arrive.
 
-    vLLM registers a mixture's biases that choose experts with the experts, too. A reload sets AFMoE's aside
-    under their first name alone, and copies the new values into the same memory at its end.
+    vLLM also registers the biases that choose experts with the experts. A reload moves AFMoE's biases aside under their
+    first name only, and copies the new values into the same memory at its end.
 
     Args:
         before: the parameters before the reload, each by its first name.
     """
+    # Empty parameters have no memory, and their address, 0, says nothing.
     first_names = {(values.data_ptr(), values.shape): name for name, values in before.items() if values.numel()}
     return {
         name: first_names[place]
@@ -354,9 +367,9 @@ def aliases(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> dict[
 
 
 def was_untied(model_config: Any) -> bool:
-    """Return True if config.json ties the output projection to the embedding, and the files hold one all the same.
+    """Return True if config.json ties the output projection to the embedding, but the files hold one nevertheless.
 
-    vLLM's own tie_word_embeddings is False then, also if the two were equal and it has tied them again.
+    vLLM's own tie_word_embeddings is then False, even if the two were equal and vLLM tied them again.
     """
     check_names(model_config, ("word_embeddings_untied_by_checkpoint",))
     return bool(model_config.word_embeddings_untied_by_checkpoint)
@@ -384,13 +397,15 @@ def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
+            # vLLM puts the old tensors back in a layer that has received nothing. One that has received some of its
+            # weights, it would process with whatever the rest of its memory holds.
             info.load_numel = 0
             info.loaded_weights.clear()
     finalize_layerwise_reload(model, model_config)
 
 
 def inert_modules(runner: Any, number: int) -> list[str]:
-    """Return the modules for which an adapter has factors that vLLM applies nowhere; it says nothing of them itself."""
+    """Return the modules whose adapter vLLM loads but never applies; vLLM does not report them."""
     check_names(runner, ("lora_manager._adapter_manager.modules", "lora_manager._adapter_manager.get_adapter"))
     manager = runner.lora_manager._adapter_manager
     return sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
@@ -399,21 +414,23 @@ def inert_modules(runner: Any, number: int) -> list[str]:
 def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
     """Yield the names of linear layers that lack some of their weights, and of other layers that lack all of them.
 
-    Excluded are attention, whose scales no model folder has, and an output projection tied to the embedding. Embeddings
-    may be padded, so partly filled ones count as complete.
+    Attention is excluded, as no model folder has its scales, and so is an output projection tied to the embedding.
+    Embeddings may be padded, so partly filled ones count as complete.
     """
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
+        # vLLM counts the elements that a layer has received of all that its parameters have.
         missing = info.can_load() and info.load_numel < (info.load_numel_total or 0)
         if not missing or is_deferred_attention_layer(layer) or (tied and name == "lm_head"):
             continue
+        # Layers without any weights loaded are listed if they have parameters of their own; containers have none.
         if isinstance(layer, LinearBase) if info.load_numel else any(True for _ in layer.parameters(recurse=False)):
             yield f"{name}.".replace(WRAPPED, ".").removesuffix(".")
 
 
 @contextlib.contextmanager
 def collecting(model: torch.nn.Module) -> Iterator[None]:
-    """Have a reload also collect weights that gpt-oss's loader copies directly into parameters."""
+    """Make a reload also collect weights that gpt-oss's loader copies directly into parameters."""
     if type(model).__name__ != "GptOssForCausalLM":
         yield
         return
@@ -423,13 +440,15 @@ def collecting(model: torch.nn.Module) -> Iterator[None]:
             if name in _COPIED and parameter.is_meta and get_layerwise_info(layer).can_load():
                 parameter.weight_loader = default_weight_loader  # type: ignore[attr-defined]
                 parameter.weight_loader = make_online_process_loader(layer, name)  # type: ignore[attr-defined]
+                # Meta tensors have no address; their storage objects identify them.
                 places[parameter.untyped_storage()._cdata] = parameter
     with _CollectCopies(places):
         yield
 
 
 class _CollectCopies(TorchDispatchMode):
-    """Redirects copies into parameters on the meta device, which would be lost, to the parameters' loaders."""
+    """Redirects copies into parameters on the meta device to the parameters' loaders; the copies would otherwise be
+    lost."""
 
     def __init__(self, places: Mapping[int, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -447,7 +466,7 @@ class _CollectCopies(TorchDispatchMode):
 def copy_held(
     model: torch.nn.Module, passing: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Copy tensors that are about to be freed, where loaders of incomplete layers still hold them."""
+    """Copy tensors that are about to be freed, if loaders of incomplete layers still hold them."""
     freed_storages = {_storage(tensor) for tensor in passing.values()}
 
     def owned(value: Any) -> Any:
@@ -459,6 +478,7 @@ def copy_held(
 
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:
+            # Collected calls are replayed once the layer is complete, perhaps after the bucket is gone.
             call.arguments.update({name: owned(value) for name, value in call.arguments.items()})
 
 

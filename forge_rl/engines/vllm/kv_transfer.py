@@ -1,4 +1,5 @@
-"""Reads --generator.kv-transfer-config, and refuses connectors that would keep keys and values of older weights."""
+"""Reads --generator.kv-transfer-config, and refuses connectors that would keep keys and values computed with older
+weights."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def read_kv_transfer(text: str) -> KVTransferConfig | None:
 
         read_kv_transfer('{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}')
 
-    When weights are loaded, vLLM has the connector reset its cache. It takes a connector without a `reset_cache` for
-    one that has no cache.
+    When weights are loaded, vLLM makes the connector reset its cache. It assumes that a connector without a
+    `reset_cache` has no cache.
 
     Raises:
         ConfigError: vLLM does not take it, a connector cannot be imported, or one does not implement `reset_cache`.
@@ -31,6 +32,7 @@ def read_kv_transfer(text: str) -> KVTransferConfig | None:
     config = _read(text)
     for connector in _connectors(config):
         try:
+            # Imported here, so that a missing package is an error of the flag and not of an engine's start.
             connector_class = KVConnectorFactory.get_connector_class(connector)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
@@ -58,7 +60,8 @@ def _read(text: str) -> KVTransferConfig:
 
 
 def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
-    """Yield the config of each connector that is combined, or of the only one."""
+    """Yield the config of each combined connector, or of the only one."""
+    # vLLM's MultiConnector holds others, each of which must forget.
     if config.kv_connector != "MultiConnector":
         yield config
         return

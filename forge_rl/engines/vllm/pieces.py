@@ -1,4 +1,4 @@
-"""Tokens leave the engine's core in pieces: the outputs of a request are joined until it wants them."""
+"""Joins a request's outputs in the engine's core, so that tokens leave it in pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _OutputPiece:
-    """Outputs of a request that wait."""
+    """Waiting outputs of a request."""
 
     __slots__ = ("interval", "missing", "parts")
 
@@ -33,10 +33,10 @@ class _OutputPiece:
 class OutputPieces:
     """Joins the outputs of requests that want them every few tokens (`stream_interval`).
 
-    vLLM's front end, in another process, would keep these tokens until there are enough of them. That they arrive
+    vLLM's front end, in another process, would hold these tokens back until there are enough of them. Sending them
     together changes nothing for its clients, and saves the cost of sending, reading and processing a message for each
-    token. The first token, the last ones, and outputs with anything but tokens and logprobs go out at once. So do those
-    of requests with stop strings, for which the front end looks in each token.
+    token. The first token, the last ones, and outputs with more than tokens and logprobs go out at once. So do outputs
+    of requests with stop strings, which the front end looks for in each token.
 
         pieces = OutputPieces()
         outputs = pieces.join(outputs, scheduler.requests)
@@ -44,10 +44,10 @@ class OutputPieces:
 
     def __init__(self) -> None:
         self._waiting: dict[str, _OutputPiece] = {}
-        """By request; only of those whose first token has gone out."""
+        """Pieces by request, for requests whose first token has gone out."""
 
     def join(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any]) -> list[EngineCoreOutput]:
-        """Return what goes out after a step.
+        """Return the outputs to send after a step.
 
         Args:
             outputs: the step's.
@@ -58,11 +58,12 @@ class OutputPieces:
         return [piece for output in outputs if (piece := self._add(output, requests)) is not None]
 
     def flush(self) -> list[EngineCoreOutput]:
-        """Return all that waits."""
+        """Return all waiting outputs."""
         return [_joined(piece.take()) for piece in self._waiting.values() if piece.parts]
 
     def _add(self, output: EngineCoreOutput, requests: Mapping[str, Any]) -> EngineCoreOutput | None:
         piece = self._waiting.get(output.request_id)
+        # The first token: it goes out at once, and the request is remembered if it wants pieces from here on.
         if piece is None:
             request = requests.get(output.request_id)
             if request is not None and (interval := _interval(request.sampling_params)) > 1:
@@ -70,6 +71,7 @@ class OutputPieces:
             return output
         piece.parts.append(output)
         piece.missing -= len(output.new_token_ids)
+        # Anything besides tokens and logprobs goes out at once, with what has waited.
         if piece.missing > 0 and _is_plain(output):
             return None
         if output.finish_reason is not None:
@@ -78,7 +80,8 @@ class OutputPieces:
 
 
 def _is_plain(output: EngineCoreOutput) -> bool:
-    """Return whether an output has nothing but tokens and their logprobs; one by one, as this runs for each token."""
+    """Return whether an output has nothing but tokens and their logprobs. The fields are listed one by one for speed:
+    this runs for each token."""
     return (
         output.finish_reason is None
         and output.prefill_stats is None
@@ -99,14 +102,15 @@ def _is_plain(output: EngineCoreOutput) -> bool:
 
 
 def _interval(parameters: Any) -> int:
-    """Return after how many tokens the front end hands over a request's."""
+    """Return the number of tokens after which the front end hands over a request's output."""
     if parameters is None or parameters.stop:
         return 1
     return parameters.stream_interval or 1
 
 
 def _joined(parts: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return the last output with the tokens and logprobs of all."""
+    """Return the last output, with the tokens and logprobs of all parts."""
+    # Earlier parts are plain, so the last one has whatever else there is.
     *_, last = parts
     if len(parts) > 1:
         logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]

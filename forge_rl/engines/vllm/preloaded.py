@@ -1,4 +1,4 @@
-"""Imports every module that vLLM's processes import at their start for any model; for a process that forks them."""
+"""Imports all modules that vLLM's processes import at their start for any model, in a process that forks them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Computes prompt logprobs at a temperature; vLLM ignores a request's temperature in them.
+"""Computes prompt logprobs at a temperature, which vLLM ignores for them.
 
-Logprobs of the k most likely tokens cannot be rescaled afterwards, as they are normalised over the whole vocabulary. So
-the logits are divided before the softmax, by the temperature in a request's extra_args. Tested with vLLM 0.32.0.
+Logprobs of the k most likely tokens cannot be rescaled afterwards, because they are normalised over the whole
+vocabulary. So the logits are divided before the softmax, by the temperature in a request's extra_args. Tested with vLLM
+0.32.0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TEMPERATURE = "forge_rl_prompt_temperature"
 
 
 def scale_prompt_logits(runner: Any) -> None:
-    """Have a worker's model runner, of either version, scale the logits of prompts that are scored."""
+    """Make a worker's model runner, of either version, scale the logits of scored prompts."""
     if hasattr(runner, "prompt_logprobs_worker"):
         if runner.prompt_logprobs_worker is not None:  # None on all but the last pipeline stage
             _RowHook(runner.prompt_logprobs_worker)
@@ -52,6 +53,8 @@ class _RequestHook:
         logprobs: dict[str, Any] = {}
         compute: Callable[[torch.Tensor], torch.Tensor] = runner.sampler.compute_logprobs
         try:
+            # The runner scores every request listed here and divides all logits alike: show it one temperature's
+            # requests at a time.
             for temperature, counts in by_temperature.items():
                 runner.num_prompt_logprobs = counts
                 runner.sampler.compute_logprobs = lambda logits, divisor=temperature: compute(logits / divisor)
@@ -71,7 +74,7 @@ class _RowHook:
     def __init__(self, worker: Any) -> None:
         check_names(worker, ("add_request", "compute_prompt_logprobs", "max_num_reqs"))
         self._temperatures = np.ones(worker.max_num_reqs, np.float32)
-        """By the index of a request."""
+        """Temperatures by request index."""
         self._add, self._score = worker.add_request, worker.compute_prompt_logprobs
         worker.add_request, worker.compute_prompt_logprobs = self.add, self.score
 
@@ -86,6 +89,7 @@ class _RowHook:
         batch: Any,
         *args: Any,
     ) -> dict[str, Any]:
+        # Slots are reused by later requests; `add` sets each one again.
         request_temperatures = self._temperatures[batch.idx_mapping_np]
         if (request_temperatures != 1).any():
             row_temperatures = torch.ones(len(hidden_states), device=hidden_states.device)
@@ -101,8 +105,8 @@ class _RowHook:
 def _scaled(
     logits_of: Callable[[torch.Tensor], torch.Tensor], row_temperatures: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """Return `logits_of`, which is called with consecutive rows, with the logits of each row divided by its
-    temperature."""
+    """Wrap `logits_of`, which is called with consecutive rows, to divide each row's logits by its temperature."""
+    # vLLM asks for logits in chunks of consecutive rows, without saying which.
     position = 0
 
     def scaled(hidden_states: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
     extra = dict(sampling.extra)
     if isinstance(constraint := extra.get("structured_outputs"), Mapping):
         extra["structured_outputs"] = StructuredOutputsParams(**constraint)
+    # `ignore_eos` asks for max_tokens in any case, so tokens that end a completion are left out as well.
     if not extra.get("ignore_eos"):
         requested: Any = extra.get("stop_token_ids")
         extra["stop_token_ids"] = [*(requested or ()), *sampling.stop_ids]
@@ -46,7 +47,8 @@ def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
 
 
 def checked_parameters(sampling: Sampling, stream_interval: int) -> SamplingParams:
-    """Return vLLM's parameters, tried on its decoder: an error there ends the only thread that reads requests.
+    """Return vLLM's parameters after a trial run of its decoder: an error there would end the only thread that reads
+    requests.
 
     Raises:
         ConfigError: they are malformed.
@@ -67,9 +69,10 @@ def read_prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> P
 
 
 def scored_tokens(positions: object, count: int, top_k: int) -> ScoredTokens:
-    """Read vLLM's logprobs of the last `count` tokens of a prompt: each token's own, then the top k."""
+    """Read vLLM's logprobs of the last `count` tokens of a prompt: each token's own, followed by the top k."""
     assert isinstance(positions, FlatLogprobs), "flat_logprobs was asked for"
     end = len(positions.token_ids)
+    # Each position has 1 + top_k entries: its own token first, then the likeliest.
     last = slice(end - count * (1 + top_k), end)
     ids = np.array(positions.token_ids[last], np.int32).reshape(count, 1 + top_k)
     logprobs = np.array(positions.logprobs[last], np.float32).reshape(count, 1 + top_k)
@@ -80,6 +83,7 @@ def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
     """Return the version of each token in [first, end); -1 where no version had been loaded."""
     versions = [-1] * (end - first)
     for version, start in starts:
+        # A version that began before this chunk holds from its first token; later versions overwrite the rest.
         index = max(0, start - first)
         versions[index:] = [int(version) if version.isdecimal() else -1] * (len(versions) - index)
     return versions
@@ -100,6 +104,7 @@ def joined_chunk(
                 alternatives = dict(zip(part.token_ids[start:end], part.logprobs[start:end], strict=True))
                 top.append(tuple(sorted(alternatives.items(), key=lambda pair: -pair[1])[: sampling.top_logprobs]))
     if sampling.temperature == 0:
+        # vLLM reports a greedy token's logprob, but it was not drawn from that distribution: see `Chunk.logprobs`.
         logprobs = [math.nan] * len(ids)
     reason = completions[-1].finish_reason
     return Chunk(

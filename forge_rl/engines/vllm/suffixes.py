@@ -1,4 +1,4 @@
-"""Indexes of recent answers, of fixed size, that find what followed the end of a text before."""
+"""Indexes of recent answers, of fixed size, that find what followed a text's ending before."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 _ANCHORS = (8, 3)
-"""Numbers of tokens that must recur for a place to be found. Places where more recur come first: in a text of many like
-lines, the last few tokens occur at more places than are compared, of which nearly all continue otherwise."""
+"""Numbers of tokens that must recur for a place to be found, the larger one first: in a text of many similar lines, the
+last few tokens occur at more places than are compared, and nearly all of these continue differently."""
 _LONGEST = 24
 """Maximum length of a match; longer ones count as this long."""
 _PLACES = 16
@@ -28,11 +28,11 @@ _RECENT = (1 << _LONGEST) - 1
 _LEAST_HITS = 6
 """Minimum number of these tokens that a guide must have predicted."""
 _PROMPT = 4096
-"""Maximum number of a prompt's last tokens that are taken up."""
+"""Maximum number of a prompt's last tokens that are indexed."""
 _TASKS = 4096
 """Maximum number of prompts that are remembered."""
 _FOLLOWED = 2048
-"""Maximum number of requests that are remembered, for those that a weight update interrupts."""
+"""Maximum number of requests that are remembered, so that those interrupted by a weight update are found again."""
 
 
 @dataclass
@@ -58,8 +58,8 @@ class _Voter:
     token: int
     """The token at the place."""
     instead: dict[tuple[int, int], int]
-    """Substitutions to repeat: by two consecutive tokens of the place's own text, the token that the drafted text had
-    in place of the second. The latest one counts."""
+    """Substitutions to repeat, by two consecutive tokens of the place's own text: the token that the drafted text had
+    in place of the second one. The latest substitution counts."""
     proposes: int = -1
 
 
@@ -90,6 +90,7 @@ class SuffixIndex:
         """Append a token to a text that ends at place `end`, -1 for a new text; returns the token's place."""
         place, slot = self._written, self._written & self._mask
         self._written += 1
+        # The text's end was overwritten: it goes on as a new text.
         if not self._kept(end):
             end = -1
         self._tokens[slot], self._before[slot], self._after[slot] = token, end, -1
@@ -103,6 +104,7 @@ class SuffixIndex:
     def tail(self, place: int, max_tokens: int) -> list[int]:
         """Return up to `max_tokens` tokens of a text up to a place, the last first."""
         tokens, before, mask = self._tokens, self._before, self._mask  # a draft takes most of its time here
+        # Older places are overwritten, and their slots hold another text's tokens.
         oldest = max(0, self._written - mask - 1)
         tail_tokens: list[int] = []
         while place >= oldest and len(tail_tokens) < max_tokens:
@@ -132,6 +134,7 @@ class SuffixIndex:
         ending = self.tail(place, _LONGEST)
         votes = self._matches(place, ending, key)
         if guide is not None:
+            # A sibling that agrees for long becomes the guide, and goes on predicting past single differences.
             best_place, length = max(votes, key=itemgetter(1), default=(-1, 0))
             if length >= max(_ANCHORS):
                 guide.place, guide.hits = best_place, (1 << length) - 1
@@ -146,6 +149,7 @@ class SuffixIndex:
                 voter.proposes = voter.instead.get((voter.before, voter.token), voter.token)
                 shares[voter.proposes] = shares.get(voter.proposes, 0) + voter.length
             best = max(shares, key=shares.__getitem__)
+            # Votes against doubt: one short match gives a small share, several long ones that agree nearly 1.
             probability *= shares[best] / (sum(shares.values()) + _DOUBT)
             if probability < _LEAST:
                 break
@@ -177,12 +181,16 @@ class SuffixIndex:
         matches: list[tuple[int, int]] = []
         for endings in self._endings:
             for candidate in endings.recent(ending, key):
+                # Chains lead from newer to older places: past the first overwritten one, all are.
                 if not self._kept(candidate):
                     break
+                # Not the text's own end, nor another text's, after which nothing follows.
                 if candidate != place and (next_place := self._after[candidate & self._mask]) >= 0:
                     length = self._common(candidate, ending)
+                    # Hashes may collide, so tokens are compared.
                     if length >= endings.length:
                         matches.append((next_place, length))
+            # Long anchors come first, and short ones only if those found nothing.
             if matches:
                 break
         return matches
@@ -212,6 +220,7 @@ class _Endings:
 
     def append(self, place: int, tail: Sequence[int], key: int) -> None:
         """Add the next place, after these tokens (last token first)."""
+        # The slot's previous owner had a chain of its own.
         self._earlier[place & self._mask] = -1
         if len(tail) >= self.length:
             head = self._hash(tail, key)
@@ -234,7 +243,7 @@ class _Endings:
 
 
 class AnswerIndex:
-    """Drafts the rest of an answer from other answers to the same prompt, and from what the request itself holds.
+    """Drafts the rest of an answer from other answers to the same prompt, and from the request's own text.
 
     A prompt that begins with another request's whole prompt belongs to the same task: a later turn of a sibling, or
     the rest of an answer that another engine began.
@@ -252,7 +261,7 @@ class AnswerIndex:
         self._requests: OrderedDict[str, _IndexedRequest] = OrderedDict()
 
     def follow(self, request: str, tokens: npt.NDArray[np.int32], prompt_tokens: int) -> None:
-        """Take up what a request has gained since the last call.
+        """Index the tokens that a request gained since the last call.
 
         Args:
             tokens: `[T]`, its prompt and its answer so far.
@@ -273,12 +282,13 @@ class AnswerIndex:
         self._requests.move_to_end(request)
 
     def draft(self, request: str, max_tokens: int) -> list[int]:
-        """Return what may follow a request's tokens, at most `max_tokens` of them."""
+        """Return tokens that may follow a request's, at most `max_tokens`."""
         followed = self._requests[request]
         return self._index.draft(followed.end, key=followed.task, max_tokens=max_tokens, guide=followed.guide)
 
     def _task(self, prompt: npt.NDArray[np.int32]) -> tuple[int, int]:
         """Return the number of a prompt's task, and how many of its tokens the index has from an earlier request."""
+        # The shortest prompt that is a prefix of this one is the task's first turn, shared by all its siblings.
         for length in sorted(self._lengths):
             if length > len(prompt):
                 break
@@ -304,5 +314,5 @@ class _IndexedRequest:
     end: int
     """Place of its last token."""
     num_seen: int
-    """Number of its tokens that were taken up or passed over."""
+    """Number of its tokens that were indexed or skipped."""
     guide: Guide = field(default_factory=Guide)

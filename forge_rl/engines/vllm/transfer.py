@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from forge_rl.engines.vllm.cpu_routing import RoutingCapture
 
 _FACTORS = factor_names("")
-"""Ends of the names of adapters' factors."""
+"""Suffixes of the names of adapters' factors."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class WorkerReport:
 
 
 def _answered(work: Callable[..., object]) -> Callable[..., bytes]:
-    """Have a method return its pickled result, or the pickled error that it raised."""
+    """Make a method return its pickled result, or the pickled error that it raised."""
 
     @functools.wraps(work)
     def answer(*args: object) -> bytes:
@@ -92,7 +92,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker, for collective_rpc.
 
     They never raise: when one worker fails, vLLM leaves the other workers' answers unread and takes them for answers to
-    the next call. Answers are pickled, since vLLM only sends plain types.
+    the next call. Answers are pickled because vLLM only sends plain types.
     """
 
     weight_transfer_engine: BucketTransferEngine
@@ -104,14 +104,15 @@ class WorkerExtension:
 
     @_answered
     def forge_rl_start_load(self, adds_adapters: bool = True) -> None:
-        """Begin to load a version, possibly after a failed load: its weights with the adapters added, or alone.
+        """Begin to load a version, possibly after a failed load: its weights with the adapters added, or without.
 
-        On CPU the KV cache gives its memory back, so the scheduler must have dropped all of its blocks.
+        On CPU this frees the KV cache's memory, so the scheduler must have dropped all of its blocks.
         """
         worker: Any = self
         if worker.device.type == "cpu":  # free blocks are taken in turn: before long, all would have been written
             cpu.release_kv_cache(worker)
         self.weight_transfer_engine.adds_adapters = adds_adapters
+        # A load that failed in another worker was never finished in this one, and vLLM would refuse the next.
         internals.allow_another_update(worker)
         worker.start_weight_update()
 
@@ -160,7 +161,8 @@ class WorkerExtension:
 
     @_answered
     def forge_rl_take_routing(self, request: str) -> npt.NDArray[Any] | None:
-        """Answer `RoutingCapture.take`; None from all but the first tensor-parallel rank, since all hold the same."""
+        """Return `RoutingCapture.take`'s answer; None from all but the first tensor-parallel rank, as all hold the
+        same."""
         worker: Any = self
         routed_experts = self.forge_rl_routing.take(request)
         return routed_experts if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
@@ -175,6 +177,7 @@ class WorkerExtension:
             raise ConfigError(
                 f"vLLM does not serve the adapter {name!r:.80}: {error}", hint="merge it by: forge_rl merge"
             ) from error
+        # Served all the same, its answers would be those of another model than was trained.
         if inert_modules := internals.inert_modules(worker.model_runner, number):
             worker.remove_lora(number)
             raise ConfigError(
@@ -227,7 +230,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     init_info_cls = NoInitInfo
     update_info_cls = BucketUpdateInfo
     adds_adapters = True
-    """Whether the version's adapters are added to its weights."""
+    """True if the version's adapters are added to its weights."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -249,6 +252,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         self._factors: dict[str, torch.Tensor] = {}
         """Factors of the version's adapters, by name."""
         self._factor_reports: list[ShardReport] = []
+        # Formats before the reload, by which SliceWatch finds parameters that keep the published bytes. Packed experts
+        # are left out: their kernel may have reordered them in place, with the same shape.
         before = {
             name: parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -260,14 +265,18 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         self._tied = HEAD not in before
         self._aliases = internals.aliases(self.model, before)
         first_names = [name for name, _ in self.model.named_parameters() if name not in self._aliases]
+        # Weights that loaders must report at the end; under modules with adapters, they do so without the wrapper's
+        # name.
         names = {name.replace(internals.WRAPPED, ".") for name in first_names}
         self._expected = names - ({HEAD} if self._tied else set())
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         bucket: TensorBucket = pickle.loads(update_info.bucket)
         if isinstance(bucket, BucketOnHosts):
+            # Each host of the engine opens its own copy.
             bucket = replace(bucket, part=self._part)
         with bucket.open() as stored_tensors:
+            # Adapters are added before the loaders slice and repack, with the trainer's bits.
             entries, tensors = self._merged(bucket.entries, stored_tensors)
             stacks = list(stacks_of(entries, tensors))
             last = ""
@@ -281,8 +290,10 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             try:
                 with self._watch.reading(stacks):
                     with internals.collecting(self.model), self._watch:
+                        # SliceWatch on top, so that it sees copies before `collecting` redirects any.
                         self._loaded |= self.model.load_weights(weights())
                     internals.copy_held(self.model, tensors, self._watch.keep)
+            # What vLLM's loaders raise for a tensor of another model: unknown names, wrong shapes.
             except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
                 raise WeightsError(
                     f"version {update_info.version} does not fit the engine's model: {last} of shape "
@@ -294,17 +305,19 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def _merged(
         self, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
-        """Keep the factors of adapters, and return the other tensors, by default with their adapters added to those
-        that have one.
+        """Keep the factors of adapters and return the other tensors; unless versions are served, the adapters are added
+        to them.
 
         Raises:
             WeightsError: the factors of an adapter have not come, or do not fit.
         """
+        # A version publishes factors before the weights that they are added to.
         weights = [entry for entry in entries if not entry.name.endswith(_FACTORS)]
         for entry in entries:
             if entry.name.endswith(_FACTORS):
                 tensor_slice = TensorSlice.whole(entry.shape)
                 self._factors[entry.name] = values = torch.empty_like(tensors[entry.name])
+                # Copied, as the weights that need these factors may come in a later bucket.
                 (fingerprint,) = move([Move(values, tensors[entry.name], entry.shape, tensor_slice)])
                 report = ShardReport(name=entry.name, tensor_slice=tensor_slice, fingerprint=fingerprint)
                 self._factor_reports.append(report)
@@ -326,6 +339,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         self._check_complete()
         with self._watch:
             internals.finish_reload(self.model, self.model_config, tied=self._tied)
+        # Second names never get values of their own: they are only right while they share memory with the first.
         live = dict(self.model.named_parameters(remove_duplicate=False))
         if parted := [
             alias for alias, name in self._aliases.items() if live[alias].data_ptr() != live[name].data_ptr()
@@ -340,6 +354,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         """Report the last load, once its weights are in place."""
         clock = PhaseClock()
         with clock.phase("fingerprint"):
+            # Taken here rather than while loading, so that the fingerprints cover what the model will compute with.
             shards = self._watch.shards() + self._factor_reports
         return WorkerReport(
             version=self._version,

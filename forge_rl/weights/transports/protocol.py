@@ -1,4 +1,4 @@
-"""Protocol of weight transports, which share one conformance test."""
+"""Protocol of weight transports. All of them must pass the same conformance test."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[
         entry = entries.get(shard.name)
         if entry is None:
             raise WeightsError(f"version {drafted.version} was not to hold {shard.name!r}, which a rank writes")
+        # Other tensors are unchanged and stay in an older version's bucket.
         if is_of(entry.bucket, drafted.version):
             yield entry, shard
 
@@ -85,7 +86,7 @@ class Transport(Protocol):
         """
 
     async def prefetch(self, manifest: Manifest) -> None:
-        """Bring a version to this host, if the transport copies versions to hosts, so that `fetch` does not wait.
+        """Copy a version to this host ahead of `fetch`, if the transport copies versions to hosts.
 
         The caller holds a lease on the version.
 

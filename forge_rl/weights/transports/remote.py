@@ -1,6 +1,6 @@
-"""Weights from another host: each bucket is copied once, by RDMA, from a host that has it to this host's segments.
+"""Pulls weights from other hosts: each bucket is copied once, by RDMA, from a host that has it to this host's segments.
 
-Hosts serve checked buckets on, so that most copy from one another; see fanout.py. Monarch uses ibverbs if the hardware
+Hosts serve checked buckets on, so most hosts copy from one another; see fanout.py. Monarch uses ibverbs if the hardware
 has it, else TCP. A transfer cannot be stopped: an abandoned one runs to its end, under the lock that keeps its segment
 from being reused (volume.writing).
 """
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import torch
 
 READS_IN_FLIGHT = 2
-"""Concurrent reads of a version, so that one bucket transfers while another is checked."""
+"""Concurrent reads of a version: while one bucket is checked, another is transferred."""
 
 _DEADLINE_S = 600.0
 _LEAST_RATE = 4 << 20  # bytes/s
 _LEAST_TIMEOUT_S = 60
 
 _Arrival = asyncio.Future[SegmentRef]
-"""Segment of a bucket on this host, once it is whole and checked."""
+"""Future of a bucket's segment on this host, done once it is whole and checked."""
 
 
 def deadline_s(size: int) -> float:
@@ -44,7 +44,7 @@ def deadline_s(size: int) -> float:
 
 
 async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: int = 0) -> Any:
-    """Call an actor of the store from any process; the timeout allows for the bytes that it `moves`.
+    """Call an actor of the store from any process; the timeout allows for the transfer of `moves` bytes.
 
     Raises:
         ForgeError: raised by the actor.
@@ -54,9 +54,11 @@ async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: in
         async with asyncio.timeout(deadline_s(moves)):
             return await getattr(actor, method).call_one(*args)
     except Exception as error:
+        # Monarch wraps an actor's exception; our own errors pass through with their hint, others become a sentence.
         remote = getattr(error, "exception", None)
         if isinstance(remote, ForgeError):
             raise remote from error
+        # One line: a remote traceback belongs in the log that the hint names.
         cause = next(iter(str(remote or error).strip().splitlines()), type(error).__name__)
         raise WeightsError(
             f"{actor_name} does not answer to {method}: {cause}", hint="see logs/weights-*.log"
@@ -64,7 +66,7 @@ async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: in
 
 
 class SegmentBuffers:
-    """RDMA buffers over this host's segments. Used in endpoints of the actor that owns them."""
+    """RDMA buffers over this host's segments. To be used in endpoints of the actor that owns them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, tuple[torch.Tensor, RDMABuffer]] = {}
@@ -77,6 +79,7 @@ class SegmentBuffers:
         """
         for ref in refs:
             memory = writable(ref)  # hardware can only register writable memory
+            # Another mapping means another file under this path; the old buffer would send the removed file's bytes.
             if ref.path in self._buffers and self._buffers[ref.path][0] is not memory:
                 await self.forget(ref.path)
             if ref.path not in self._buffers:
@@ -92,10 +95,10 @@ class SegmentBuffers:
 
 
 class Peers(Protocol):
-    """A host's way to the index and to the other hosts."""
+    """A host's connection to the index and to the other hosts."""
 
     async def join(self, buckets: Sequence[Bucket], failed: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Return the host to copy each bucket from, by key, and keys of copies that this host need not keep.
+        """Return the host to copy each bucket from, by key, and the keys of copies that this host need not keep.
 
         Args:
             failed: hosts that these buckets could not be copied from.
@@ -105,7 +108,7 @@ class Peers(Protocol):
         """
 
     async def share(self, host: str, bucket: Bucket, moves: int) -> RDMABuffer:
-        """Return a host's RDMA buffer over a bucket, once it has arrived there, which takes the time of `moves` bytes.
+        """Return a host's RDMA buffer over a bucket once it has arrived there, which takes as long as `moves` bytes do.
 
         Raises:
             WeightsError: the host does not have it, or could not get it.
@@ -132,7 +135,7 @@ class _Pull:
 class Puller:
     """Pulls versions to this host, each bucket once however many wait for it.
 
-    Used in endpoints of one actor: RDMA needs an actor's context, which tasks inherit.
+    To be used in endpoints of one actor: RDMA needs an actor's context, which tasks inherit.
 
     Args:
         host: name of this host; its own buckets are not pulled.
@@ -148,7 +151,7 @@ class Puller:
         self._peers = peers
         self._buckets: dict[str, _Arrival] = {}
         self._joining: list[set[str]] = []
-        """For each open question to the index, the keys pulled since, for which its answer may be too old."""
+        """Keys pulled since each unanswered request to the index, whose answer may be too old for them."""
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def pull(self, manifest: Manifest) -> None:
@@ -156,6 +159,8 @@ class Puller:
 
         Failed buckets are retried.
         """
+        # An answer of the index that is on its way may call these buckets stale, as it was asked before; `_place` keeps
+        # them.
         for new_keys in self._joining:
             new_keys.update(manifest.keys)
         arrivals: dict[Bucket, _Arrival] = {}
@@ -164,6 +169,7 @@ class Puller:
             has_failed = old_arrival is not None and old_arrival.done() and old_arrival.exception() is not None
             if bucket.host != self._host and (old_arrival is None or has_failed):
                 arrival = self._buckets[bucket.key] = asyncio.get_running_loop().create_future()
+                # Prefetched buckets may have nobody who waits for them.
                 arrival.add_done_callback(_retrieve)
                 arrivals[bucket] = arrival
         if arrivals:
@@ -187,10 +193,11 @@ class Puller:
         """
         if key not in self._buckets:
             raise WeightsError(f"bucket {key} was not pulled to host {self._host!r}", hint="hold a lease while reading")
+        # Shielded: several engines wait for one arrival, and a cancelled one must not end it for the others.
         return await asyncio.shield(self._buckets[key])
 
     def forget(self, keys: Collection[str]) -> None:
-        """Drop buckets that are about to be freed, abandoning those in flight."""
+        """Forget buckets that are about to be freed, abandoning transfers in flight."""
         for key in keys:
             future = self._buckets.pop(key, None)
             if future is not None and not future.done():
@@ -206,12 +213,14 @@ class Puller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, pull: _Pull) -> None:
-        """Pull buckets, several at a time; one that no host can send ends all."""
+        """Pull buckets, several at a time; a bucket that no host can send fails the rest."""
         reserved: Mapping[str, SegmentRef] = {}
         try:
             pull.parents = await self._place(tuple(pull.arrivals), ())
             pending = {bucket: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
+            # All segments at once, so that a host without room fails before anything is transferred.
             reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in pending})
+            # One iterator for all readers: each takes the next bucket when it is done with its last.
             queue = zip(pending.items(), reserved.values(), strict=True)
             async with TaskGroup() as readers:
                 for _ in range(READS_IN_FLIGHT):
@@ -273,12 +282,15 @@ class Puller:
             arrival.set_result(ref)
 
     async def _copy(self, manifest: Manifest, bucket: Bucket, arrival: _Arrival, ref: SegmentRef, parent: str) -> None:
+        # Waits until the parent itself has the bucket.
         source = await self._peers.share(parent, bucket, manifest.bytes)
         read_task = asyncio.ensure_future(_read(source, ref))
         self._keep(read_task)
+        # A read that is abandoned still writes into the segment; it runs to its end, under the lock it holds.
         memory = await asyncio.shield(read_task)
         self.received[parent] += bucket.bytes
         if not arrival.done():
+            # Checked before it is served on, so that one host's bad bytes cannot spread down the tree.
             await asyncio.to_thread(_check, manifest, bucket, memory, parent)
             writable(ref)
 
@@ -289,6 +301,7 @@ class Puller:
         watch, task = pull.watches[host], asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            # The watch ended first: a dead host's transfer would only end at its timeout.
             if not task.done():
                 watch.result()
                 raise WeightsError(f"host {host!r} is gone", hint="start the run again")
@@ -320,6 +333,7 @@ def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str
 
 
 def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsError:
+    # Task groups wrap the readers' errors; the first one is the cause.
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     cause = getattr(error, "exception", None) or error  # the exception inside an actor's error

@@ -1,6 +1,6 @@
 """The shared-memory transport: trainers write a version into segments that every engine on the host maps.
 
-Each other host pulls a bucket once, by RDMA, into segments of its own, and serves it on.
+Every other host pulls each bucket once, by RDMA, into segments of its own, and serves it on.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class SharedMemoryTransport:
                 refs = await self._ask(host, "reserve", host_sizes)
                 reserved |= {key: (host, ref) for key, ref in refs.items()}
         except BaseException:
+            # A host without room fails the version; what other hosts have reserved for it is given back.
             await self.free(reserved)
             raise
         placed_buckets = {
@@ -57,12 +58,14 @@ class SharedMemoryTransport:
         return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
 
     async def prefetch(self, manifest: Manifest) -> None:
+        # `pull` only starts the transfers, which outlive this call; `local` waits for each.
         if remote_keys := [bucket.key for bucket in manifest.buckets if bucket.host != self._host]:
             await self._ask(self._host, "pull", manifest)
             for key in remote_keys:
                 await self._ask(self._host, "local", key, moves=manifest.bytes)
 
     async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
+        # Start all transfers first, so that later buckets arrive while the first ones are loaded.
         if any(bucket.host != self._host for bucket in manifest.buckets):
             await self._ask(self._host, "pull", manifest)
         entries = manifest.entries
@@ -87,10 +90,13 @@ class SharedMemoryTransport:
                 raise
 
     def _write(self, drafted: Manifest, writes: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
+        # Map only the buckets that this rank writes to; other hosts' segments cannot be opened here.
         bucket_keys = {entry.bucket for entry, _ in writes}
         buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written if bucket.key in bucket_keys}
         with contextlib.ExitStack() as stack:
             for folder in {Path(ref.path).parent for ref in buckets.values()}:
+                # Lock first, check after: `writable` and `check` then refuse a segment that was freed before the lock,
+                # and none that is freed later is reused under it.
                 stack.enter_context(writing(folder))
             memory = {key: writable(ref) for key, ref in buckets.items()}
             fingerprints = move(

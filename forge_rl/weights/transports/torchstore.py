@@ -1,10 +1,10 @@
-"""The torchstore transport: buckets are stored in a torchstore volume, in its own process.
+"""The torchstore transport: buckets are stored in a torchstore volume in its own process.
 
-torchstore is optional, and imported only when a store is opened.
+torchstore is optional, and only imported when a store is opened.
 
 Each rank writes its part of a bucket under a key with a random suffix, so that late writes of an abandoned publish are
-never taken for a later one's. The bucket's own key marks it as wanted: a rank that finds it gone after storing a part
-deletes the part.
+never mistaken for a later one's. The bucket's own key marks it as wanted: a rank that finds it gone after storing a
+part deletes the part.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _MORE_ROOM = "free memory, or lower --weights.keep-versions or --weights.bucket-
 
 
 class TorchStoreTransport:
-    """Client of one torchstore: a `Transport`. It pickles, since it holds actor handles only."""
+    """Client of one torchstore: a `Transport`. It can be pickled, as it holds only actor handles."""
 
     imports = ("torchstore",)
-    """Modules that the store's process must import first, as several actors share it."""
+    """Modules that the store's process must import before it starts actors, which share it."""
 
     def __init__(self, controller: object, strategy: object) -> None:
         self._controller = controller
@@ -71,7 +71,7 @@ class TorchStoreTransport:
         return TorchStoreTransport(controller, await controller.get_controller_strategy.call_one())
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        """Mark the buckets as wanted, if memory allows: torchstore has no limit, and the kernel would kill it."""
+        """Mark the buckets as wanted if memory allows: torchstore has no limit, and the kernel would kill it."""
         needed_bytes = sum(bucket.bytes for bucket in drafted.written)
         _check_room(f"version {drafted.version} in torchstore", needed_bytes)
         await asyncio.gather(*(self._ask("put", bucket.key, "wanted") for bucket in drafted.written))
@@ -92,6 +92,8 @@ class TorchStoreTransport:
                 buffer, part_reports = await asyncio.to_thread(_pack, part, list(shards_of))
                 reports += part_reports
                 if upload is not None:
+                    # Shielded, and awaited in `finally`: a put cannot be cancelled halfway without leaving a part that
+                    # nobody deletes.
                     await asyncio.shield(upload)
                 upload = asyncio.create_task(self._put(bucket, part, buffer))
             if upload is not None:
@@ -105,7 +107,7 @@ class TorchStoreTransport:
         """Do nothing: torchstore keeps no copies on other hosts."""
 
     async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
-        """Get buckets one by one. At most two are in memory: one being read, the next in flight."""
+        """Yield buckets one by one. At most two are in memory: the one being read, and the next one in flight."""
         bucket_entries = list(zip(manifest.buckets, manifest.entries.values(), strict=True))
         download: asyncio.Task[dict[str, torch.Tensor]] | None = None
         try:
@@ -113,6 +115,7 @@ class TorchStoreTransport:
                 with _anonymous(bucket) as segment:
                     download = download or asyncio.create_task(self._get_parts(entries))
                     await _to_its_end(_unpack, await download, segment, entries)
+                    # Fetch the next bucket while the caller loads this one.
                     download = asyncio.create_task(self._get_parts(next_pair[1])) if next_pair else None
                     yield SegmentBucket(segment=segment, entries=entries)
         finally:
@@ -123,6 +126,8 @@ class TorchStoreTransport:
     async def free(self, keys: Collection[str]) -> None:
         """Delete buckets with all their parts, including parts of abandoned publishes, which no manifest names."""
         await asyncio.gather(*(self._delete(key) for key in keys))
+        # Parts are listed after the markers are gone, so a put in progress finds its marker missing and deletes its
+        # part itself.
         bucket_keys = set(keys)
         parts = [key for key in await self._ask("keys") if key.rpartition("/")[0] in bucket_keys]
         await asyncio.gather(*(self._delete(part) for part in parts))
@@ -131,6 +136,7 @@ class TorchStoreTransport:
         # Put one byte first: the part is then listed, and can be freed if this process dies during the transfer.
         await self._ask("put", part, buffer[:1].clone())
         await self._ask("put", part, buffer)
+        # `free` deletes the marker before it lists the parts: whichever of the two comes last deletes this part.
         if not await self._ask("exists", bucket):
             await self._delete(part)
             raise WeightsError(f"bucket {bucket} was freed while it was written: its version was given up")
@@ -172,6 +178,7 @@ class TorchStoreTransport:
 
 def _pack(part: str, writes: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
     """Cast and fingerprint a rank's slices of one bucket into one buffer, `[bytes] uint8`."""
+    # Slices lie one after the other, each aligned so that it can be viewed as its dtype.
     places, num_bytes = [], 0
     for entry, shard in writes:
         size = shard.tensor_slice.numel * entry.torch_dtype.itemsize
@@ -201,6 +208,7 @@ def _unpack(parts: Mapping[str, torch.Tensor], segment: SegmentRef, entries: Seq
             values = parts[piece.part]
             size = piece.tensor_slice.numel * entry.torch_dtype.itemsize
             piece_bytes = values[piece.offset : piece.offset + size]
+            # A part whose process died during the transfer may still be the single byte that `_put` stores first.
             if piece_bytes.numel() != size:
                 raise WeightsError(f"{piece.part} is cut short at {values.numel()} bytes, within {entry.name!r}")
             piece.tensor_slice.of(entry.of(bucket)).copy_(
@@ -228,6 +236,7 @@ def _anonymous(bucket: Bucket) -> Iterator[SegmentRef]:
 
 async def _to_its_end(work: Callable[..., object], *args: object) -> None:
     """Run a function in a thread and wait for its end even if cancelled, so that its arguments can be freed."""
+    # A thread cannot be cancelled, and the segment that it writes to is unmapped as soon as the caller leaves.
     thread = asyncio.create_task(asyncio.to_thread(work, *args))
     try:
         await asyncio.shield(thread)
