@@ -106,6 +106,7 @@ class Dispatcher:
             return None
         self.scheduler.request_decode(episode)
         self.grant()
+        # `grant` has just served it, before there was a future to wake.
         if episode.state == "decoding":
             return None
         granted = self._grants[episode] = asyncio.get_running_loop().create_future()
@@ -221,6 +222,7 @@ class PolicyClient:
                 hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
         if sampling.seed is None:
+            # Each turn has a seed of its own, so that no two turns of an attempt draw the same random numbers.
             sampling = sampling.updated(seed=derive_seed(self.seed, "turn", next(self._turns)))
         if room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room)
@@ -237,9 +239,12 @@ class PolicyClient:
                     await dispatcher.generator.decode(completion, engine=self.episode.engine)
                 except ReplicaError as error:
                     interrupted = True
+                    # Tokens so far stay in `completion`; the next engine continues from them.
                     completion.fail_over(error)
                 finally:
+                    # Also if this was cancelled while it waited, as the grant may have come at the same time.
                     dispatcher.release(self.episode, interrupted=interrupted)
+                    # Counted after each engine, so that what was decoded before a cancellation counts as discarded.
                     self.episode.decoded_tokens += completion.tokens - counted_tokens
                     counted_tokens = completion.tokens
         return completion.turn()

@@ -22,7 +22,7 @@ ExampleFn: TypeAlias = Callable[[Task, Tokenizer], Sequence[Episode]]
 TaskError for a task that cannot be used. Called in threads."""
 
 _FEW_TASKS = 100
-"""A share of unusable tasks is of at least this many."""
+"""Minimum number of tasks of which a share of unusable ones is taken."""
 _FRAME_TOKENS = 32
 """Maximum tokens that a chat template adds around a message."""
 _MAX_NAMES = 20
@@ -92,8 +92,8 @@ def row_tokens(group: Group) -> int:
 
 
 def rewritten_turns(group: Group) -> int:
-    """Return how many turns do not continue the one before, as the chat template has changed that by then; most leave
-    out the thoughts of earlier turns. Each is trained in a sequence of its own, with all of its own text."""
+    """Return how many turns do not continue the tokens of the one before, because the chat template changes earlier
+    turns; most leave out their thoughts. Each such turn is trained in a sequence of its own, with all of its text."""
     return sum(max(0, len(episode.segments) - 1) for episode in group.episodes)
 
 
@@ -116,6 +116,8 @@ class ExampleLengths:
             ModelError: the chat template refuses the task.
             TaskError: the task cannot be used.
         """
+        # An upper bound: a token has at least one byte, and JSON writes a character of n bytes in at least n
+        # characters.
         texts = *map(dict, task.messages), *map(dict, task.tools), dict(task.truth)
         max_tokens = _FRAME_TOKENS * (len(texts) + 1) + len(json.dumps(texts, default=str))
         return max_tokens > self.limit and self.length(task) > self.limit
@@ -130,7 +132,7 @@ class ExampleLengths:
         return row_tokens(group)
 
     def take_note(self) -> str:
-        """Return what the examples made since the last call have in common, or ""."""
+        """Return a note about the examples made since the last call, or ""."""
         examples, rewritten, unread = self._made, self._rewritten, sorted(self._unread)
         self._made = self._rewritten = 0
         self._unread = set()
@@ -204,6 +206,7 @@ class Examples:
                     self._counts[self._order[place]]["rewritten_turns"] += rewritten_turns(result)
                 else:
                     self._skip(self._drawn[place], result)
+                    # From the same source, so that the batch keeps the mixture's proportions.
                     self._drawn[place] = self._draw(self._order[place])
         groups = tuple(groups_by_place[place] for place in range(len(self._order)))
         _check_sizes(groups)

@@ -123,6 +123,7 @@ class RolloutExecutor:
         async with self._attesting(), self._devices.trainers_wait():
             while True:
                 await self._while_paused()
+                # Cleared before deciding, so that no change during the decision is lost.
                 self._changed.clear()
                 self._advance()
                 self._raise_failure()
@@ -376,6 +377,7 @@ class RolloutExecutor:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        # Cancelled episodes may have failed as they ended; errors of work that is given up are dropped.
         self._failure = self.evaluation = None
         self._raised = False
 
@@ -390,6 +392,7 @@ class RolloutExecutor:
 
     def _go_on(self) -> None:
         """Raise an error that has occurred since the last batch; resume after one that was already raised."""
+        # An error that nobody has seen is raised first; one that was raised is answered by this call, which goes on.
         if not self._raised:
             self._raise_failure()
         failure, self._failure, self._raised = self._failure, None, False
@@ -416,6 +419,7 @@ class RolloutExecutor:
         scheduler, loop = self._scheduler, asyncio.get_running_loop()
         self._set_versions()
         try:
+            # Nothing starts while an error waits to be raised, scores fail, or the rest of a wave is due.
             idle = self._failure is not None or self._outage.lasts or self._more is not None
             starts = [] if idle else scheduler.pop_starts(max_starts=_WAVE)
             for episode in starts:
@@ -425,6 +429,8 @@ class RolloutExecutor:
         except ForgeError as error:
             self._fail(error)
         for episode in scheduler.pop_cancelled():
+            # The episode whose end led to the replacement is still running this very code; cancelling it would lose its
+            # own bookkeeping.
             if episode in self._running and self._running[episode] is not asyncio.current_task():
                 self._running[episode].cancel()
         self._dispatcher.grant()
@@ -455,6 +461,8 @@ class RolloutExecutor:
         record: Callable[[], None]
         began_s = scheduler.own_s(episode)
         try:
+            # An episode of an evaluation is repeated after an outage of the reward, as its task cannot be replaced by
+            # another.
             for outages in itertools.count():
                 try:
                     result = await run(task, self._client(episode, evaluation))
@@ -480,6 +488,7 @@ class RolloutExecutor:
             if episode.group.dropped:
                 scheduler.discard(episode, episode.group.dropped, scheduler.own_s(episode) - began_s)
             raise
+        # Not an outcome but a bug or a limit: the batch fails with it, and the episode starts again if the run goes on.
         except BaseException as error:
             scheduler.restart(episode)
             self._fail(error)
@@ -490,6 +499,7 @@ class RolloutExecutor:
             self._outage.unscored = (*episode.group.results, result)
         try:
             record()
+            # While retries are left, the scheduler has restarted the episode instead of ending it.
             if evaluation is not None and episode.state == "done":
                 if not result.outcome.scored:  # its mates are scored whichever of them ends last
                     await self._scores.score(episode, result)
@@ -524,6 +534,7 @@ class RolloutExecutor:
     def _forget(self, task: asyncio.Task[None]) -> None:
         """Forget a finished asyncio task; its episode may be running in another one by now."""
         episode = self._episodes.pop(task)
+        # A restart may already have put the episode's next attempt in this place.
         if self._running.get(episode) is task:
             del self._running[episode]
 

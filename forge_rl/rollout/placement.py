@@ -120,6 +120,7 @@ class DeviceHandover:
             return
 
         async def change(hand_over: Callable[[], Awaitable[float]]) -> None:
+            # The entry says that the handover has begun, even if it fails, so that it is undone below.
             changes_s.append(0.0)
             changes_s[-1] = await hand_over()
 
@@ -137,6 +138,7 @@ class DeviceHandover:
             if changes_s:
                 await change(guests.hand_to_trainer)
                 self._change_s, self._unlent_s = sum(changes_s), 0.0
+        # Raise the handover's own error, if any, only after the devices are back.
         if lending is not None and not lending.cancelled():
             lending.result()
 
@@ -196,6 +198,8 @@ class DeviceHandover:
 
         async with self._changed:
             await self._changed.wait_for(lambda: target() == "engines" or not self._starting)
+            # The target is read again under the lock: it may have changed while this waited. Until the transition has
+            # succeeded the holder is unknown, so that the next one repeats all of its calls.
             new_holder, old_holder, began = target(), self._holder, self._clock()
             self._holder = None
             if new_holder == old_holder:

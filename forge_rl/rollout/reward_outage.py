@@ -1,4 +1,4 @@
-"""What a run does while its reward fails: it asks again until scores come, another reward is set, or time is up."""
+"""Handles a failing reward: the run asks again until scores come, another reward is set, or the time is up."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class EpisodeScoring:
 
 
 class RewardOutage:
-    """Asks a reward again that has failed.
+    """Retries a reward that has failed.
 
     Args:
         scoring: the run's reward, and how long to ask it.
         warn: called with a line for the user.
         on_end: called when scores come again, or another reward is set, after `begin`.
-        on_failure: called with the error if `wait_s` are over.
+        on_failure: called with the error once `wait_s` have passed.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class RewardOutage:
                 await score_again(self._reward, episodes)
             except SpendingError:
                 raise
+            # These are errors of the episodes, and would recur.
             except (HangError, PoisonError, UngradedError):
                 return False
             except Exception as error:
@@ -125,6 +126,7 @@ class RewardOutage:
             await asyncio.sleep(pause_s)
             try:
                 await score_again(self._reward, self.unscored)
+            # A spending limit does not end by waiting, unlike other failures.
             except SpendingError as spending_error:
                 failure = spending_error
                 break
