@@ -1,4 +1,4 @@
-"""A generator's engines, kept in one state: the same version, and paused or asleep together; so are replacements."""
+"""Keeps a generator's engines in one state: the same version, paused or asleep together, replacements included."""
 
 from __future__ import annotations
 
@@ -180,6 +180,7 @@ class EnginePool:
             if spare is not None and spare.started:
                 await self._bring(replica, DesiredState(asleep=True))
                 return
+            # Until the service is supervised, this is the run's own start, which gives all engines their devices.
             if (replica.incarnation or self._service.supervised) and index not in self._remote:
                 await self._devices(stack, index)
             if spare is not None:
@@ -192,6 +193,7 @@ class EnginePool:
         """Bring an engine from its state to the desired one, and add it to those that are ready."""
         has_weights = True
         while state != (desired := self._desired):  # it may change meanwhile
+            # Held first: an engine that wakes without its weights must load them, even if the version is the same.
             if (desired.paused, desired.asleep) != (state.paused, state.asleep):
                 has_weights = await self._hold(replica, desired) or desired.asleep
             has_changed = (desired.version, desired.epoch, desired.store) != (state.version, state.epoch, state.store)
@@ -212,16 +214,20 @@ class EnginePool:
         Raises:
             ServiceError: no engine is left.
         """
+        # Listed before the load: tokens of the new version are valid from the moment that the first engine has it.
         self.versions.append(version)
         self._desired = replace(self._desired, version=version, epoch=epoch, store=store)
         try:
             yield
             async with task_group() as group:
+                # A replacement that waits for devices may be waiting for the caller to hand them over, so it is not
+                # waited for.
                 waits = [group.create_task(self._service.available()), group.create_task(self._waits.wait())]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for wait in waits:
                     wait.cancel()
         except BaseException:
+            # Some engines may have the new weights, others the old ones: none may serve.
             self._desired = replace(self._desired, version=None, store=None)
             self.version, self.refusal = None, f"loading version {version} failed"
             raise
@@ -276,9 +282,12 @@ class EnginePool:
         async with self._holding:
             self._desired = desired = replace(self._desired, **changes)
             hold_args = desired.paused, desired.asleep
+            # Deadlines stop before the engines pause and run again after all have resumed, so that no pause makes a
+            # request late.
             if any(hold_args):
                 self._hold_deadlines(True)
             have_weights = await self.each("hold", lambda replica: self._hold(replica, desired))
+            # Weights that were dropped to sleep are loaded again, under a lease, before anything is decoded.
             if not (all(have_weights) or desired.asleep or desired.store is None):
                 store = desired.store
                 async with store.lease(desired.version) as manifest:
@@ -291,6 +300,8 @@ class EnginePool:
         async with self._holding:
             guests = [replica for index, replica in self._ready.items() if index in self._guests and replica.alive]
             for replica in guests:
+                # First out of `_ready`, so that loads and holds of the others pass it by, then away, so that its
+                # requests go on elsewhere; only then does it sleep.
                 self._ready.pop(replica.index)
                 self._service.send_away(replica, "the trainer needs its devices")
                 self._away[replica] = asleep = replace(self._desired, asleep=True)
@@ -347,6 +358,8 @@ class EnginePool:
             calls = [group.create_task(attempt(replica)) for replica in live_replicas]
         results = [result for call in calls for result in call.result()]
         for replica, error in errors:
+            # If no engine accepts it, the request is at fault and none is replaced; an engine that alone refuses is at
+            # fault itself.
             if not results:
                 raise error
             self.mark_failed(replica, f"{action} failed: {error.message}")

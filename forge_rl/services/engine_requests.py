@@ -77,11 +77,13 @@ class EngineRequests:
             await self._trial.acquire()
         try:
             replica = await self._choose(engine)
+            # Versions loaded from here on may produce tokens of this completion, each from some token on.
             first_load = self._pool.current
 
             def take(chunk: Chunk) -> bool:
                 nonlocal is_suspect
                 self._pool.note_progress(replica)
+                # A token came, so this completion does not kill engines before they decode; the next suspect may run.
                 if is_suspect:
                     self._trial.release()
                     is_suspect = False
@@ -96,6 +98,7 @@ class EngineRequests:
                     chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
                 if problem:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+                # Whoever reads `Generator.engines` must see the new limit.
                 if chunk.cache is not None and self.limits.note(replica, chunk.cache):
                     self._service.listeners.tell()
                 self._drafts.note(chunk)
@@ -203,6 +206,7 @@ class EngineRequests:
             if replica.index == engine and replica.serving:
                 return replica
         error = ReplicaError("it does not serve", service=self._service.name, replica=engine)
+        # It cannot have died of a request that it never had.
         error.blamed = False
         raise error
 

@@ -67,9 +67,14 @@ class EngineSpares:
         return sum(spare.replica.alive for spare in self._ready.values())
 
     def take(self, index: int) -> Spare | None:
-        """Put a spare in the place of the dead engine with this index; None if no spare is ready, or none has died."""
+        """Put a spare in the place of the dead engine with this index.
+
+        Returns:
+            The spare; None if none is ready, or the engine starts for the first time.
+        """
         if index >= len(self._service.replicas):
             return None
+        # On GPUs the spare takes over the dead engine's devices, so it must be on the same host.
         host = self._host_of(index)
         live_spares = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
         number = next((number for number, replica in live_spares if host in (None, replica.host)), None)
@@ -86,6 +91,7 @@ class EngineSpares:
             if number is None:
                 await self._service.change()
                 continue
+            # The dead spare's processes are gone before the next one with its number starts.
             await self._clear_away(number)
             await asyncio.sleep(self._restart.delay_s(self._deaths))
             try:

@@ -76,6 +76,7 @@ class EnvironmentActor(ServiceActor):
 
     async def step(self, key: int, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
         step = await step_env(self._envs[key], answer, truncated, parsed)
+        # Closed here, in the same call: a done environment's session makes no further ones.
         if step.done:
             await self.close(key)
         return step

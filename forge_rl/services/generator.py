@@ -254,6 +254,7 @@ class Generator:
                 await self.decode(completion, engine=engine)
             except ReplicaError as error:
                 completion.fail_over(error)
+            # Any engine may resume: the one that was asked for is gone.
             engine = None
         return completion.turn()
 
@@ -312,7 +313,9 @@ class Generator:
         """
         began = time.monotonic()
         async with self._loading, store.lease(version) as manifest:
-            if not self._pool.held:  # else nothing is decoded meanwhile, and loading overlaps with fetching
+            # While engines decode, the version is brought to their hosts first, so that they pause only to load it.
+            # Engines that are paused or asleep lose nothing by loading each bucket as it arrives.
+            if not self._pool.held:
                 serving = [replica for replica in self._service.replicas if replica.serving]
                 await store.prefetch(manifest, {host for replica in serving for host in replica.hosts})
             async with self._pool.serving_next(manifest.version, store, epoch=manifest.epoch):
@@ -321,6 +324,7 @@ class Generator:
                     versions = [report.version for report in reports]
                     raise WeightsError(f"the engines read versions {versions} instead of {manifest.version}")
         self.last_load = reports
+        # Engines load at the same time, so the slowest one's stages explain the duration.
         stages = max((report.seconds for report in reports), key=lambda seconds: sum(seconds.values()), default={})
         self.load_s = {**stages, "calls": time.monotonic() - began - sum(stages.values())}
         return manifest.version
@@ -396,9 +400,12 @@ class Generator:
         return Guests(self._pool)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, the number of
-        spares that stand by, of versions that each engine serves as adapters, the bytes of weights that the engines
-        hold in 8 bits, and the seconds of each stage of the last load."""
+        """Return metrics since the last call.
+
+        These are the metrics of the engines' KV caches, see `RequestLimits.pop_metrics`; the numbers of spares that
+        stand by, and of versions that each engine serves as adapters; the bytes of weights that the engines hold in 8
+        bits; and the seconds of each stage of the last load.
+        """
         metrics = self._requests.limits.pop_metrics() | {f"load/{part}_s": value for part, value in self.load_s.items()}
         self.load_s = {}
         if self.config.spares:

@@ -1,4 +1,4 @@
-"""How many requests each engine gets at a time: as many as its KV cache holds without preempting any."""
+"""Limits each engine's concurrent requests to what its KV cache holds without preempting any."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class RequestLimit:
         return int(self._limit)
 
     def note(self, use: CacheUse) -> None:
-        """Adapt to an engine's report, which comes with the end of each completion, and once requests wait for room."""
+        """Adapt to an engine's report, which comes when a completion ends and when requests wait for room."""
         if use.fitting:
             self._limit = min(self._limit, float(use.fitting))
         elif use.usage < FULL:
+            # A report comes for each completion that ends: `limit` of them add up to a sixteenth, or to 1.
             self._limit = min(self._max_requests, self._limit + max(1.0, _GROWTH * self._limit) / self._limit)
 
 

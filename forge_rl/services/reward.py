@@ -132,8 +132,10 @@ class RewardService:
     ) -> Sequence[Score]:
         """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
+        # A whole episode is pickled only for functions that look at it.
         answers_suffice = form == "text" and not any(map(protocol.sees_thoughts, parts_of(function).values()))
         inputs = [episode.text for episode in episodes] if answers_suffice else list(episodes)
+        # A sum whose parts all have their own replicas leaves nothing to the shared ones.
         requests = [(self._shared, version)] if self._shared.functions_by_version[version] else []
         requests += [(pool, pool.version) for pool in pools.values()]
         if len(requests) == 1:  # a task of its own would take as long as everything else here
@@ -177,6 +179,7 @@ class RewardService:
                 version = await self._shared.give(shared_parts)
                 await self._try(function, form, version, kept_pools | new_pools)
             except BaseException:
+                # Whatever failed, the current function goes on as if nothing had been sent.
                 self._shared.keep()
                 for pool in new_pools.values():
                     await pool.service.stop()
@@ -220,8 +223,8 @@ class RewardService:
         )
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return how many sandbox sessions functions were given since the last call, by how these started; {} if
-        none."""
+        """Return the number of sandbox sessions opened for functions since the last call, by how they started; {} if
+        there were none."""
         metrics = {name: float(value) for name, value in self._setting.metrics.items()}
         self._setting.metrics.clear()
         return metrics
@@ -258,7 +261,7 @@ def _divided(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all pools share."""
+    """Settings and counters that all pools share."""
 
     config: RewardService.Config
     start: ServiceStart
@@ -310,6 +313,7 @@ class _ReplicaPool:
             )
             await self.service.watch(replica, deadline_s=start.deadline_s)
             functions_by_version = None
+            # `give` passes over replicas that do not serve yet, so functions sent meanwhile are sent here.
             while functions_by_version is not self.functions_by_version:  # replaced meanwhile
                 functions_by_version = self.functions_by_version
                 await self._tell(replica)

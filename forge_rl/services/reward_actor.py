@@ -41,7 +41,7 @@ class RewardActor(ServiceActor):
     async def replace(
         self, functions_by_version: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None
     ) -> None:
-        """Adopt the functions of these functions_by_version and drop all others."""
+        """Adopt the functions of these versions and drop all others."""
         new_functions = {
             version: functions for version, functions in functions_by_version.items() if version not in self._functions
         }
@@ -50,6 +50,7 @@ class RewardActor(ServiceActor):
                 load = getattr(function, "load", None)
                 if callable(load):
                     await asyncio.to_thread(load, folder)
+        # Kept as they are: a version that is in use must not lose what its functions have loaded.
         kept_functions = {
             version: functions for version, functions in self._functions.items() if version in functions_by_version
         }
@@ -99,6 +100,7 @@ class RewardActor(ServiceActor):
                 async with asyncio.timeout(deadline_s) as limit:
                     result = await in_own_task(result)
             except TimeoutError:
+                # A TimeoutError that the function itself raised is its own error, not a missed deadline.
                 if limit.expired():
                     raise self._late(DeadlineError, task, deadline_s) from None
                 raise
@@ -133,7 +135,8 @@ def _with_forms(functions: Mapping[str, RewardFunction]) -> dict[str, tuple[Rewa
 
 
 def _sandbox_metrics() -> dict[str, float]:
-    """Return how the functions' sandbox sessions started, if they have any: what runs no code loads no sandbox."""
+    """Return counts of how the functions' sandbox sessions started; {} without the sandbox, which only functions that
+    run code import."""
     shared = sys.modules.get("forge_rl.sandbox.shared")
     return {} if shared is None else shared.pop_opened_sessions()
 

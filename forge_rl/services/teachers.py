@@ -128,6 +128,7 @@ class Teachers:
             settings: settings of the policy's engines.
         """
         hosts = start.hosts or ServiceHosts()
+        # GPUs that one teacher takes of each host, if its engines are spread evenly.
         devices = -(-config.replicas // len(hosts.names)) * config.devices
         async with task_group() as group:
             start_tasks = {
@@ -187,6 +188,7 @@ class Teachers:
             async with rooms.setdefault(teacher, asyncio.Semaphore(max_requests)):
                 try:
                     scores = await _score(teacher, episode, prompts[place], temperature, top_k)
+                # An episode that an engine cannot score is left out; any other error is a bug and ends the step.
                 except (ServiceError, ConfigError, ContextError) as error:
                     errors.append(error)
                 else:
@@ -231,6 +233,7 @@ class Teachers:
                 if messages is None or not episode.turns:
                     continue
                 num_hinted += 1
+                # The hint is added to the task's messages, so it fits only an episode that began with exactly these.
                 if np.array_equal(episode.turns[0].prompt_ids, prompt_ids):
                     prompts.append(((group_index, episode_index), self._tokenizer.render(messages, tools=task.tools)))
                 else:
@@ -285,6 +288,7 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
     """
     longest = config.max_model_len
     if not longest:
+        # A quarter for hints, and one token more than those to score, as engines decode one.
         longest = min(policy.max_model_len + policy.max_model_len // 4 + 1, positions(read_architecture(folder)))
     teacher_settings = {
         field.name: getattr(config, field.name) for field in fields(TeachersConfig) if field.name != "models"
@@ -323,8 +327,8 @@ class _EpisodeScores:
         self.top_logprobs[rows] = scored.top_logprobs[mask]
 
     def cleaned(self, vocab_size: int) -> _EpisodeScores:
-        """Leave out tokens whose logprob is not finite, and those in whose place the teacher has ids that the policy
-        lacks: rows that pad its vocabulary."""
+        """Leave out logprobs that are not finite, and the top tokens at positions where the teacher ranks ids that the
+        policy lacks: rows that pad the teacher's vocabulary."""
         self.logprobs[~np.isfinite(self.logprobs)] = np.nan
         has_unknown_ids = (self.top_ids >= vocab_size).any(axis=1)
         self.top_ids[has_unknown_ids], self.top_logprobs[has_unknown_ids] = 0, np.nan
@@ -363,15 +367,18 @@ async def _score(
     for segment in episode.segments:
         if not segment.trained.any():
             continue
+        # Everything from the first trained token on is scored at once; observations between turns come along.
         start = int(segment.trained.argmax())
         prompt_ids, token_ids = segment.token_ids[:start], segment.token_ids[start:]
         if prompt is not None:
+            # The agent rewrote its history: the hint has no place in this segment.
             if not np.array_equal(prompt_ids[: len(first_prompt)], first_prompt):
                 continue
             prompt_ids = np.concatenate([np.asarray(prompt, np.int32), prompt_ids[len(first_prompt) :]])
         segment_scores = await teacher.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k)
         turns = segment.turns[start:]
         for turn in np.unique(segment.turns[segment.trained]):
+            # Place of the turn among all tokens that the episode generated, in the order of its turns.
             rows = slice(turn_ends[turn] - len(episode.turns[turn].token_ids), turn_ends[turn])
             scores.put(rows, segment_scores, turns == turn)
     return scores

@@ -80,8 +80,8 @@ class Trainer:
         self.updates = 0
         """Number of optimizer steps that the weights have taken."""
         self._published: int | None = None
-        """Number of updates of the latest published version; None before the first publish, -1 if it is of updates
-        before a reset."""
+        """Number of updates of the latest published version; None before the first publish, -1 if that version was
+        published before a reset."""
         self.parameters = 0
         """Number of the policy's parameters."""
         self.skipped: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Trainer:
         self.probed: ProbedVersion | None = None
         """The latest published version's logprobs of them."""
         self.adapters_probed: dict[str, ProbedVersion] = {}
-        """The same of each adapter by name that was published; its versions are its numbers of updates."""
+        """The same for each published adapter, by name; its versions are its numbers of updates."""
         self.probe_s = 0.0
         """Seconds of scoring them since the controller last reset this to 0."""
         self.publish_s: dict[str, float] = {}
@@ -161,6 +161,8 @@ class Trainer:
         self.version, self.updates, self.parameters = policy.version, policy.updates, policy.parameters
         self.failed_kernels = policy.failed_kernels
         self._published, self._skipped_in_a_row = None, 0
+        # A restart may go back, and then version numbers are used again for other weights: probes of the old ones say
+        # nothing.
         self.probed, self.adapters_probed, self.loads = None, {}, self.loads + 1
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
@@ -250,6 +252,7 @@ class Trainer:
         self.spares_uniform = not loss.keeps_uniform
         packed = packed.without_uniform if self.spares_uniform else packed
         config, minibatches = self.config, packed.minibatches
+        # Later epochs have the same rows, scored in the first.
         num_scored = len(minibatches) // packed.epochs if self.keeps_logprobs else 0
         request = StepRequest(
             loss=loss,
@@ -264,6 +267,7 @@ class Trainer:
         replies = await self._all(
             STEP,
             request,
+            # Share s gets rows[s::shares] of each minibatch, the order for which `pack` has balanced them.
             parcel=lambda rank: [
                 replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
                 for minibatch in minibatches
@@ -275,6 +279,7 @@ class Trainer:
         self.busy_s += max(reply.seconds for reply in replies)
         if num_scored:
             shares = [iter(reply.scores) for reply in head_replies]
+            # The inverse of the deal above: row i of a minibatch came back from share i % shares.
             rows = [
                 next(shares[index % len(shares)])
                 for minibatch in minibatches[:num_scored]
@@ -283,6 +288,7 @@ class Trainer:
             self.scored = packed, rows
         skipped = []
         for index, metrics in enumerate(head_replies[0].metrics):
+            # {} stands for a minibatch without rows, which is no update, and None for one that was skipped.
             if metrics:
                 number += 1
                 self._skipped_in_a_row = 0
@@ -338,6 +344,7 @@ class Trainer:
             loss,
             parcel=lambda rank: [
                 replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
+                # One epoch: the others hold the same tokens.
                 for minibatch in packed.minibatches[: len(packed.minibatches) // packed.epochs]
             ],
             work=packed.packed_tokens,
@@ -410,6 +417,7 @@ class Trainer:
             The version, once it is committed and visible to readers.
         """
         while True:
+            # Only an error that comes with a death of the store is worth another attempt.
             deaths = store.deaths
             try:
                 version, parts = await self._publish(store, dtype)
@@ -456,6 +464,7 @@ class Trainer:
 
         from forge_rl.engines.platform import resolve_dtype
 
+        # Names, shapes and dtypes never change, so the ranks are asked once.
         if self._specs is None:
             self._specs = await self._ranks.replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
@@ -471,6 +480,7 @@ class Trainer:
             transports = {host: store.transport(host) for host in hosts}
             replies = await self._all(PUBLISH, transports, rank_hosts, publication.draft)
             write_end = time.monotonic()
+            # Ranks write at the same time, so the slowest one's parts explain the duration.
             parts = max((reply.seconds for reply in replies), key=lambda seconds: sum(seconds.values()))
             busy_s = sum(parts.values())
             self.busy_s += busy_s
@@ -522,6 +532,7 @@ class Trainer:
         updated = self._published not in (None, self.updates)
         replica = self._ranks.replica
         await self._ranks.open_files(replica, folder)
+        # Hosts without the controller's disks have copies of the model elsewhere.
         models = {host: self._ranks.service.cluster.path_on(host, model) for host in replica.hosts}
         await self._all(SAVE, folder, models, replica.hosts, self.version + updated)
 

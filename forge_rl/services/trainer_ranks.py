@@ -1,4 +1,4 @@
-"""The ranks of a trainer: their processes, started on the hosts there are, and restarted after a death."""
+"""Starts a trainer's ranks on the hosts there are, calls them together, and restarts them after a death."""
 
 from __future__ import annotations
 
@@ -111,15 +111,18 @@ class TrainerRanks:
             after: the ranks import until it is done, well or not, and only then touch their devices.
         """
         deadline_s, replica, cluster = self._start_deadline_s, self._spawn(), self.service.cluster
+        # Nobody may be calling the ranks when the last one dies, and the run must end all the same.
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
         await self.service.watch(replica, deadline_s=deadline_s)
+        # Imports take seconds and overlap with whatever holds the devices until then.
         if after is not None:
             await replica.call_ranks("prepare", lambda _: (), deadline_s=deadline_s)
             await asyncio.wait((after,))
         networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
         address = meeting_address(networks, may_be_public=cluster.may_be_public)
         port = self.config.port or await replica.call("free_port", address, deadline_s=deadline_s, rank=0)
+        # A rank's place on its host chooses its GPU.
         places = [replica.hosts[:rank].count(host) for rank, host in enumerate(replica.hosts)]
         progress = _progress_of(replica).absolute()
         create_progress(progress)
@@ -159,6 +162,7 @@ class TrainerRanks:
         """
         replica = self.service.replicas[0]
         if self.alive:
+            # Retired in good health: this is no last death.
             replica.death.remove_done_callback(self._on_last_death)
             self.service.retire(replica, cause)
         else:
@@ -174,6 +178,7 @@ class TrainerRanks:
             self.restarts += 1
         self._unavailable = "it is being restarted"
         try:
+            # The new ranks use the same devices, so the old processes must be gone first.
             await self.service.processes.clean_up(replica)
             await self.wait_for_room()
             started = await self.open(resume)
@@ -242,7 +247,7 @@ class TrainerRanks:
         return int(updates[0])
 
     async def open_files(self, replica: Replica, folder: Path) -> None:
-        """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
+        """Give ranks on hosts that do not see this machine's disks access to a folder, for the next load or save."""
         far_meshes = [mesh for mesh in replica.meshes if not self.service.cluster.shares_files(mesh.host)]
         await open_files(self.service, replica, far_meshes, FolderServer(folder))
 
@@ -271,6 +276,7 @@ class TrainerRanks:
     def _spawn(self) -> Replica:
         args = self.config, self._model.reference, self.config.ranks, self._model.values
         ranks = ranks_by_host(self.config.ranks, self._hosts, self.service.cluster)
+        # All ranks start with the same environment, so the host with the fewest cores sets their threads.
         cores = min(map(self._hosts.cores.get, ranks), key=lambda n: n or 0)
         env = train_environment(max(ranks.values()), cores)
         return self.service.spawn(TrainerActor, *args, ranks=ranks, env=env, index=0)

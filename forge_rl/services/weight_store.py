@@ -144,12 +144,14 @@ class WeightStore:
         Raises:
             WeightsError: the version already exists, is older than the latest, or does not fit.
         """
+        # The base is the version before: unchanged buckets are shared with it instead of written.
         base, stale_keys, epoch = await self._call("begin", version)
         transport, transports = self.transport(hosts[0]), self._recovery.transports
         if base is not None and any(bucket.host and bucket.host not in transports for bucket in base.buckets):
             base = None  # buckets of a lost host must be written again
         drafted, publication = None, None
         try:
+            # Freed before the reservation, which needs their memory: the store holds little more than two versions.
             await self._unless_it_dies("free", hosts, transport.free(stale_keys))
             drafted = draft(
                 specs,
@@ -170,6 +172,7 @@ class WeightStore:
             if self._mirror is not None:
                 self._mirror.note(self.lease(), transport)
         except BaseException:
+            # A committed version stays, whatever failed after it.
             if publication is not None and publication.committed:
                 raise
             with contextlib.suppress(Exception):  # the first error is the one to report
@@ -192,6 +195,7 @@ class WeightStore:
 
         If this process dies meanwhile, the lease ends with it.
         """
+        # Named here, so that it can be released even if the reply that would name it never comes.
         lease = secrets.token_hex(8)
         try:
             manifest = await self._call("lease", version, lease, Holder.this_process())
@@ -223,7 +227,7 @@ class WeightStore:
                 await self.transport(host).prefetch(manifest)
 
     async def received(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that each host has received from each other one so far."""
+        """Return the bytes that each host has received so far, by sending host."""
         return {
             replica.host: await replica.call("received", deadline_s=self._deadline_s)
             for replica in self._service.replicas
@@ -279,6 +283,7 @@ class WeightStore:
 
     async def _commit(self, manifest: Manifest) -> None:
         """Commit a version to the index that it was begun in."""
+        # Not repeated with a successor of the index, which does not know this version: the caller publishes again.
         await self._service.replicas[0].call("commit", manifest, deadline_s=self._deadline_s)
         self._recovery.note_commit(manifest)
 
@@ -296,6 +301,7 @@ class WeightStore:
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 dead_replica = next(replica for replica in replicas if replica.death.done())
+                # A call to a dead replica raises the error that names its death.
                 await dead_replica.call(method, deadline_s=self._deadline_s)
             return await task
         finally:
@@ -329,6 +335,7 @@ class Publication:
         manifest = complete(self.draft, ranks, merged)
         commit_task = asyncio.ensure_future(self._commit(manifest))
         try:
+            # A cancellation must not leave it open whether the version became visible.
             await asyncio.shield(commit_task)
         finally:  # a cancelled commit may still become visible, and the next publisher must know
             await asyncio.wait([commit_task])
