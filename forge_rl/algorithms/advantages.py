@@ -109,6 +109,7 @@ def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor
     """
     count = mask.sum(dim=1, keepdim=True)
     mean = rewards.sum(dim=1, keepdim=True) / count.clamp(min=1)
+    # Equal rewards are found by min and max: the standard deviation of equal floats need not be 0.
     low, high = (rewards.where(mask, sign * math.inf) for sign in (1, -1))
     has_spread = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
     centered = (rewards - mean).where(has_spread & mask, 0.0)
@@ -117,14 +118,17 @@ def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor
             variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
             centered = centered / (variance.sqrt() + EPSILON)
         case "rloo":
+            # r - mean of the other G - 1 = (r - mean of all G) * G / (G - 1).
             centered = centered * (count / (count - 1).clamp(min=1))
         case "opo":
             total = tokens.sum(dim=1, keepdim=True)
             baseline = (tokens * rewards).sum(dim=1, keepdim=True) / total.clamp(min=1)
+            # A group that generated nothing has no weights for its mean.
             centered = (rewards - baseline.where(total > 0, mean)).where(has_spread, 0.0)
         case "max_rl":
             bound = (count - 1).clamp(min=0).double()
             centered = (centered / mean).clamp(-bound, bound).where(has_spread & (mean > 0), 0.0)
+        # The standard deviation of one reward is NaN; its advantage is 0 anyway.
         case "batch_std" if int(mask.sum()) > 1:
             centered = centered / (rewards[mask].std() + EPSILON)
         case "reinforce_pp_baseline":
@@ -160,6 +164,7 @@ def _lengths(rewards: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tenso
 
 def _whitened(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Whiten values over the tokens that carry them; 0 if these are fewer than two, or all equal."""
+    # An episode counts once for each of its tokens, so one without tokens does not count.
     used_values, count = values[tokens > 0], tokens.sum()
     if count < 2 or used_values.max() == used_values.min():
         return values * 0
@@ -236,6 +241,7 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
             [episode.score.parts.get(name, math.nan) if episode.score else math.nan for episode in group.episodes]
             for group in batch.groups
         ]
+        # NaN marks an episode without this part.
         values = torch.tensor(rows, dtype=torch.float32).double().reshape(total.shape)
         mask = values.isfinite()
         if not bool(mask.any()):
@@ -292,6 +298,7 @@ def _normalised(
     )
     if task_id is not None:
         raise ConfigError(f"the reward of {task_id} has infinite values", hint="give turns and tokens finite numbers")
+    # NaN stands for a value that the reward left open.
     flat_values = np.concatenate(values)
     flat_values = flat_values[~np.isnan(flat_values)]
     if not len(flat_values) or flat_values.max() == flat_values.min():

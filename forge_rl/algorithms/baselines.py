@@ -93,6 +93,7 @@ class RoleBaselines:
         """
         import torch
 
+        # On a copy, so that a reward that is refused leaves the baselines unchanged.
         means, rows = dict(self._means), []
         for group in batch.groups:
             rows.append([0.0] * len(group.episodes))
@@ -104,6 +105,7 @@ class RoleBaselines:
                         f"the reward of {episode.task.id} is {episode.reward}", hint="score a bad answer 0.0"
                     )
                 key = episode.task.source, self._role(episode)
+                # SPIRAL, algorithm 1: first the baseline, then the advantage to the new one.
                 means[key] = self._decay * means.get(key, self._initial) + (1 - self._decay) * episode.reward
                 rows[-1][place] = episode.reward - means[key]
         self._means = means

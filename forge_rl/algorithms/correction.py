@@ -162,6 +162,7 @@ class Correction:
         mask, sums = inputs.mask, dict[str, Sum]()
         factor = old.new_ones(old.shape)
         if self.mode != "none":
+            # log of the ratio of the proximal policy to the engine's, by token or as a number for the sequence.
             log_weight = old - behaviour if self.level == "token" else inputs.statistics["correction_weight"]
             weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
             bounded = weight.clamp(self.low, self.high)
@@ -187,6 +188,7 @@ class Correction:
         """Return which tokens do not meet one of the criteria, [L] bool."""
         trainer_logprobs = tokens.logprobs.detach() if self.proximal == "behaviour" else self.old_logprobs(tokens)
         difference = log_ratios(trainer_logprobs, tokens.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # difference = log(trainer / engine) at tokens that the engine sampled; k1 to k3 estimate KL(engine || trainer).
         kinds = {"k1": -difference, "k2": difference.square() / 2, "k3": difference.expm1() - difference}
         reducers = {"token": _same, "seq_sum": sequence_sums, "seq_mean": sequence_means, "seq_max": sequence_maxima}
         is_rejected = tokens.mask.new_zeros(tokens.mask.shape)
@@ -231,6 +233,8 @@ def loglinear(logprobs: torch.Tensor, behaviour: torch.Tensor, versions: torch.T
         versions: [L], that sampled the tokens.
         version: the current policy's; the proximal policy's is its whole part.
     """
+    # The whole part is the version before the batch's first update; the fraction, the share of its updates that are
+    # done.
     proximal = math.floor(version)
     lag = (version - versions).clamp(min=0).to(logprobs.dtype)
     # Tokens of the current version itself: both ends are the same policy.

@@ -63,6 +63,7 @@ def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Estimate:
     scores = []
     for task_rewards in rewards:
         n, c = len(task_rewards), sum(reward >= success - _ROUNDING for reward in task_rewards)
+        # Fewer episodes than k have no unbiased estimate.
         if n >= k:
             scores.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
     return mean_over_tasks(scores)
@@ -82,6 +83,7 @@ def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Estimate:
         votes: dict[str, list[float]] = defaultdict(list)
         for reward, text in zip(task_rewards, texts, strict=True):
             votes[text.strip()].append(reward)
+        # Missing answers are no vote, unless there is nothing else.
         candidates = {text: answer_rewards for text, answer_rewards in votes.items() if text} or votes
         if candidates:
             max_votes = max(map(len, candidates.values()))
@@ -120,6 +122,7 @@ def compare_paired(first: Sequence[float], second: Sequence[float]) -> Compariso
     first_scores, second_scores = np.asarray(first, np.float64), np.asarray(second, np.float64)
     differences = second_scores - first_scores
     largest = float(abs(differences).max()) or 1.0
+    # One more task on each side keeps the interval open where all differences are equal.
     widened = np.array([*differences, largest, -largest])
     middle, half = float(widened.mean()), _Z * float(widened.std()) / math.sqrt(len(widened))
     bound = 1.0 if _within_unit(first_scores) and _within_unit(second_scores) else math.inf

@@ -34,6 +34,7 @@ def gate_advantages(advantages: Advantages, *, least: float, by: Literal["episod
     import torch
 
     if isinstance(advantages, torch.Tensor):
+        # [P, G] bool.
         large = advantages.abs() >= least
         return advantages.where(large.any(dim=1, keepdim=True) if by == "group" else large, 0.0)
     rows = []

@@ -50,8 +50,11 @@ class M2po(PolicyLoss):
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # Equal signs: the update would move these tokens further away.
         candidates = (log_ratio * tokens.advantages > 0).nonzero()[:, 0]
         squares, order = log_ratio[candidates].double().square().sort(stable=True)
+        # In ascending order, means[i] is that of the i + 1 smallest, and grows with i: what is above the bound is a
+        # tail.
         means = squares.cumsum(0) / (squares.new_ones(len(squares)).cumsum(0))
         dropped_indices = candidates[order[means > self.m2_bound]]
         return {**super().statistics(tokens), "dropped": _only(dropped_indices, tokens)}
@@ -160,6 +163,7 @@ class KlCov(PolicyLoss):
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         covariance = _covariance(tokens).where(tokens.advantages != 0, 0.0)
         order = covariance.sort(descending=True, stable=True).indices[: _at_least_one(self.cov_ratio, tokens)]
+        # With few positive covariances, the share may reach into others, which are not penalised.
         return {**super().statistics(tokens), "chosen": _only(order, tokens) & (covariance > 0)}
 
     def token_losses(
@@ -173,6 +177,7 @@ class KlCov(PolicyLoss):
 
 def _covariance(tokens: LossInputs) -> torch.Tensor:
     """Return the product of each token's deviations from the mean advantage and the mean logprob, [N] float64."""
+    # `log_ratios` to 0 is the logprob itself, with NaN and infinities made finite.
     advantages, logprobs = tokens.advantages.double(), log_ratios(tokens.logprobs, 0 * tokens.logprobs).double()
     covariance: torch.Tensor = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
     return covariance

@@ -33,7 +33,9 @@ def sums_kernel(  # type: ignore[no-untyped-def]
         factor = tl.exp(largest - maximum)
         shifted = scaled - maximum
         exp = tl.exp(shifted)
+        # A larger maximum scales the sums of e by `factor`, and shifts each (z - m) in the weighted one.
         weighted = factor * (weighted + total * (largest - maximum))
+        # 0 * -inf would be NaN for masked logits.
         weighted += tl.sum(tl.where(exp == 0.0, 0.0, exp * shifted), axis=0)
         total = factor * total + tl.sum(exp, axis=0)
         if SQUARES:
@@ -72,5 +74,6 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     value = -tl.exp(logp) * (slope + entropy_slope * (tl.maximum(logp, -1e4) + entropy))
     for target in range(targets):
         place = tl.load(places + row * targets + target)
+        # The targets' own slopes; a place outside of this block matches no column.
         value += tl.where(columns == place, tl.load(slopes + row * targets + target), 0.0)
     tl.store(grad + row * grad_stride + columns, value.to(grad.dtype.element_ty), mask=is_inside)

@@ -76,6 +76,7 @@ def _call(function: Callable[[], _T]) -> _T:
     except (ForgeError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
+        # A broken device is not the loss's fault, and may be repaired by a restart.
         if isinstance(error, RuntimeError) and _OF_DEVICE.match(str(error)):
             raise
         message = next(iter(str(error).strip().splitlines()), "")[:300]
@@ -130,6 +131,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
     if isinstance(loss, LossBySource) and sources:
         loss.check_sources(sources)
     try:
+        # What is tried below is the copy, as the ranks will call it.
         loss = cloudpickle.loads(cloudpickle.dumps(loss))
     except Exception as error:
         raise LossError(
@@ -179,6 +181,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
             hint=f"compute it from inputs.{'values' if outputs is not logprobs else 'logprobs'}, without detach, and "
             "only where the mask is True",
         )
+    # A loss that lets groups be spared promises that they have no gradient.
     if not loss.keeps_uniform:
         uniform_total, _ = call_loss(loss, replace(inputs, advantages=torch.zeros_like(inputs.advantages)))
         if uniform_total.requires_grad and torch.autograd.grad(uniform_total, outputs)[0].any():

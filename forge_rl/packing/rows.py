@@ -148,6 +148,7 @@ class Minibatch:
         """Return the minibatch without `uniform_rows`, with the same counts."""
         if not self.uniform_rows:
             return self
+        # Whether an episode or group still lies in several rows depends on the rows that stay.
         rows = self.rows[: len(self.rows) - self.uniform_rows]
         episodes = [set(np.unique(row.episodes.numpy()[row.mask.numpy()]).tolist()) for row in rows]
         return replace(self, rows=rows, uniform_rows=0, scattered=scattered_units(episodes, self.group_size))
@@ -175,6 +176,7 @@ class PackedBatch:
     @property
     def rows(self) -> tuple[Row, ...]:
         """Rows of the first epoch: each trained token is a target in exactly one of them."""
+        # Every epoch deals the same groups, so the first has all tokens once.
         first = self.minibatches[: len(self.minibatches) // self.epochs]
         return tuple(row for minibatch in first for row in minibatch.rows)
 
