@@ -159,7 +159,7 @@ def _summed(
     advantages: torch.Tensor | Sequence[npt.NDArray[np.float32]],
     holders: Sequence[Sequence[tuple[int, int]]],
 ) -> torch.Tensor | Sequence[npt.NDArray[np.float32]]:
-    """Sum the advantages of a turn that episodes have in common in the first of these episodes, which trains it."""
+    """Add up the advantages of each turn that episodes share, in the first of these episodes, which trains it."""
     # The usual case: no world forked, and an advantage for the whole episode stays one number.
     if all(first == number for number, episode_holders in enumerate(holders) for first, _ in episode_holders):
         return advantages

@@ -51,7 +51,7 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments of a group that share prefixes, or some of them: a tree of any depth.
+    """All or some of a group's segments that share prefixes: a tree of any depth.
 
     Segments with a common prefix are neighbours, so the length of the prefix that each shares with the one before
     describes the whole tree.

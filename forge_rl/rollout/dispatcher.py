@@ -54,7 +54,7 @@ class Probes(Protocol):
 
 
 class Dispatcher:
-    """Waits for the engines that the scheduler grants; an episode has one engine at a time.
+    """Holds each episode until the scheduler grants it an engine; an episode has one engine at a time.
 
     Args:
         probes: attest the engines' version at the start of each batch; by default none do.
@@ -83,7 +83,7 @@ class Dispatcher:
         self.update_engines()
 
     def update_engines(self) -> None:
-        """Pass the serving engines to the scheduler; on change only, as there may be a thousand."""
+        """Tell the scheduler which engines serve; called only on a change, as there may be a thousand engines."""
         self.scheduler.capacity.set_engines(self.generator.engines())
 
     def wanted_engines(self) -> int:
@@ -100,8 +100,12 @@ class Dispatcher:
                 granted.set_result(None)
 
     def request(self, episode: InflightEpisode) -> asyncio.Future[None] | None:
-        """Request an engine; returns a future that ends once it is granted, or None if it is granted now. The caller
-        must then `release` it, even if it was cancelled before."""
+        """Request an engine for an episode.
+
+        Returns:
+            A future that ends once an engine is granted, or None if one is granted now. Either way the caller must
+            `release` the engine, even if it is cancelled before the grant.
+        """
         if self.scheduler.decode_at_once(episode):
             return None
         self.scheduler.request_decode(episode)
@@ -147,7 +151,7 @@ class PolicyClient:
     """Numbers of the next turns."""
 
     def used_s(self) -> float:
-        """Return the episode's seconds so far, without waiting for an engine or pauses."""
+        """Return the episode's seconds so far, excluding pauses and waits for an engine."""
         return self.dispatcher.scheduler.own_s(self.episode) - self.since_s
 
     @property

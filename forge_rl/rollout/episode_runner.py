@@ -88,7 +88,7 @@ class EpisodeRunner:
         return self._run(None, None, task, decode)  # awaited directly, as each coroutine in a chain costs every turn
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Let environments begin with what coming tasks need; see `Environment.prepare`."""
+        """Let environments prepare for coming tasks; see `Environment.prepare`."""
         self.environment.prepare(tasks)
 
     async def _begin(self, task: Task, decode: Decode) -> _Path:
@@ -97,6 +97,7 @@ class EpisodeRunner:
         try:
             tools, messages = observation.tools or task.tools, tuple(observation.messages)
             prompt_ids = self.tokenizer.render(messages, tools=tools)
+        # A task whose messages cannot be rendered must not leave its environment open.
         except BaseException:
             session.abandon()
             raise

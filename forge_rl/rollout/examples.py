@@ -98,7 +98,10 @@ def rewritten_turns(group: Group) -> int:
 
 
 class ExampleLengths:
-    """Finds tasks whose examples do not fit into a row; most need not be made, as no token is shorter than a byte."""
+    """Finds tasks whose examples do not fit into a row.
+
+    Most examples need not be made for that, as a token has at least one byte.
+    """
 
     measured = "they"
     hint = _LONGER_ROWS
@@ -193,11 +196,14 @@ class Examples:
             TaskError: too many tasks of a source cannot be used.
             ConfigError: groups have different numbers of episodes.
         """
+        # Kept until the batch is delivered, as are the drawn tasks: after an error, the next call goes on with the same
+        # ones.
         self._order = self._order or self._tasks.source_order(self._groups)
         groups_by_place: dict[int, Group] = {}
         while len(groups_by_place) < len(self._order):
             for source in self._order[len(self._drawn) :]:
                 self._drawn.append(self._draw(source))
+            # Places whose task could not be used get another one of the same source, and another try.
             missing = [place for place in range(len(self._order)) if place not in groups_by_place]
             results = await asyncio.to_thread(self._maker.try_groups, [self._drawn[place] for place in missing])
             for place, result in zip(missing, results, strict=True):
@@ -217,8 +223,8 @@ class Examples:
         return self.last
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of skipped tasks, and of turns as `rewritten_turns` counts them, of each source that had
-        some."""
+        """Return the numbers of skipped tasks and of rewritten turns (see `rewritten_turns`), for each source that has
+        any."""
         return {
             f"data/{name}/{count}": float(counts[count])
             for name, counts in self._counts.items()
@@ -294,7 +300,7 @@ def _check_sizes(groups: Sequence[Group]) -> None:
     """Refuse groups of different sizes.
 
     Raises:
-        ConfigError: says which differ.
+        ConfigError: two groups differ in size; names both.
     """
     first = groups[0]
     for group in groups:

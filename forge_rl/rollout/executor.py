@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
 _MOST_OUTAGES = 3
-"""Most outages of the reward after which an evaluation repeats an episode."""
+"""Maximum outages of the reward after which an evaluation repeats an episode."""
 
 
 class RolloutExecutor:
@@ -71,7 +71,8 @@ class RolloutExecutor:
         self.evaluation: Evaluation | None = None
         """The last started evaluation."""
         self.adapters: Mapping[str, str] = {}
-        """Loaded adapters that write the episodes of sources, by source; others are written with the policy itself."""
+        """Loaded adapter that samples a source's episodes, by source; all other sources are sampled with the policy
+        itself."""
         self._dispatcher = dispatcher
         self._scheduler = dispatcher.scheduler
         self._generator = dispatcher.generator
@@ -159,6 +160,7 @@ class RolloutExecutor:
         """
         assert self.evaluation is None or self.evaluation.complete, "an evaluation is under way"
         self.evaluation = evaluation
+        # Set by set, so that the first set's scores come first.
         for groups in evaluation.groups.values():
             self._scheduler.add_evaluation(groups)
 
@@ -184,7 +186,7 @@ class RolloutExecutor:
 
     @contextlib.asynccontextmanager
     async def _attesting(self) -> AsyncIterator[None]:
-        """Attest the engines' version while the body runs, and wait for it.
+        """Attest the engines' version while the body runs; leaving the body waits for the result.
 
         Raises:
             AttestationError: an engine computes with something else.
@@ -231,6 +233,7 @@ class RolloutExecutor:
         await self.finish_evaluation()
         sampling = replace(self._generator.sampling, temperature=0.0)
         sets = {"greedy": [group.task for group in batch.groups]}
+        # As an evaluation, these episodes come first, and are retried after infrastructure's failures.
         greedy = Evaluation(sets, episodes=1, sampling=sampling, version=self._version())
         self.start_evaluation(greedy)
         await self.finish_evaluation()
@@ -243,6 +246,7 @@ class RolloutExecutor:
 
     def reward_replaced(self) -> None:
         """Resume if the run was waiting for a new reward, and warn about scores of the old one that stay."""
+        # What the old reward could or could not score says nothing about the new one.
         self._outage.unscored = self._outage.scored = ()
         if self._outage.lasts:
             self._outage.end()

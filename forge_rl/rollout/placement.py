@@ -124,6 +124,7 @@ class DeviceHandover:
             changes_s.append(0.0)
             changes_s[-1] = await hand_over()
 
+        # Before the first wait this is true: the estimate begins at infinity.
         worth_it = self._waited_s > self._change_s or self._unlent_s > _RETRY * self._change_s
         lending = asyncio.create_task(change(guests.hand_to_engines)) if worth_it else None
         try:
@@ -190,13 +191,14 @@ class DeviceHandover:
         """Hand the devices to the side that needs them.
 
         Returns:
-            Seconds that the transition took, without those it waited for engines that were starting on the devices.
+            Seconds that the transition took, excluding the wait for engines that were starting on the devices.
         """
 
         def target() -> str:
             return "engines" if self._rolling_out or self._loans else "trainer"
 
         async with self._changed:
+            # An engine that starts measures free memory, so the trainer must not allocate any until it has.
             await self._changed.wait_for(lambda: target() == "engines" or not self._starting)
             # The target is read again under the lock: it may have changed while this waited. Until the transition has
             # succeeded the holder is unknown, so that the next one repeats all of its calls.

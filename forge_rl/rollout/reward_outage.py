@@ -64,7 +64,7 @@ class RewardOutage:
         return self._asking is not None
 
     def begin(self, error: UnscoredError) -> None:
-        """Ask for the scores of `unscored` from time to time, as all scores of batches fail."""
+        """Start to ask for the scores of `unscored` from time to time, because all scores of batches fail."""
         if not self._wait_s:
             self._on_failure(error)
         elif self._asking is None:
@@ -140,7 +140,7 @@ class RewardOutage:
         self._on_failure(failure)
 
     def _pauses(self) -> Iterator[float]:
-        """Yield the seconds to wait before each attempt, the last of which is when the time is up."""
+        """Yield the seconds to wait before each attempt; the last attempt is made when the time is up."""
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
         deadline = loop.time() + self._wait_s
         while (left_s := deadline - loop.time()) > 0:

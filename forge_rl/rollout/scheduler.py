@@ -27,7 +27,7 @@ _NO_EPISODES: dict[EpisodeState, int] = dict.fromkeys(get_args(EpisodeState), 0)
 _LEAST_ATTEMPTS = 64
 """Least number of attempts over which failures of infrastructure are counted."""
 _FIRST, _INTERRUPTED = -2, -1
-"""Ranks, before any batch's, of evaluations that are awaited and of episodes whose engine died."""
+"""Ranks ahead of every batch's: of awaited evaluations, and of episodes whose engine died."""
 
 
 class Scheduler:

@@ -62,6 +62,7 @@ class VersionProbes:
         longest = min(generator.max_model_len - 2, trainer.layout.longest)
         self._ids = np.array([*start, *ids[:longest]], np.int32)
         batch = Batch(groups=(_group(self._ids),), version=0)
+        # The advantage is a dummy, so the group must not be spared for it.
         trainer.probe = lambda layout: pack(batch, torch.ones(1, 1), layout, drop_uniform=False)
         self._trainer = trainer
         self._generator = generator
@@ -88,6 +89,7 @@ class VersionProbes:
         probed = self._trainer.probed
         if probed is not None and self._generator.version == probed.version:
             await self._compare(probed, lambda: self._trainer.probed if self._is_loaded(probed) else None)
+        # A copy, as adapters may be published while an engine answers.
         for name, adapter_probed in list(self._trainer.adapters_probed.items()):
             await self._compare(adapter_probed, partial(self._adapter_probed, name), adapter=name)
 
@@ -130,7 +132,7 @@ class VersionProbes:
 
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics since the last call: the largest gap of an engine; the trainer's seconds, for which the step
-        waits; and the seconds until all engines had answered beside their other requests."""
+        waits; and the seconds until all engines had answered, alongside their other requests."""
         metrics, self._metrics = self._metrics, {}
         metrics |= {"weights/probe_s": self._trainer.probe_s, "weights/probe_answer_s": self._seconds}
         self._seconds = self._trainer.probe_s = 0.0

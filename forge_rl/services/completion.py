@@ -148,6 +148,7 @@ class ResumableCompletion:
     def turn(self) -> Turn:
         """Return the whole completion after its end."""
         chunks = self._chunks
+        # The usual case: its arrays are used as they are.
         if len(chunks) == 1:
             token_ids, logprobs, versions = chunks[0].token_ids, chunks[0].logprobs, chunks[0].versions
         else:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Lend = Callable[[], AbstractAsyncContextManager[object]]
 """Opens a context in which the engines have their devices."""
 LendOne = Callable[[int], AbstractAsyncContextManager[object]]
-"""Opens a context in which the engine with an index has its devices."""
+"""Opens a context in which the engine with the given index has its devices."""
 CONTROL_DEADLINE_S = 60.0
 """Timeout of pausing, resuming and the like."""
 _LOAD_DEADLINE_S = 600.0
@@ -62,6 +62,7 @@ async def load_version(replica: Replica, manifest: Manifest, store: WeightStore)
     deadline_s = load_deadline_s(manifest)
     args: tuple[object, ...] = manifest, store.transport(replica.host)
     method = "load"
+    # Each host fetches its own copy first; then the engine has the workers of all hosts load them together.
     if replica.ranks > 1:
         copies = await replica.call_ranks(
             "fetch", lambda rank: (manifest, store.transport(replica.hosts[rank])), deadline_s=deadline_s
@@ -162,6 +163,7 @@ class EnginePool:
 
     def answers(self, *, loading: bool) -> bool:
         """Return whether a serving engine is idle, makes progress, or is paused or loading on purpose."""
+        # Engines that are paused or loading send no chunks, and are healthy all the same.
         if loading or self.held:
             return any(replica.serving for replica in self._service.replicas)
         return any(replica.serving and self._goes_on(replica) for replica in self._service.replicas)
@@ -177,6 +179,7 @@ class EnginePool:
         if spare is None:
             await self._service.watch(replica, deadline_s=self._start.deadline_s)
         async with contextlib.AsyncExitStack() as stack:
+            # The spare's engine runs already, asleep; it only has to reach the desired state.
             if spare is not None and spare.started:
                 await self._bring(replica, DesiredState(asleep=True))
                 return
@@ -231,6 +234,7 @@ class EnginePool:
             self._desired = replace(self._desired, version=None, store=None)
             self.version, self.refusal = None, f"loading version {version} failed"
             raise
+        # From here on, new requests must not get tokens of earlier versions.
         self.current, self.version = len(self.versions) - 1, version
         if self._keeping is None:  # not before: the run's own start comes first
             self._keeping = self._service.in_background(self.spares.keep(), None, "spares are no longer started")
@@ -267,10 +271,11 @@ class EnginePool:
     async def _load_adapters(
         self, replica: Replica, state: Mapping[str, AdapterFiles], desired: Mapping[str, AdapterFiles]
     ) -> None:
-        """Bring an engine's adapters from those that it has to the desired ones."""
+        """Drop and load adapters until an engine has the desired ones."""
         for name in state.keys() - desired.keys():
             await drop_adapter(replica, name)
         for name, files in desired.items():
+            # Adapters that are loaded again under their name are other files.
             if state.get(name) is not files:
                 await load_adapter(replica, name, files)
 
@@ -308,7 +313,7 @@ class EnginePool:
             await asyncio.gather(*(self._try(replica, "hold", self._hold(replica, asleep)) for replica in guests))
 
     async def bring_guests_back(self) -> None:
-        """Wake the guests, with the version that the other engines serve; the result of one that fails is its death."""
+        """Wake the guests with the version that the other engines serve; a guest that fails counts as dead."""
 
         async def wake(replica: Replica) -> None:
             await self._bring(replica, self._away.pop(replica))
@@ -324,7 +329,7 @@ class EnginePool:
         return has_weights
 
     async def _try(self, replica: Replica, action: str, work: Awaitable[object]) -> None:
-        """Await an engine's work, whose failure is the engine's."""
+        """Await an engine's work; if it fails, the engine counts as dead."""
         try:
             await work
         except ReplicaError:

@@ -141,7 +141,7 @@ class EngineProcesses:
         await replica.call_ranks("setup", lambda rank: (environments[rank], parts[rank]), deadline_s=deadline_s)
 
     def spawn_spare(self, number: int) -> Replica:
-        """Spawn the spare with a number, without devices, on the host of an engine."""
+        """Spawn the spare with this number on the host of an engine, without devices."""
         indices = [
             replica.index for replica in self.service.replicas if replica.serving and replica.index >= self.seats.first
         ]

@@ -97,6 +97,7 @@ class EngineSpares:
             try:
                 await self._start(number)
             except ForgeError as error:
+                # Each failed start lengthens the wait before the next one.
                 self._deaths += 1
                 if (replica := self._service.spares.get(number)) is not None and replica.alive:
                     self._service.mark_failed(replica, f"it did not start: {error.message}")

@@ -125,11 +125,11 @@ class Environment:
 
     @property
     def replicas(self) -> int:
-        """Number of processes that there should be on the present hosts; 0 if environments run in this process."""
+        """Target number of processes on the present hosts; 0 if environments run in this process."""
         return 0 if self._seats is None else self._seats.wanted
 
     def scale(self, replicas: int) -> None:
-        """Start or stop processes, in the background, until there are as many on the present hosts.
+        """Start or stop processes in the background until this many run on the present hosts.
 
         Environments of a process that is stopped have half a minute to end, and are then made again elsewhere.
 
@@ -142,7 +142,7 @@ class Environment:
         self._supervisor.rescale()
 
     def join(self, host: str, cores: int) -> None:
-        """Take in another host, which gets processes if there may be more than there are."""
+        """Add a host, which gets processes if more are allowed than there are."""
         if self._supervisor is not None and self._seats is not None:
             self._seats.add(host, cores=cores)
             self._supervisor.rescale()
@@ -304,8 +304,10 @@ class EnvSession:
         except BaseException:
             self.abandon()
             raise
+        # With its answer, so that a replay can tell whether the rebuilt environment behaves the same.
         self._log.append((*arguments, step))
         if step.done:
+            # The task has reached its end without killing its process, so deaths on the way were not its fault.
             self._service.forgive(self._about)
             self._end()
         return step

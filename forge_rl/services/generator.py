@@ -88,8 +88,8 @@ class Generator:
         self.last_load: Sequence[LoadReport] = ()
         """Each engine's report of the last load."""
         self.load_s: dict[str, float] = {}
-        """Seconds of each stage of the last load, of the slowest engine, see `LoadReport.seconds`, and of the calls
-        around them, with the lease; empty once `pop_metrics` has returned them."""
+        """Seconds of each stage of the last load on the slowest engine, see `LoadReport.seconds`, and of the calls
+        around them, including the lease; empty once `pop_metrics` has returned them."""
 
     @classmethod
     async def start(
@@ -187,11 +187,11 @@ class Generator:
 
     @property
     def replicas(self) -> int:
-        """Number of engines that there should be on the present hosts; some may still start."""
+        """Target number of engines on the present hosts; some may still be starting."""
         return self._seats.wanted
 
     def scale(self, replicas: int) -> None:
-        """Start or stop engines, in the background, until there are as many on the present hosts.
+        """Start or stop engines in the background until this many run on the present hosts.
 
         Other engines resume the completions of stopped ones.
 
@@ -202,7 +202,7 @@ class Generator:
         self._supervisor.rescale()
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
-        """Take in another host, which gets engines if there may be more than there are."""
+        """Add a host, which gets engines if more are allowed than there are."""
         self._seats.add(host, gpus, cores)
         self._supervisor.rescale()
 
@@ -336,6 +336,7 @@ class Generator:
             WeightsError: another version has been loaded.
             ServiceError: no engine is left.
         """
+        # Version 0 would be older than what the engines already serve.
         if self._pool.versions:
             raise WeightsError(
                 f"the engines have already loaded version {self._pool.versions[-1]}", hint="start a new generator"
@@ -344,8 +345,8 @@ class Generator:
             await self._pool.each("serve_model", serve_model)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter in PEFT's format into every engine, from where requests sample with it by
-        `Sampling(adapter=name)`; see `DecodeEngine.load_adapter`.
+        """Load an adapter in PEFT's format into every engine; requests then sample with it by
+        `Sampling(adapter=name)`. See `DecodeEngine.load_adapter`.
 
         The files are read once, here, so that engines that start later serve the same values.
 

@@ -166,6 +166,7 @@ class RewardService:
         function = as_reward(function)
         form, (shared_parts, own_parts) = form_of(function), _divided(function)
         async with self._replacing:
+            # A part whose function is equal keeps its replicas, with whatever they have loaded.
             kept_pools = {
                 name: pool
                 for name, pool in self._own.items()

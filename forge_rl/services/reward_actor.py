@@ -64,6 +64,7 @@ class RewardActor(ServiceActor):
         """Score a task's episodes, or their answers' texts, with each function of a version; returns the scores by
         function, and metrics of the process since the last call."""
         functions = self._functions.get(version)
+        # Replicas know the current functions and their replacement; an older call comes too late.
         if functions is None:
             raise ForgeError("the reward was replaced before this was scored", hint="score it again")
         scores = await asyncio.gather(

@@ -49,7 +49,7 @@ class TeacherScores:
     """Number of episodes without a hint; they are not trained on."""
 
     def columns(self, loss: Loss) -> dict[str, Sequence[Sequence[npt.NDArray[Any]]]]:
-        """Return those columns for `pack` that the loss declares: "teacher", "top_ids" and "top_teacher"."""
+        """Return the columns for `pack` that the loss declares, of "teacher", "top_ids" and "top_teacher"."""
         columns: dict[str, Sequence[Sequence[npt.NDArray[Any]]]] = {
             "teacher": self.logprobs,
             "top_ids": self.top_ids,
@@ -67,6 +67,7 @@ class TeacherScores:
                 gap = _logprobs(episode).astype(np.float64) - teacher_logprobs
                 for name in ("teacher/kl", f"teacher/kl/{group.task.source}"):
                     gaps[name].append(gap[np.isfinite(gap)])
+        # With a single source, its KL is the overall one.
         if len(gaps) == 2:
             del gaps[f"teacher/kl/{batch.groups[0].task.source}"]
         token_gaps = {name: np.concatenate(arrays) for name, arrays in gaps.items()}
@@ -203,6 +204,7 @@ class Teachers:
         if errors:
             self._warn(f"{len(errors)} of {len(prompts)} episodes were not scored by their teacher: {errors[0]}")
         unscored = _unscored(scores_by_place.values())
+        # Episodes without scores get NaN, which keeps their tokens out of training.
         rows = [
             [
                 scores_by_place.get((p, g)) or _EpisodeScores.empty(episode, top_k)
@@ -220,7 +222,7 @@ class Teachers:
         )
 
     def _hinted(self, batch: Batch, hint: Hint | HintOf) -> list[tuple[tuple[int, int], TokenIds]]:
-        """Return what teachers are shown in place of each episode's first prompt; episodes without a hint are left
+        """Return the prompt that teachers see in place of each episode's first one; episodes without a hint are left
         out."""
         prompts: list[tuple[tuple[int, int], TokenIds]] = []
         num_hinted = num_mismatched = 0

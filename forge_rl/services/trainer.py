@@ -95,16 +95,17 @@ class Trainer:
         self.probe: Callable[[Layout], PackedBatch] | None = None
         """Packs texts that are scored at each publish; None scores none."""
         self.probed: ProbedVersion | None = None
-        """The latest published version's logprobs of them."""
+        """Logprobs of these texts under the latest published version."""
         self.adapters_probed: dict[str, ProbedVersion] = {}
         """The same for each published adapter, by name; its versions are its numbers of updates."""
         self.probe_s = 0.0
-        """Seconds of scoring them since the controller last reset this to 0."""
+        """Seconds spent scoring these texts since the controller last reset this to 0."""
         self.publish_s: dict[str, float] = {}
         """Seconds of each part of the last publish, on the slowest rank; empty once the controller has logged them.
 
-        reserve: memory. calls: of the ranks, beyond the next three. gather: shards from other hosts or devices. write:
-        shards and their fingerprints. merge: fingerprints of weights with adapters added. commit, and probe.
+        reserve: reserving memory. gather: shards from other hosts or devices. write: shards and their fingerprints.
+        merge: fingerprints of weights with adapters added. calls: the rest of the calls to the ranks. commit, and
+        probe.
         """
         self.loads = 0
         """Number of times that the ranks have loaded a policy: once, and at each restart."""
@@ -129,7 +130,7 @@ class Trainer:
             start: where to start; the ranks are split evenly over its living hosts. Its name, "trainer" by default, is
                 also the name of the recipe's settings.
             resume: training state to resume from instead of the model.
-            after: the ranks import until it is done, well or not, and only then touch their devices.
+            after: the ranks import until it is done, successfully or not, and only then touch their devices.
 
         Raises:
             ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.
@@ -204,8 +205,8 @@ class Trainer:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Microbatches done by the first rank in the current step, and all of them; None between steps, and if it runs
-        on another machine."""
+        """Number of microbatches that the first rank has done in the current step, and their total; None between steps,
+        or if it runs on another machine."""
         return self._ranks.progress
 
     @property
@@ -250,6 +251,7 @@ class Trainer:
             ForgeError: max_skipped_updates in a row were skipped.
         """
         self.spares_uniform = not loss.keeps_uniform
+        # Spared rows have no gradient; the divisors count their tokens all the same.
         packed = packed.without_uniform if self.spares_uniform else packed
         config, minibatches = self.config, packed.minibatches
         # Later epochs have the same rows, scored in the first.
@@ -319,6 +321,7 @@ class Trainer:
 
         path = self._skipped / f"update-{number:06d}-{self._skipped_in_a_row}.pt"
         rows = [vars(row) | {"columns": dict(row.columns)} for row in minibatch.rows]
+        # Plain containers: torch.load reads them without classes of ours.
         state = vars(minibatch) | {"rows": rows, "scattered": sorted(minibatch.scattered), "temperature": temperature}
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -473,6 +476,7 @@ class Trainer:
         published_dtype, trained_dtype = getattr(torch, dtype), resolve_dtype(self.config.dtype)
         # The passes round an adapter and not the sum, which engines compute in their dtype.
         if trained_dtype.itemsize < published_dtype.itemsize and not self.config.lora.rank:
+            # Engines then start from the rounded weights that the passes see; see `publish`.
             published_dtype = trained_dtype
         began = time.monotonic()
         async with store.publishing(version, self._specs, published_dtype, hosts=hosts) as publication:

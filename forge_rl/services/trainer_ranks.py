@@ -88,8 +88,8 @@ class TrainerRanks:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Microbatches done by the first rank in the current step, and all of them; None between steps, and if it runs
-        on another machine."""
+        """Number of microbatches that the first rank has done in the current step, and their total; None between steps,
+        or if it runs on another machine."""
         return read_progress(_progress_of(self.service.replicas[0])) if self.service.replicas else None
 
     async def start(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> LoadedPolicy:
@@ -108,7 +108,7 @@ class TrainerRanks:
 
         Args:
             resume: training state to resume from instead of the model.
-            after: the ranks import until it is done, well or not, and only then touch their devices.
+            after: the ranks import until it is done, successfully or not, and only then touch their devices.
         """
         deadline_s, replica, cluster = self._start_deadline_s, self._spawn(), self.service.cluster
         # Nobody may be calling the ranks when the last one dies, and the run must end all the same.
@@ -147,7 +147,8 @@ class TrainerRanks:
         """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
 
         Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
-        called again. Only restarts after a failure count, not one of healthy ranks, as the policy's when a critic died.
+        called again. Only restarts after a failure count, not those of healthy ranks, such as the policy's after a
+        critic's death.
 
         Args:
             resume: training state to resume from, including version and updates; None restarts from the model, at
@@ -196,7 +197,7 @@ class TrainerRanks:
         self.service.cluster.tell_change()
 
     async def wait_for_room(self) -> None:
-        """Wait while the ranks fit on no hosts, and another one is awaited.
+        """Wait until the ranks fit on the hosts, as long as another host is awaited.
 
         Raises:
             ConfigError: no host joined in time.

@@ -99,6 +99,7 @@ class WeightStore:
         if name == "torchstore":  # whose versions are lost with its process
             shared = await TorchStoreTransport.open(service.replicas[0].meshes[0].procs)
             recovery.transports |= dict.fromkeys(hosts, shared)
+        # Shared memory outlives its processes, also those of runs that were killed.
         elif reclaimed := await recovery.open():
             choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
         return cls(service, recovery, bucket_bytes=bucket_bytes, choice=choice, mirror=mirror)
@@ -209,7 +210,7 @@ class WeightStore:
     async def prefetch(self, manifest: Manifest, hosts: Iterable[str]) -> None:
         """Bring a leased version to hosts while their engines still decode; a load then does not wait for it.
 
-        What cannot be brought is left to the engines' loads, which report it.
+        A failure is left to the engines' loads, which report it.
         """
         async with task_group() as group:
             for host in set(hosts):
@@ -270,7 +271,7 @@ class WeightStore:
             await self._service.returned(replica.index)
 
     def _needed(self, hosts: Sequence[str]) -> list[Replica]:
-        """Processes without which hosts cannot write versions."""
+        """Return the processes without which these hosts cannot write versions."""
         return [replica for replica in self._service.replicas if not replica.index or replica.host in hosts]
 
     async def _call(self, method: str, *args: object) -> Any:
@@ -288,8 +289,8 @@ class WeightStore:
         self._recovery.note_commit(manifest)
 
     async def _unless_it_dies(self, method: str, hosts: Sequence[str], work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a transport, but fail immediately when a process dies that it needs, which it notices only
-        after seconds.
+        """Await a transport's work, but fail as soon as a process that it needs dies, which the transport itself would
+        notice only after seconds.
 
         Raises:
             ServiceError: a process of the store died.
