@@ -206,11 +206,13 @@ def batch_advantages(batch: Batch, *, estimator: Estimator = "grpo") -> Advantag
 
     lengths = torch.tensor([[episode.response_tokens for episode in group.episodes] for group in batch.groups])
     advantages = group_advantages(batch.rewards, estimator=estimator, lengths=lengths, scored=_scored(batch))
+    # One number for each episode, unless a reward gave turns or tokens values of their own.
     if not any(episode.score and (episode.score.turns or episode.score.tokens) for episode in batch.episodes):
         return advantages
     scaled = estimator not in _UNSCALED
     if estimator not in _UNGROUPED:
         return [_with_values(group.episodes, advantages[p].tolist(), scaled) for p, group in enumerate(batch.groups)]
+    # Estimators without groups compare values over the batch, too.
     token_advantages = iter(_with_values(batch.episodes, advantages.flatten().tolist(), scaled))
     return [[next(token_advantages) for _ in group.episodes] for group in batch.groups]
 

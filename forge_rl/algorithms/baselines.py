@@ -39,6 +39,7 @@ def remax_advantages(
             hint="give one baseline to each group, [P] for rewards of [P, G]",
         )
     advantages = (rewards.detach().double() - baselines.detach().double()[:, None]).float()
+    # The greedy answer failed through no fault of the policy: its group has nothing to be compared with.
     advantages = advantages.where(~baselines.isnan()[:, None], 0.0)
     if scored is not None:
         advantages = advantages.where(scored, 0.0)

@@ -146,6 +146,7 @@ class LossBySource(_NamedLosses):
             if not loss.scope or not mask.any():
                 continue
             for key, value in loss.statistics(tokens.at(mask)).items():
+                # [N] again, with 0 for tokens of other sources.
                 spread = (
                     value.new_zeros(len(mask), *value.shape[1:]).masked_scatter(mask, value) if value.ndim else value
                 )

@@ -167,8 +167,10 @@ class Correction:
             weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
             bounded = weight.clamp(self.low, self.high)
             out_of_bounds = weight != bounded
+            # Truncated at the bounds, or, with mask, 0 beyond them.
             factor = bounded if self.mode == "truncate" else bounded.where(~out_of_bounds, 0.0)
             sums["correction/out_of_bounds"] = (mask & out_of_bounds).sum()
+        # Criteria over whole sequences were decided in `statistics`, which sees all of their rows.
         criteria = [criterion for criterion in self.criteria if criterion.level == "token"]
         if self.criteria:
             is_rejected = self._rejected(criteria, inputs) if criteria else mask.new_zeros(mask.shape)
@@ -214,6 +216,7 @@ def _criterion(text: str) -> RejectionCriterion:
         )
     if not is_k1:
         return RejectionCriterion(match[1], match[2], -math.inf, bounds[0])
+    # Bounds of k1 are given for exp(k1); one alone is symmetric about 1.
     low = bounds[0] if len(bounds) == 2 else 1 / bounds[0]
     return RejectionCriterion(match[1], match[2], math.log(low), math.log(bounds[-1]))
 

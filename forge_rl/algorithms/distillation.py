@@ -176,7 +176,9 @@ def divergence_terms(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -
     import torch
 
     if beta in (0, 1):
+        # KL(P || Q) for beta 0, KL(Q || P) for beta 1.
         first, second = (teacher, policy) if beta == 0 else (policy, teacher)
         return first.exp() * (first - second)
+    # log M, with M = beta P + (1 - beta) Q.
     mixed = torch.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
     return beta * teacher.exp() * (teacher - mixed) + (1 - beta) * policy.exp() * (policy - mixed)

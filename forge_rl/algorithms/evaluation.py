@@ -147,7 +147,9 @@ def _interval(values: npt.NDArray[np.float64], stderr: float) -> tuple[float, fl
     if not _within_unit(values):
         return mean - _Z * stderr, mean + _Z * stderr
     binary = mean * (1 - mean)
+    # (n - 1) n stderr^2 is the sum of squared deviations; the assumed task adds p (1 - p) to it.
     variance = ((count - 1) * count * stderr**2 + binary) / count**2 if count > 1 else binary
+    # Independent episodes with the same variance; where all scores are 0, or all 1, one for each task.
     episodes = binary / variance if binary else count
     freedom = max(1, count - 1)  # Student's t by its expansion in 1 / freedom
     episodes /= (1 + (_Z**2 + 1) / (4 * freedom) + (5 * _Z**4 + 16 * _Z**2 + 3) / (96 * freedom**2)) ** 2

@@ -98,6 +98,7 @@ def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tens
         Over rows and ranks, sums and counts add up, and "max" takes the maximum.
     """
     gap = widened(torch.where(mask, trainer.detach() - behaviour, 0.0).abs())
+    # A rank may have no tokens, and `max` of nothing raises.
     largest = gap.max() if gap.numel() else gap.new_zeros(())
     return {"abs_sum": gap.sum(), "max": largest, "count": mask.sum().to(torch.float32)}
 
@@ -115,6 +116,7 @@ def score_logits(
     logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring, chunk_tokens: int
 ) -> tuple[TokenScores, Distributions]:
     """Compute `token_scores` without gradients, and what `logits_gradient` needs."""
+    # One kernel reads the logits once for all scores, without temporaries.
     if has_score_kernels(logits):
         return scores_of_sums(
             score_sums(logits, scoring.temperature, scoring.squares), target_logits(logits, targets), scoring

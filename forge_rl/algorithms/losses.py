@@ -71,6 +71,7 @@ class PolicyLoss(Loss):
 
     @property
     def needs(self) -> Collection[Need]:
+        # Each of these costs a forward pass, or memory for a gradient, so it is asked for only where it counts.
         needs: dict[Need, bool] = {
             "reference": self.kl_coef > 0,
             "proximal": self.correction.proximal == "recompute",
@@ -260,6 +261,7 @@ def importance_ratio(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> to
 
 def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
     """Return the value below which a share of the values, [N], lies, interpolated as NumPy and TRL do; any N."""
+    # [N]. `torch.quantile` refuses more than 16 million values.
     sorted_values = values.nan_to_num(nan=0.0).sort().values
     place = share * (len(sorted_values) - 1)
     low = int(place)

@@ -105,6 +105,7 @@ class ClipCov(ClippedSurrogate):
         import torch
 
         ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        # Clipped tokens have no gradient already, and would be wasted choices.
         _, is_clipped = clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
         covariance = _covariance(tokens)
         candidates = ((covariance > self.cov_low) & (covariance < self.cov_high) & ~is_clipped).nonzero()[:, 0]

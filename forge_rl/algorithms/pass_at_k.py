@@ -94,6 +94,7 @@ def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
         spread = float((share * (ranked - mean) ** 2).sum()) ** 0.5
         advantages[order] = (best - mean) / (spread + EPSILON)
     else:
+        # [G], for each rank the second-best rewards of the subsets that it wins, weighted by their shares.
         lower_sums = np.append(0.0, np.cumsum(below_weights * ranked)[:-1])
         advantages[order] = best_weights * ranked - lower_sums
     return advantages

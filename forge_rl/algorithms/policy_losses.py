@@ -169,6 +169,7 @@ class Gspo(PolicyLoss):
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens))
+        # [N], log of the geometric mean of the ratios in each token's sequence.
         return {**super().statistics(tokens), "log_ratio": sequence_means(log_ratio, tokens)}
 
     def token_losses(

@@ -19,6 +19,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Reduce a row of logits, see `score_sums`, as an online softmax."""
+    # int64, as row * stride may exceed 32 bits.
     row = tl.program_id(0).to(tl.int64)
     # Not -inf: a block of masked logits must not give -inf - -inf.
     largest = tl.full((), -3e38, tl.float32)

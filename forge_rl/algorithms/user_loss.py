@@ -45,6 +45,7 @@ def call_statistics(loss: Loss, tokens: LossInputs) -> Mapping[str, torch.Tensor
     with torch.no_grad():
         statistics = _call(lambda: loss.statistics(tokens))
     count = len(tokens.mask)
+    # A scalar is one number for the whole minibatch.
     bad_names = [name for name, value in statistics.items() if value.shape[:1] != (count,) and value.ndim]
     if bad_names:
         raise LossError(

@@ -28,6 +28,7 @@ def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, s
         return [list(range(len(sources)))]
     random = np.random.default_rng(seed)
     order = random.permutation(len(sources)).tolist()
+    # Source after source, in random order; within one, in the random order of its groups.
     source_order = {name: place for place, name in enumerate(dict.fromkeys(sources[index] for index in order))}
     # Breaks ties, so that no minibatch always gets the odd group.
     lead = random.permutation(minibatches).tolist()

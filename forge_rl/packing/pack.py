@@ -70,6 +70,7 @@ def pack(
     if advantages is None:
         advantages, drop_uniform = torch.zeros(shape), False
     advantages = _check(batch, advantages, shape, layout)
+    # Lay each group's segments into trees, in which common prefixes are one.
     groups = []
     for p, group in enumerate(batch.groups):
         group_columns = {name: values[p] for name, values in columns.items()}
@@ -89,6 +90,7 @@ def pack(
     learns = [bool(group.trees) and not group.uniform for group in groups]
     # With one minibatch, another epoch would repeat the same rows; the trainer repeats them itself.
     epochs = layout.epochs if layout.minibatches > 1 else 1
+    # Deal the groups to minibatches, differently in each epoch.
     seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
     spared_groups = [group for group in groups if drop_uniform and group.uniform]
@@ -112,6 +114,7 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
     hint = "compute them from the batch, with batch_advantages"
     if not isinstance(advantages, torch.Tensor):
         try:
+            # Nested lists hold either a number or an array of tokens for each episode.
             is_per_episode = all(np.ndim(value) == 0 for group in advantages for value in group)
             advantages = (
                 torch.from_numpy(np.array(advantages, np.float32))

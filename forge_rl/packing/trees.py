@@ -100,6 +100,7 @@ class Tree:
 
     def fit(self, limit: int) -> list[Tree]:
         """Split into as few pieces as possible of at most limit tokens, which no single segment exceeds."""
+        # Nested prefixes: only neighbours may stay together, or prefixes would be copied.
         if len(set(self.shared[1:])) > 1:
             return self._runs(limit)
         for parts in range(1, len(self.indices) + 1):

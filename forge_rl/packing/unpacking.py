@@ -46,6 +46,7 @@ def trained_order(packed: PackedBatch) -> tuple[npt.NDArray[np.int64], dict[int,
         mask = row.mask.cpu().numpy()
         keys = [tensor.cpu().numpy()[mask] for tensor in (row.positions, row.turns, row.episodes)]
         count = len(keys[0])
+        # A run ends where the position does not go up by 1, or the turn or episode changes.
         breaks = np.logical_or.reduce([np.diff(key) != step for key, step in zip(keys, (1, 0, 0), strict=True)])
         starts = np.concatenate([np.zeros(min(count, 1), np.int64), breaks.nonzero()[0] + 1])
         runs.append(np.stack([*(key[starts] for key in keys), starts + total, np.diff(starts, append=count)]))

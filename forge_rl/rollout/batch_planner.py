@@ -143,6 +143,7 @@ class BatchPlanner:
             self._pace = max(1, *self._paces)
         self._delivered_at = self.published
         self._due = self.published + self._pace
+        # Groups of the batch that were overtaken: planned before one that is delivered, and still under way.
         last = max(group.order for group in batch_groups)
         self.overtaken += sum(group.completed is None and group.order < last for group in batch.groups)
         for group in batch.groups:
@@ -199,6 +200,7 @@ class BatchPlanner:
                 self._source_order = self._source_order or deque(self._tasks.source_order(self._groups))
                 self._plan(self._source_order.popleft(), batch, (number, self._planned, 0))
             return
+        # This is asked before each start of an episode, and mostly nothing has changed.
         if not batch.changed:
             return
         # Surplus groups that moved on may be of other sources than the batch needs, so needs and groups are summed over

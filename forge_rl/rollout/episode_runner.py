@@ -289,6 +289,7 @@ class EpisodeRunner:
             text=text,
             answer=self.tokenizer.thoughts.answer(full_turn.context[: context - len(ids)], ids, text),
             branch=branch,
+            # As from an engine: experts of each token of the context but the last.
             routed=None if full_turn.routed is None else full_turn.routed[: context - 1],
         )
         if start:

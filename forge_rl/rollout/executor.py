@@ -121,6 +121,7 @@ class RolloutExecutor:
         if isinstance(self._run_episode, PreparesTasks):
             self._advance()
             self._run_episode.prepare(self._scheduler.coming_tasks())  # also after a recovery, or a changed mixture
+        # Meanwhile engines are attested, and guests may decode on the devices of trainers that wait.
         async with self._attesting(), self._devices.trainers_wait():
             while True:
                 await self._while_paused()
@@ -204,6 +205,7 @@ class RolloutExecutor:
         capacity = self._scheduler.capacity
         paused, evaluating = capacity.paused, capacity.evaluating
         capacity.set_paused(True)
+        # An awaited evaluation would decode despite the pause.
         capacity.set_evaluating(False)
         await self._hand_to_trainer()
         yield
@@ -452,6 +454,7 @@ class RolloutExecutor:
 
     def _fail(self, error: BaseException) -> None:
         """Make the next batch fail with an error."""
+        # The first error is the cause; later ones mostly follow from it.
         self._failure = self._failure or error
         self._changed.set()
 
@@ -463,6 +466,7 @@ class RolloutExecutor:
         task, scheduler = episode.group.task, self._scheduler
         evaluation = self.evaluation if episode.group.batch == EVALUATION else None
         record: Callable[[], None]
+        # Its own time, without waits and pauses, is what a dropped attempt has cost.
         began_s = scheduler.own_s(episode)
         try:
             # An episode of an evaluation is repeated after an outage of the reward, as its task cannot be replaced by
@@ -480,6 +484,7 @@ class RolloutExecutor:
                     break
             if len(problem := shortened(result.problem)) < len(result.problem):
                 result = result.updated(problem=problem)
+            # Called outside of this try: an error of the scheduler is the run's, not the episode's.
             record = functools.partial(scheduler.record_result, episode, result)
             warning = f"{result.outcome}: {result.problem}" if result.problem else ""
             is_reported = not result.unscored  # else reported once it is scored

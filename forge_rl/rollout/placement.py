@@ -247,6 +247,7 @@ def shares_devices(
     """
     needed = ranks + engines
     num_gpus = gpus() if num_gpus is None else num_gpus
+    # Without GPUs, everything runs on CPU, and no device can be short.
     if 0 < num_gpus < needed and (placement == "separate" or (placement == "auto" and decodes_while_training)):
         share = "--schedule.kind pipelined" if decodes_while_training else "--placement colocated"
         raise ConfigError(

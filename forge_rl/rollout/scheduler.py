@@ -385,6 +385,7 @@ class Scheduler:
         missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (
             f": {counts}" if counts else ""
         )
+        # With so old a version, nothing that starts now could be delivered in time.
         if planner.published - planner.served > self.config.lag:
             missing += (
                 f"; none can start, as the engines serve version {planner.served} but the latest is "

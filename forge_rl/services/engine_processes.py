@@ -100,6 +100,7 @@ class EngineProcesses:
 
     def spares(self, start_deadline_s: float) -> EngineSpares:
         """Return the keeper of the spares, numbered from the first number that no engine can have."""
+        # Also above the indices that engines get when hosts join.
         first_number = max(self.config.engines, self.seats.first + self.config.max_replicas)
         return EngineSpares(
             self.service,
@@ -156,6 +157,7 @@ class EngineProcesses:
         settings = DecodeSettings(
             **{setting.name: getattr(self.config, setting.name) for setting in fields(DecodeSettings)}
         )
+        # The draft model's folder has another path on a host with a copy of it.
         if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
             local_path = str(self.service.cluster.path_on(host, Path(drafting.model)))
             settings = replace(settings, speculation=settings.speculation.replace(drafting.model, local_path))

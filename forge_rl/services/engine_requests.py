@@ -99,6 +99,7 @@ class EngineRequests:
                 if problem:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
                 # Whoever reads `Generator.engines` must see the new limit.
+                # Listeners read the engines' limits again, so that the scheduler sends no more than the cache holds.
                 if chunk.cache is not None and self.limits.note(replica, chunk.cache):
                     self._service.listeners.tell()
                 self._drafts.note(chunk)
@@ -136,6 +137,7 @@ class EngineRequests:
         """
         self._check_version()
         self._check_adapter(adapter)
+        # To score, an engine also decodes one token, for which the context needs room.
         if len(prompt_ids) + len(token_ids) >= self._config.max_model_len:
             raise ContextError(
                 f"{len(prompt_ids)} + {len(token_ids)} tokens to score do not fit into {self._config.max_model_len}",
@@ -191,6 +193,7 @@ class EngineRequests:
         except (ReplicaError, DeadlineError):
             raise
         except (ConfigError, WeightsError) as error:
+            # Indices below the number of URLs are those of remote engines.
             if replica.index >= len(self._config.urls) or (refuses and isinstance(error, ConfigError)):
                 raise
             raise self._pool.mark_failed(replica, f"it refuses: {error.message}") from error

@@ -122,5 +122,6 @@ class EngineSpares:
         """Return the number of a spare to start now, or None; while an engine is missing, that one comes first."""
         if not self._service.complete:
             return None
+        # Spares that died are missing, too; `keep` cleans up after them first.
         spares = self._service.spares
         return next((number for number in self._numbers if number not in spares or not spares[number].alive), None)

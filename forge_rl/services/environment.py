@@ -428,6 +428,7 @@ class LocalSession:
         """Return another session in the same state, or in that before the last step."""
         if not undo_last:
             return replace(self, env=await fork_env(self.env), arguments=[*self.arguments])
+        # Steps cannot be undone, so the environment is made again and takes all of them but the last.
         session = replace(self, env=await self.make(), arguments=[])
         await reset_env(session.env)
         for answer, truncated, parsed in self.arguments[:-1]:

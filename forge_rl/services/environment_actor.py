@@ -44,6 +44,7 @@ class EnvironmentActor(ServiceActor):
         return await reset_env(env), bool(getattr(env, "replayable", True)), hasattr(env, "fork")
 
     async def _make(self, task: Task) -> Env:
+        # A constructor is the user's synchronous code and may block: it must not hold up other environments.
         in_thread = functools.partial(self._constructors.call, in_hand=self._link_end.in_hand)
         try:
             return await make_env_beside(self._factory, task, in_thread)

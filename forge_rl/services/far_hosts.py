@@ -56,6 +56,7 @@ async def _serve(service: Service, replica: Replica, actor: Any, files: FolderSe
             exchange = asyncio.ensure_future(_exchange(actor, answer))
             try:
                 await asyncio.wait((exchange, replica.death), return_when=asyncio.FIRST_COMPLETED)
+                # The replica died, or the process has closed its desk.
                 if not exchange.done() or (request := exchange.result()) is None:
                     return
             finally:
@@ -97,6 +98,7 @@ async def copy_folders(
     Raises:
         ForgeError: a host has no space, or does not answer.
     """
+    # Read once for all hosts, which compare their caches with it.
     contents = {folder: await asyncio.to_thread(contents_of, folder) for folder in folders}
 
     async def copy_to(host: str) -> dict[tuple[str, Path], Path]:

@@ -118,6 +118,7 @@ class Generator:
         sharing = sharing or DeviceSharing()
         service = Service(start.name or "generator", start.cluster, start.faults, exit_meanings=EXIT_MEANINGS)
         seats = seats_of(config, start.cluster, start.hosts or ServiceHosts())
+        # Guests sit on the trainer's hosts, all others on the generator's own.
         guests = Seats(
             start.cluster,
             sharing.trainer_hosts or seats.hosts,
@@ -435,6 +436,7 @@ class Generator:
         self._requests.stop()
         replicas = (*self._service.replicas, *self._service.spares.values())
         live_replicas = [replica for replica in replicas if replica.alive]
+        # Also on the other hosts of an engine, each of which has workers of its own.
         calls = [replica.call_ranks("close", lambda _: (), deadline_s=5.0) for replica in live_replicas]
         await asyncio.gather(*calls, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()

@@ -98,6 +98,7 @@ class GeneratorActor(ServiceActor):
     async def prepare(self) -> bool:
         """Get ready to replace another engine, at low priority. On CPU, start the engine and put it to sleep; on GPUs,
         whose memory is taken, only import its modules. Return whether the engine is started."""
+        # Engines on the same host serve meanwhile, and need their cores.
         with low_priority():
             if device_type() != "cpu":
                 await asyncio.to_thread(import_decode_engine)

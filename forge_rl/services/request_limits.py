@@ -44,6 +44,7 @@ class RequestLimits:
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
+        # By replica, not index: the engine that replaces a dead one starts with the highest limit.
         self._limits: WeakKeyDictionary[Replica, RequestLimit] = WeakKeyDictionary()
         self._preemptions = self._waiting = 0
         self._prompt_tokens = self._cached_tokens = self._prefilled_again = self._transferred_tokens = 0

@@ -120,6 +120,7 @@ class RewardService:
             ForgeError: the function raised it, or did not return a score for each episode.
             ServiceError: the function raised another error, or no replica is left.
         """
+        # All read at once, so that a replacement meanwhile does not mix two functions in one score.
         return await self._score(episodes, self.function, self.form, self._shared.version, self._own)
 
     async def _score(
@@ -333,6 +334,7 @@ class _ReplicaPool:
     async def give(self, functions: Mapping[str, protocol.RewardFunction]) -> int:
         """Send new functions to the replicas; returns their version. The current functions score until `version` is
         set."""
+        # Both stay until the switch: scores that are under way still name the current version.
         version = next(self._versions)
         self.functions_by_version = {self.version: self.functions_by_version[self.version], version: functions}
         for replica in list(self.service.replicas):

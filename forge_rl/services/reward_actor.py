@@ -76,6 +76,7 @@ class RewardActor(ServiceActor):
         self, function: RewardFunction, form: Form, task: Task, inputs: Sequence[str | Episode]
     ) -> list[Score]:
         """Score episodes with one function, in the form that it accepts."""
+        # If one part of a sum needs whole episodes, the others get their texts from these.
         if form == "text":
             inputs = [x if isinstance(x, str) else text_for(function, x) for x in inputs]
         if form == "group":
@@ -111,6 +112,7 @@ class RewardActor(ServiceActor):
         def run() -> object:
             try:
                 return function(task, argument)
+            # No future can hold a StopIteration, so it is replaced here, where the task is known.
             except StopIteration as error:
                 raise ForgeError(
                     f"the reward of {task.id} raised StopIteration", hint="give next() a default value"

@@ -148,6 +148,7 @@ class Teachers:
                 for number, (name, folder) in enumerate(folders.items())
             }
         generators = {name: task.result() for name, task in start_tasks.items()}
+        # A teacher's weights never change: they are version 0.
         for generator in generators.values():
             await generator.serve_model()
         return cls(config.by_source, await policy, generators, warn)
@@ -177,6 +178,7 @@ class Teachers:
                 messages, so a hint cannot be added.
         """
         places = [(p, g) for p, group in enumerate(batch.groups) for g in range(len(group.episodes))]
+        # None stands for the episode's own prompt.
         prompts: dict[tuple[int, int], TokenIds | None] = dict.fromkeys(places)
         if hint != "none":
             prompts = dict(await asyncio.to_thread(self._hinted, batch, hint))

@@ -510,6 +510,7 @@ class Trainer:
 
     async def wait_idle(self) -> int:
         """Wait until the ranks are idle after an abandoned step, and adopt their number of updates."""
+        # All ranks have taken the same updates.
         self.updates = (await self._all(WAIT_IDLE))[0]
         return self.updates
 
@@ -567,6 +568,7 @@ class Trainer:
         except ReplicaError:
             raise
         except ForgeError as error:
+            # Ranks that could not be settled count as dead; otherwise they are idle, and know how far they got.
             if (updates := await self._ranks.settle(replica, call.method, error)) is not None:
                 self.updates = updates  # earlier ones stay and count
             raise

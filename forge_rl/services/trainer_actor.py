@@ -184,6 +184,7 @@ class TrainerActor(ServiceActor):
         """
         async with self._lock:
             clock, rank, has_several_hosts = PhaseClock(), self.engine.rank, len(transports) > 1
+            # With several hosts, a host writes only the tensors of which it has memory, gathered from all ranks.
             with clock.phase("gather"):
                 shards = self.engine.shards_of_host(drafted, hosts) if has_several_hosts else self.engine.local_shards()
             with clock.phase("write"):
@@ -263,6 +264,7 @@ class TrainerActor(ServiceActor):
                 results = self.adapters.run_many(passes)
             seconds = time.monotonic() - start_time
             return [
+                # One adapter's error is its own; the others' passes have succeeded.
                 AdapterReply(metrics={}, updates=0, seconds=seconds, error=result)
                 if isinstance(result, ForgeError)
                 else self._reply(adapter_pass.name, result, seconds)

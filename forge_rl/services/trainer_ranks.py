@@ -291,6 +291,7 @@ class TrainerRanks:
 
     def _on_last_death(self, death: asyncio.Future[str]) -> None:
         """End the run, even if no call is in flight."""
+        # Not so during `stop`, whose deaths are wanted, nor without restarts, where the service itself ends the run.
         if self.service.recoverable:
             self.service.abandon(self.service.replicas[0])
             self.service.faults.record(self.service.name, None, self._spent(death.result()))

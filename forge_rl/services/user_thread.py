@@ -155,6 +155,7 @@ class UserThread:
         job, now_s = self._running, time.monotonic()
         if job is None and not self._works:
             return
+        # Between two functions, the next one has its whole time before it.
         left_s = self._deadline_s if job is None else job.began + self._deadline_s - now_s
         if job is None or left_s > 0:
             self._timer = loop.call_later(left_s, self._look, loop)

@@ -89,6 +89,7 @@ class WeightMirror:
     def note(self, lease: AbstractAsyncContextManager[Manifest], transport: Transport) -> None:
         """Write a version once the one before it is written; it is leased only then."""
         self._next = lease, transport
+        # A running task takes `_next` by itself.
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 

@@ -224,6 +224,7 @@ class WeightStore:
             except WeightsError:
                 if self.deaths == deaths:
                     raise
+                # Another try only if a process of the store died meanwhile; its successor has the same versions.
                 await self.returned(host)
                 await self.transport(host).prefetch(manifest)
 
@@ -249,6 +250,7 @@ class WeightStore:
         """Stop the store; its versions are lost."""
         if self._mirror is not None:
             await self._mirror.stop()
+        # Closing removes the segments; they would outlive killed processes.
         live_replicas = [replica for replica in self._service.replicas if replica.alive]
         calls = [replica.call("close", deadline_s=10.0) for replica in live_replicas]
         await asyncio.gather(*calls, return_exceptions=True)

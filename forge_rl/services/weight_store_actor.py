@@ -218,6 +218,7 @@ class WeightStoreActor(ServiceActor):
         """Reserve a version; returns the previous one, keys of buckets to free first, and the epoch."""
         base, stale_keys = self._index.begin(version)
         self._retire(stale_keys)
+        # The publisher also frees what ended leases have left since the last publish.
         stale_keys, self._unneeded = tuple(self._unneeded), []
         return base, stale_keys, self._index.epoch
 
