@@ -97,8 +97,8 @@ class EpisodeRunner:
         try:
             tools, messages = observation.tools or task.tools, tuple(observation.messages)
             prompt_ids = self.tokenizer.render(messages, tools=tools)
-        # A task whose messages cannot be rendered must not leave its environment open.
         except BaseException:
+            # A task whose messages cannot be rendered must not leave its environment open.
             session.abandon()
             raise
         tree = decode.tree if isinstance(decode, PolicyClient) else ()

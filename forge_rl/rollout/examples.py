@@ -22,7 +22,7 @@ ExampleFn: TypeAlias = Callable[[Task, Tokenizer], Sequence[Episode]]
 TaskError for a task that cannot be used. Called in threads."""
 
 _FEW_TASKS = 100
-"""Minimum number of tasks of which a share of unusable ones is taken."""
+"""The share of unusable tasks is taken of at least this many."""
 _FRAME_TOKENS = 32
 """Maximum tokens that a chat template adds around a message."""
 _MAX_NAMES = 20

@@ -497,8 +497,9 @@ class RolloutExecutor:
             if episode.group.dropped:
                 scheduler.discard(episode, episode.group.dropped, scheduler.own_s(episode) - began_s)
             raise
-        # Not an outcome but a bug or a limit: the batch fails with it, and the episode starts again if the run goes on.
         except BaseException as error:
+            # Not an outcome but a bug or a limit: the batch fails with it, and the episode starts again if the run goes
+            # on.
             scheduler.restart(episode)
             self._fail(error)
             return

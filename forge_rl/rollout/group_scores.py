@@ -1,4 +1,4 @@
-"""Scores of the episodes of a group that a reward compares with one another."""
+"""Scores the episodes of a group together, for rewards that compare them."""
 
 from __future__ import annotations
 

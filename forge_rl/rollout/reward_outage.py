@@ -94,8 +94,8 @@ class RewardOutage:
                 await score_again(self._reward, episodes)
             except SpendingError:
                 raise
-            # These are errors of the episodes, and would recur.
             except (HangError, PoisonError, UngradedError):
+                # These are errors of the episodes, and would recur.
                 return False
             except Exception as error:
                 # A judge that is away is known by its error. Its cached replies would still score other episodes.
@@ -126,8 +126,8 @@ class RewardOutage:
             await asyncio.sleep(pause_s)
             try:
                 await score_again(self._reward, self.unscored)
-            # A spending limit does not end by waiting, unlike other failures.
             except SpendingError as spending_error:
+                # A spending limit does not end by waiting, unlike other failures.
                 failure = spending_error
                 break
             except Exception:

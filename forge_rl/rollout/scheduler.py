@@ -312,8 +312,8 @@ class Scheduler:
         target_running = slots + 1 + slots // 8  # slightly more than the slots: opening an environment takes time
         # Paused episodes must not hold back an awaited evaluation.
         state_counts = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
-        # What is in flight at a publish is prefilled again. On a CPU, where a request beside a few others is not
-        # cheaper now than later, working ahead beyond that only costs.
+        # What is in flight at a publish is prefilled again. On a CPU that serves a few requests already, another one is
+        # no cheaper now than later, so working ahead only costs.
         max_ahead = min(target_running, self._ahead_requests * len(self.capacity.engines))
         while (
             slots

@@ -57,7 +57,7 @@ class VersionProbes:
     ) -> None:
         start = tokenizer.render([{"role": "user", "content": "go"}])[:1]
         ids = [token for text in TEXTS[:count] for token in tokenizer.encode(text)[:_TOKENS]]
-        # Beside the start token, an engine needs room for the one token that it decodes; a row leaves out the last
+        # Besides the start token, an engine needs room for the one token that it decodes; a row leaves out the last
         # token.
         longest = min(generator.max_model_len - 2, trainer.layout.longest)
         self._ids = np.array([*start, *ids[:longest]], np.int32)

@@ -98,7 +98,6 @@ class EngineRequests:
                     chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
                 if problem:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-                # Whoever reads `Generator.engines` must see the new limit.
                 # Listeners read the engines' limits again, so that the scheduler sends no more than the cache holds.
                 if chunk.cache is not None and self.limits.note(replica, chunk.cache):
                     self._service.listeners.tell()

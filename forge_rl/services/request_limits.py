@@ -8,7 +8,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.token_arrays import FULL, CacheUse
 
 _GROWTH = 1 / 16
-"""Growth of the limit while as many completions end as it allows requests."""
+"""Relative growth of the limit over as many completed requests as it allows at a time."""
 
 
 class RequestLimit:

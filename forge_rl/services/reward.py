@@ -69,7 +69,7 @@ class RewardService:
         self.function = function
         """The current function."""
         self._made = itertools.count(1)
-        """Number of the next pool of a part."""
+        """Numbers of the next pools of parts."""
         self._shared = _ReplicaPool(setting, "reward", shared_parts, replicas=setting.config.replicas)
         self._own = {name: self._own_pool(name, part) for name, part in own_parts.items()}
         """Pools of the parts that have their own replicas, by part name."""

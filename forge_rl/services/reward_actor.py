@@ -112,8 +112,8 @@ class RewardActor(ServiceActor):
         def run() -> object:
             try:
                 return function(task, argument)
-            # No future can hold a StopIteration, so it is replaced here, where the task is known.
             except StopIteration as error:
+                # No future can hold a StopIteration, so it is replaced here, where the task is known.
                 raise ForgeError(
                     f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
                 ) from error

@@ -191,8 +191,8 @@ class Teachers:
             async with rooms.setdefault(teacher, asyncio.Semaphore(max_requests)):
                 try:
                     scores = await _score(teacher, episode, prompts[place], temperature, top_k)
-                # An episode that an engine cannot score is left out; any other error is a bug and ends the step.
                 except (ServiceError, ConfigError, ContextError) as error:
+                    # An episode that an engine cannot score is left out; any other error is a bug and ends the step.
                     errors.append(error)
                 else:
                     scores_by_place[place] = scores.cleaned(self._tokenizer.vocab_size)

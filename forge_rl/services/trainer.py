@@ -476,7 +476,7 @@ class Trainer:
         published_dtype, trained_dtype = getattr(torch, dtype), resolve_dtype(self.config.dtype)
         # The passes round an adapter and not the sum, which engines compute in their dtype.
         if trained_dtype.itemsize < published_dtype.itemsize and not self.config.lora.rank:
-            # Engines then start from the rounded weights that the passes see; see `publish`.
+            # Engines then sample with the rounded weights that the passes see; see `publish`.
             published_dtype = trained_dtype
         began = time.monotonic()
         async with store.publishing(version, self._specs, published_dtype, hosts=hosts) as publication:

@@ -99,8 +99,8 @@ class WeightStore:
         if name == "torchstore":  # whose versions are lost with its process
             shared = await TorchStoreTransport.open(service.replicas[0].meshes[0].procs)
             recovery.transports |= dict.fromkeys(hosts, shared)
-        # Shared memory outlives its processes, also those of runs that were killed.
         elif reclaimed := await recovery.open():
+            # Shared memory outlives its processes, also those of runs that were killed.
             choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
         return cls(service, recovery, bucket_bytes=bucket_bytes, choice=choice, mirror=mirror)
 

@@ -25,7 +25,7 @@ from forge_rl.weights.volume import Volume
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that leases versions, which are kept at most until it ends."""
+    """A process that holds leases of versions; they end with it at the latest."""
 
     pid: int
     space: str
