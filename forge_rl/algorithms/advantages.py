@@ -94,6 +94,7 @@ def group_advantages(
     tokens = tokens.where(mask, 0.0)
     match estimator:
         case "reinforce":
+            # The whole batch as one group.
             advantages = _in_groups(rewards.reshape(1, -1), "grpo", tokens, mask.reshape(1, -1)).reshape(rewards.shape)
         case "reinforce_pp":
             advantages = _whitened(rewards, tokens)
@@ -115,6 +116,7 @@ def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor
     centered = (rewards - mean).where(has_spread & mask, 0.0)
     match estimator:
         case "grpo":
+            # Unbiased, over the episodes that have a score.
             variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
             centered = centered / (variance.sqrt() + EPSILON)
         case "rloo":
@@ -258,6 +260,7 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
         low, high = (values.where(mask, sign * math.inf) for sign in (1, -1))
         has_spread = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
         total += weight * (centered / (std + EPSILON)).where(has_spread, 0.0)
+    # GDPO's second normalisation, over the batch: grpo with the batch as one group.
     return group_advantages(total, estimator="reinforce", scored=_scored(batch))
 
 

@@ -119,6 +119,7 @@ class Correction:
         Raises:
             ConfigError: they are interpolated, and the version of the current policy is unknown.
         """
+        # No proximal policy: ratios are to the engine's, and there is nothing to weight.
         if self.proximal == "behaviour":
             return tokens.behaviour
         if self.proximal == "recompute":

@@ -228,11 +228,13 @@ class PolicyClient:
         if sampling.seed is None:
             # Each turn has a seed of its own, so that no two turns of an attempt draw the same random numbers.
             sampling = sampling.updated(seed=derive_seed(self.seed, "turn", next(self._turns)))
+        # An answer may fill the context; engines refuse requests that could exceed it.
         if room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room)
         if sampling.adapter != self.sampling.adapter:  # an agent's own settings name none
             sampling = replace(sampling, adapter=self.sampling.adapter)
         completion = ResumableCompletion(prompt_ids, sampling, dispatcher.tokenizer, observe=observe, gather_s=gather_s)
+        # An agent may send several requests at once, but an episode has one engine at a time.
         async with self._one_at_a_time:
             counted_tokens = 0
             while not completion.finish:

@@ -68,6 +68,7 @@ class ExampleMaker:
         episodes = tuple(self._make(task, self.tokenizer))
         if not episodes or not any(episode.response_tokens for episode in episodes):
             raise TaskError("it has no tokens to learn", hint="give it an answer")
+        # Given tokens have the version -1: no weights of the run produced them.
         if any((turn.versions >= 0).any() for episode in episodes for turn in episode.turns):
             raise ConfigError(
                 f"an example of {task.source!r} claims to be sampled by a version of the weights",

@@ -73,6 +73,7 @@ class EngineRequests:
         prompt_ids, sampling = completion.shown, completion.rest.updated(stop_ids=self._tokenizer.stop_ids)
         self._check(prompt_ids, sampling)
         is_suspect = completion.suspect
+        # One at a time: a poisonous completion must not take down several engines while others are tried.
         if is_suspect:
             await self._trial.acquire()
         try:

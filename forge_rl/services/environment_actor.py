@@ -41,6 +41,7 @@ class EnvironmentActor(ServiceActor):
 
     async def reset(self, key: int, task: Task) -> tuple[Observation, bool, bool]:
         env = self._envs[key] = await self._make(task)
+        # Whether the session can be rebuilt or copied must be known before this process dies.
         return await reset_env(env), bool(getattr(env, "replayable", True)), hasattr(env, "fork")
 
     async def _make(self, task: Task) -> Env:

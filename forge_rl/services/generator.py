@@ -51,6 +51,7 @@ _MAX_NAME = 128
 
 
 async def _start_engines(processes: EngineProcesses, supervisor: Supervisor, count: int, deadline_s: float) -> None:
+    # Engines are forked from a process that has imported their modules, which must be ready first.
     await processes.import_first(deadline_s)
     await supervisor.start(count)
 
@@ -321,6 +322,7 @@ class Generator:
                 await store.prefetch(manifest, {host for replica in serving for host in replica.hosts})
             async with self._pool.serving_next(manifest.version, store, epoch=manifest.epoch):
                 reports = await self._pool.load(manifest, store)
+                # Reports name the version that was read, which the argument of the call cannot attest.
                 if any(report.version != manifest.version for report in reports):
                     versions = [report.version for report in reports]
                     raise WeightsError(f"the engines read versions {versions} instead of {manifest.version}")

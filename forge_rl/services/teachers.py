@@ -138,6 +138,7 @@ class Teachers:
                         engine_settings(config, settings, folder),
                         replace(
                             start,
+                            # Teachers share no GPUs: each takes the next ones of every host.
                             hosts=_part_of(hosts, number, devices),
                             name="teacher" if len(folders) == 1 else f"teacher-{number}",
                         ),

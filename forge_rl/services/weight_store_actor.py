@@ -149,6 +149,7 @@ class WeightStoreActor(ServiceActor):
         await self._close()
 
     async def _close(self) -> None:
+        # Pulls end before the segments that they write to are removed.
         puller, volume = self._puller, self._volume
         self._puller = self._volume = None
         if puller is not None:
@@ -187,6 +188,7 @@ class WeightStoreActor(ServiceActor):
         Raises:
             WeightsError: the bucket is not on this host.
         """
+        # A copy may still be arriving here, and is waited for; a bucket that was written here is in the volume.
         ref = await self.puller.bucket(key) if self.puller.knows(key) else self.volume.find(key)
         if ref is None:
             raise WeightsError(f"host {self._host!r} holds no bucket {key}", hint="hold a lease while reading")
