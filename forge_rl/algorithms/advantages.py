@@ -94,6 +94,7 @@ def group_advantages(
     tokens = tokens.where(mask, 0.0)
     match estimator:
         case "reinforce":
+            # The whole batch as one group.
             advantages = _in_groups(rewards.reshape(1, -1), "grpo", tokens, mask.reshape(1, -1)).reshape(rewards.shape)
         case "reinforce_pp":
             advantages = _whitened(rewards, tokens)
@@ -109,22 +110,27 @@ def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor
     """
     count = mask.sum(dim=1, keepdim=True)
     mean = rewards.sum(dim=1, keepdim=True) / count.clamp(min=1)
+    # Equal rewards are found by min and max: the standard deviation of equal floats need not be 0.
     low, high = (rewards.where(mask, sign * math.inf) for sign in (1, -1))
     has_spread = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
     centered = (rewards - mean).where(has_spread & mask, 0.0)
     match estimator:
         case "grpo":
+            # Unbiased, over the episodes that have a score.
             variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
             centered = centered / (variance.sqrt() + EPSILON)
         case "rloo":
+            # r - mean of the other G - 1 = (r - mean of all G) * G / (G - 1).
             centered = centered * (count / (count - 1).clamp(min=1))
         case "opo":
             total = tokens.sum(dim=1, keepdim=True)
             baseline = (tokens * rewards).sum(dim=1, keepdim=True) / total.clamp(min=1)
+            # A group that generated nothing has no weights for its mean.
             centered = (rewards - baseline.where(total > 0, mean)).where(has_spread, 0.0)
         case "max_rl":
             bound = (count - 1).clamp(min=0).double()
             centered = (centered / mean).clamp(-bound, bound).where(has_spread & (mean > 0), 0.0)
+        # The standard deviation of one reward is NaN; its advantage is 0 anyway.
         case "batch_std" if int(mask.sum()) > 1:
             centered = centered / (rewards[mask].std() + EPSILON)
         case "reinforce_pp_baseline":
@@ -160,6 +166,7 @@ def _lengths(rewards: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tenso
 
 def _whitened(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Whiten values over the tokens that carry them; 0 if these are fewer than two, or all equal."""
+    # An episode counts once for each of its tokens, so one without tokens does not count.
     used_values, count = values[tokens > 0], tokens.sum()
     if count < 2 or used_values.max() == used_values.min():
         return values * 0
@@ -201,11 +208,13 @@ def batch_advantages(batch: Batch, *, estimator: Estimator = "grpo") -> Advantag
 
     lengths = torch.tensor([[episode.response_tokens for episode in group.episodes] for group in batch.groups])
     advantages = group_advantages(batch.rewards, estimator=estimator, lengths=lengths, scored=_scored(batch))
+    # One number for each episode, unless a reward gave turns or tokens values of their own.
     if not any(episode.score and (episode.score.turns or episode.score.tokens) for episode in batch.episodes):
         return advantages
     scaled = estimator not in _UNSCALED
     if estimator not in _UNGROUPED:
         return [_with_values(group.episodes, advantages[p].tolist(), scaled) for p, group in enumerate(batch.groups)]
+    # Estimators without groups compare values over the batch, too.
     token_advantages = iter(_with_values(batch.episodes, advantages.flatten().tolist(), scaled))
     return [[next(token_advantages) for _ in group.episodes] for group in batch.groups]
 
@@ -236,6 +245,7 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
             [episode.score.parts.get(name, math.nan) if episode.score else math.nan for episode in group.episodes]
             for group in batch.groups
         ]
+        # NaN marks an episode without this part.
         values = torch.tensor(rows, dtype=torch.float32).double().reshape(total.shape)
         mask = values.isfinite()
         if not bool(mask.any()):
@@ -250,6 +260,7 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
         low, high = (values.where(mask, sign * math.inf) for sign in (1, -1))
         has_spread = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
         total += weight * (centered / (std + EPSILON)).where(has_spread, 0.0)
+    # GDPO's second normalisation, over the batch: grpo with the batch as one group.
     return group_advantages(total, estimator="reinforce", scored=_scored(batch))
 
 
@@ -292,6 +303,7 @@ def _normalised(
     )
     if task_id is not None:
         raise ConfigError(f"the reward of {task_id} has infinite values", hint="give turns and tokens finite numbers")
+    # NaN stands for a value that the reward left open.
     flat_values = np.concatenate(values)
     flat_values = flat_values[~np.isnan(flat_values)]
     if not len(flat_values) or flat_values.max() == flat_values.min():

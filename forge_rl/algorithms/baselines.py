@@ -39,6 +39,7 @@ def remax_advantages(
             hint="give one baseline to each group, [P] for rewards of [P, G]",
         )
     advantages = (rewards.detach().double() - baselines.detach().double()[:, None]).float()
+    # The greedy answer failed through no fault of the policy: its group has nothing to be compared with.
     advantages = advantages.where(~baselines.isnan()[:, None], 0.0)
     if scored is not None:
         advantages = advantages.where(scored, 0.0)
@@ -93,6 +94,7 @@ class RoleBaselines:
         """
         import torch
 
+        # On a copy, so that a reward that is refused leaves the baselines unchanged.
         means, rows = dict(self._means), []
         for group in batch.groups:
             rows.append([0.0] * len(group.episodes))
@@ -104,6 +106,7 @@ class RoleBaselines:
                         f"the reward of {episode.task.id} is {episode.reward}", hint="score a bad answer 0.0"
                     )
                 key = episode.task.source, self._role(episode)
+                # SPIRAL, algorithm 1: first the baseline, then the advantage to the new one.
                 means[key] = self._decay * means.get(key, self._initial) + (1 - self._decay) * episode.reward
                 rows[-1][place] = episode.reward - means[key]
         self._means = means

@@ -62,6 +62,7 @@ class _NamedLosses(Loss):
         statistics = {
             key.removeprefix(start): value for key, value in inputs.statistics.items() if key.startswith(start)
         }
+        # Each loss keeps its own mean, whatever that of the sum would be.
         weights = loss.aggregation.weights(inputs.lengths.to(inputs.logprobs.dtype))
         total, sums = loss(replace(inputs, weights=weights, statistics=statistics))
         return total / loss.divisor(inputs.counts), {f"{start}{key}": value for key, value in sums.items()}
@@ -125,6 +126,7 @@ class LossBySource(_NamedLosses):
         total, sums = 0.0 * inputs.logprobs.where(inputs.mask, 0.0).sum(), dict[str, Sum]()
         for name in self.losses:
             source_mask = self._of(name, inputs)
+            # A loss need not cope with a row without tokens.
             if not source_mask.any():
                 continue
             observed = None if inputs.observed is None else inputs.observed & source_mask
@@ -132,6 +134,7 @@ class LossBySource(_NamedLosses):
             total = total + mean
             count = (inputs.mask & source_mask).sum()
             for key, value in loss_sums.items():
+                # The trainer divides plain sums by all tokens; a source's are divided by its own.
                 is_sum = not isinstance(value, tuple) and not key.endswith("/max")
                 sums[key.removeprefix("/")] = cast("Sum", (value, count) if is_sum else value)
         return total, sums
@@ -143,6 +146,7 @@ class LossBySource(_NamedLosses):
             if not loss.scope or not mask.any():
                 continue
             for key, value in loss.statistics(tokens.at(mask)).items():
+                # [N] again, with 0 for tokens of other sources.
                 spread = (
                     value.new_zeros(len(mask), *value.shape[1:]).masked_scatter(mask, value) if value.ndim else value
                 )
@@ -154,6 +158,7 @@ class LossBySource(_NamedLosses):
         import torch
 
         is_covered = [source == name or (name == "" and source not in self.losses) for source in inputs.sources]
+        # The last entry is for tokens of no episode, whose group is -1.
         lookup = torch.tensor([*is_covered, False], device=inputs.mask.device)
         return lookup[inputs.groups.long().clamp(min=-1)]
 

@@ -119,6 +119,7 @@ class Correction:
         Raises:
             ConfigError: they are interpolated, and the version of the current policy is unknown.
         """
+        # No proximal policy: ratios are to the engine's, and there is nothing to weight.
         if self.proximal == "behaviour":
             return tokens.behaviour
         if self.proximal == "recompute":
@@ -162,12 +163,15 @@ class Correction:
         mask, sums = inputs.mask, dict[str, Sum]()
         factor = old.new_ones(old.shape)
         if self.mode != "none":
+            # log of the ratio of the proximal policy to the engine's, by token or as a number for the sequence.
             log_weight = old - behaviour if self.level == "token" else inputs.statistics["correction_weight"]
             weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
             bounded = weight.clamp(self.low, self.high)
             out_of_bounds = weight != bounded
+            # Truncated at the bounds, or, with mask, 0 beyond them.
             factor = bounded if self.mode == "truncate" else bounded.where(~out_of_bounds, 0.0)
             sums["correction/out_of_bounds"] = (mask & out_of_bounds).sum()
+        # Criteria over whole sequences were decided in `statistics`, which sees all of their rows.
         criteria = [criterion for criterion in self.criteria if criterion.level == "token"]
         if self.criteria:
             is_rejected = self._rejected(criteria, inputs) if criteria else mask.new_zeros(mask.shape)
@@ -187,6 +191,7 @@ class Correction:
         """Return which tokens do not meet one of the criteria, [L] bool."""
         trainer_logprobs = tokens.logprobs.detach() if self.proximal == "behaviour" else self.old_logprobs(tokens)
         difference = log_ratios(trainer_logprobs, tokens.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # difference = log(trainer / engine) at tokens that the engine sampled; k1 to k3 estimate KL(engine || trainer).
         kinds = {"k1": -difference, "k2": difference.square() / 2, "k3": difference.expm1() - difference}
         reducers = {"token": _same, "seq_sum": sequence_sums, "seq_mean": sequence_means, "seq_max": sequence_maxima}
         is_rejected = tokens.mask.new_zeros(tokens.mask.shape)
@@ -212,6 +217,7 @@ def _criterion(text: str) -> RejectionCriterion:
         )
     if not is_k1:
         return RejectionCriterion(match[1], match[2], -math.inf, bounds[0])
+    # Bounds of k1 are given for exp(k1); one alone is symmetric about 1.
     low = bounds[0] if len(bounds) == 2 else 1 / bounds[0]
     return RejectionCriterion(match[1], match[2], math.log(low), math.log(bounds[-1]))
 
@@ -231,6 +237,8 @@ def loglinear(logprobs: torch.Tensor, behaviour: torch.Tensor, versions: torch.T
         versions: [L], that sampled the tokens.
         version: the current policy's; the proximal policy's is its whole part.
     """
+    # The whole part is the version before the batch's first update; the fraction, the share of its updates that are
+    # done.
     proximal = math.floor(version)
     lag = (version - versions).clamp(min=0).to(logprobs.dtype)
     # Tokens of the current version itself: both ends are the same policy.

@@ -54,6 +54,7 @@ def teacher_advantages(
     for p, (group, group_teacher) in enumerate(zip(batch.groups, teacher, strict=True)):
         rows = []
         for g, (episode, teacher_logprobs) in enumerate(zip(group.episodes, group_teacher, strict=True)):
+            # [T], in the order of the turns, as are the teacher's.
             policy_logprobs = np.concatenate([turn.logprobs for turn in episode.turns] or [np.zeros(0, np.float32)])
             mask = np.isfinite(teacher_logprobs) & np.isfinite(policy_logprobs)
             difference = np.where(mask, teacher_logprobs, 0) - np.where(mask, policy_logprobs, 0)
@@ -131,9 +132,11 @@ class Distillation(Loss):
             )
         inputs.check()
         top_teacher = inputs.columns["top_teacher"].to(inputs.logprobs.dtype)
+        # [L], as the teacher's logprobs are [L, k].
         is_missing = top_teacher.isnan().any(dim=1)
         mask = inputs.mask & ~is_missing
         # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
+        # Masked tokens get some valid distribution: k entries of 1 / (2k), and a tail of one half.
         filler = torch.full_like(top_teacher, -math.log(2 * self.k))
         teacher = with_tail(top_teacher.clamp(min=_LEAST_LOGPROB).where(mask[:, None], filler))
         top_policy = inputs.top_logprobs.where(inputs.top_logprobs.isfinite(), _LEAST_LOGPROB)
@@ -161,8 +164,10 @@ def with_tail(top: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
+    # 1 - exp(x) loses all digits for x near 0, where the top k have nearly all of the probability.
     tail = -torch.expm1(top.logsumexp(dim=1, keepdim=True))
     bounded_tail = tail.detach().clamp(min=_TAIL_EPS * torch.finfo(top.dtype).eps)
+    # The value of `bounded_tail` with the gradient of `tail`.
     return torch.cat([top, (tail + (bounded_tail - tail.detach())).log()], dim=1)
 
 
@@ -171,7 +176,9 @@ def divergence_terms(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -
     import torch
 
     if beta in (0, 1):
+        # KL(P || Q) for beta 0, KL(Q || P) for beta 1.
         first, second = (teacher, policy) if beta == 0 else (policy, teacher)
         return first.exp() * (first - second)
+    # log M, with M = beta P + (1 - beta) Q.
     mixed = torch.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
     return beta * teacher.exp() * (teacher - mixed) + (1 - beta) * policy.exp() * (policy - mixed)

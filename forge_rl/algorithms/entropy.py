@@ -67,6 +67,7 @@ class AdaptiveEntropy:
         """Adapt to the mean entropy of a step; None or NaN, as of a step without trained tokens, changes nothing."""
         if entropy is None or math.isnan(entropy):
             return
+        # c moves a step at a time, and is kept while the bonus is off.
         self._is_low = entropy <= self.target
         coefficient = self._coefficient + (self._delta if self._is_low else -self._delta)
         self._coefficient = min(max(coefficient, 0.0), self._largest)

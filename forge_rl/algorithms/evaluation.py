@@ -63,6 +63,7 @@ def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Estimate:
     scores = []
     for task_rewards in rewards:
         n, c = len(task_rewards), sum(reward >= success - _ROUNDING for reward in task_rewards)
+        # Fewer episodes than k have no unbiased estimate.
         if n >= k:
             scores.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
     return mean_over_tasks(scores)
@@ -82,6 +83,7 @@ def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Estimate:
         votes: dict[str, list[float]] = defaultdict(list)
         for reward, text in zip(task_rewards, texts, strict=True):
             votes[text.strip()].append(reward)
+        # Missing answers are no vote, unless there is nothing else.
         candidates = {text: answer_rewards for text, answer_rewards in votes.items() if text} or votes
         if candidates:
             max_votes = max(map(len, candidates.values()))
@@ -120,6 +122,7 @@ def compare_paired(first: Sequence[float], second: Sequence[float]) -> Compariso
     first_scores, second_scores = np.asarray(first, np.float64), np.asarray(second, np.float64)
     differences = second_scores - first_scores
     largest = float(abs(differences).max()) or 1.0
+    # One more task on each side keeps the interval open where all differences are equal.
     widened = np.array([*differences, largest, -largest])
     middle, half = float(widened.mean()), _Z * float(widened.std()) / math.sqrt(len(widened))
     bound = 1.0 if _within_unit(first_scores) and _within_unit(second_scores) else math.inf
@@ -144,7 +147,9 @@ def _interval(values: npt.NDArray[np.float64], stderr: float) -> tuple[float, fl
     if not _within_unit(values):
         return mean - _Z * stderr, mean + _Z * stderr
     binary = mean * (1 - mean)
+    # (n - 1) n stderr^2 is the sum of squared deviations; the assumed task adds p (1 - p) to it.
     variance = ((count - 1) * count * stderr**2 + binary) / count**2 if count > 1 else binary
+    # Independent episodes with the same variance; where all scores are 0, or all 1, one for each task.
     episodes = binary / variance if binary else count
     freedom = max(1, count - 1)  # Student's t by its expansion in 1 / freedom
     episodes /= (1 + (_Z**2 + 1) / (4 * freedom) + (5 * _Z**4 + 16 * _Z**2 + 3) / (96 * freedom**2)) ** 2

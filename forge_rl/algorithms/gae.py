@@ -74,11 +74,13 @@ def gae(
     config = config or GaeConfig()
     lengths = np.array([len(episode_values) for episode_values in values], np.int64)
     value, reward = flat(values, lengths, "values"), flat(rewards, lengths, "rewards")
+    # All episodes lie one after the other; the value after each one's last token is 0.
     next_value = np.append(value[1:], 0.0)[: len(value)]
     next_value[np.cumsum(lengths[lengths > 0]) - 1] = 0.0
     delta = reward + config.gamma * next_value - value
     decay = np.full(len(lengths), config.lambda_policy)
     if config.length_adaptive_alpha:
+        # At least 1, so that the shortest episodes get a decay of 0 and not a negative one.
         decay = 1 - 1 / np.maximum(config.length_adaptive_alpha * lengths, 1)
     advantages = discounted(delta, lengths, config.gamma * decay)
     targets = value + discounted(delta, lengths, config.gamma * config.lambda_critic)

@@ -34,11 +34,13 @@ def gate_advantages(advantages: Advantages, *, least: float, by: Literal["episod
     import torch
 
     if isinstance(advantages, torch.Tensor):
+        # [P, G] bool.
         large = advantages.abs() >= least
         return advantages.where(large.any(dim=1, keepdim=True) if by == "group" else large, 0.0)
     rows = []
     for group in advantages:
         is_large = [bool((np.abs(array) >= least).any()) for array in group]
+        # By group, one large advantage keeps all episodes of the group.
         is_large = [any(is_large)] * len(is_large) if by == "group" else is_large
         rows.append([array if keep else np.zeros_like(array) for array, keep in zip(group, is_large, strict=True)])
     return rows

@@ -73,6 +73,7 @@ def _of_group(
     scored_indices = [place for place, episode in enumerate(episodes) if episode.score is not None and episode.turns]
     rewards = [_turn_rewards(episodes[place]) for place in scored_indices]
     lengths = np.array([len(turn_rewards) for turn_rewards in rewards], np.int64)
+    # By turn, all scored episodes one after the other.
     flat_rewards = np.concatenate([np.zeros(0), *rewards])
     episode_advantages = _normalised(np.array([turn_rewards.sum() for turn_rewards in rewards]), scaled)
     returns = discounted(flat_rewards, lengths, gamma)
@@ -81,10 +82,12 @@ def _of_group(
     for index, (episode, turn) in enumerate(starts):
         anchors[_key(episode, turn, anchor)].append(index)
     turn_advantages = np.zeros(len(flat_rewards))
+    # Turns of the group that began in the same state, whichever episode they are from.
     for members in anchors.values():
         turn_advantages[members] = _normalised(returns[members], scaled)
     sums = np.repeat(episode_advantages, lengths) + step_weight * turn_advantages
     advantages = [np.zeros(episode.response_tokens, np.float32) for episode in episodes]
+    # Without scored episodes, `np.split` still returns one empty array.
     for place, values in zip(scored_indices, np.split(sums, np.cumsum(lengths)[:-1]), strict=False):
         advantages[place] = np.repeat(
             values.astype(np.float32), [len(turn.token_ids) for turn in episodes[place].turns]

@@ -26,6 +26,7 @@ def hint_of(group: Group, index: int, kind: Hint) -> str | None:
         if all others failed, the scorer's `Score.feedback` on this one: SDPO (arXiv 2601.20802).
     """
     if kind == "feedback":
+        # An episode is never shown its own answer.
         successes = [
             episode for place, episode in enumerate(group.episodes) if place != index and episode.reward >= _SUCCESS
         ]

@@ -61,6 +61,7 @@ def kl_penalty(
     if kind == "k2":
         return 0.5 * difference.square()
     if kind == "k3":
+        # k3 within the bounds, its tangent beyond.
         bounded = difference.clamp(-MAX_PENALTY_LOG_RATIO, MAX_PENALTY_LOG_RATIO)
         slope = 1 - (-bounded).exp()  # slope of the tangent, which still pulls distant tokens back
         k3 = (-bounded).expm1() + bounded + slope * (difference - bounded)

@@ -98,6 +98,7 @@ def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tens
         Over rows and ranks, sums and counts add up, and "max" takes the maximum.
     """
     gap = widened(torch.where(mask, trainer.detach() - behaviour, 0.0).abs())
+    # A rank may have no tokens, and `max` of nothing raises.
     largest = gap.max() if gap.numel() else gap.new_zeros(())
     return {"abs_sum": gap.sum(), "max": largest, "count": mask.sum().to(torch.float32)}
 
@@ -115,6 +116,7 @@ def score_logits(
     logits: torch.Tensor, targets: torch.Tensor, scoring: Scoring, chunk_tokens: int
 ) -> tuple[TokenScores, Distributions]:
     """Compute `token_scores` without gradients, and what `logits_gradient` needs."""
+    # One kernel reads the logits once for all scores, without temporaries.
     if has_score_kernels(logits):
         return scores_of_sums(
             score_sums(logits, scoring.temperature, scoring.squares), target_logits(logits, targets), scoring
@@ -122,6 +124,7 @@ def score_logits(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logprobs, entropy = logits.new_empty(targets.shape, dtype=dtype), logits.new_empty(len(targets), dtype=dtype)
     squares = torch.empty_like(entropy) if scoring.squares else None
+    # [chunk_tokens, V] each: log probabilities, and probabilities.
     buffers = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
     for start in range(0, len(targets), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
@@ -158,6 +161,7 @@ def logits_gradient(
         score_gradient(logits, out, statistics, _columns(targets).contiguous(), slopes, scoring.temperature)
         return
     grad_logprobs, grad_entropy = (grad / scoring.temperature for grad in grads)
+    # d logprob / d z = onehot - p: -p times the sum of the K targets' slopes, plus each slope at its target.
     slopes = _columns(grad_logprobs)
     buffer = _room(logits, chunk_tokens)
     for start in range(0, len(targets), chunk_tokens):
@@ -179,6 +183,7 @@ def kernel_statistics(
     grad_logprobs, grad_entropy = (_scaled(grad, scoring.temperature) for grad in grads)
     slopes, (entropy, log_total) = _columns(grad_logprobs), distributions
     assert log_total is not None, "kernels compute it"
+    # A sum over one column would be another kernel.
     all_slopes = slopes[:, 0] if slopes.shape[1] == 1 else slopes.sum(dim=1)
     entropy_slopes = grad_entropy if scoring.entropy_gradient else torch.zeros_like(entropy)
     return torch.stack([log_total, entropy, all_slopes, entropy_slopes]), slopes.contiguous()
@@ -201,6 +206,8 @@ def scores_of_sums(
 ) -> tuple[TokenScores, Distributions]:
     """Compute `score_logits` from `score_sums`, [4, N], and the targets' logits, [N] or [N, K]."""
     largest, total, weighted, squared = sums
+    # With z = logits / temperature, m = max z and e = exp(z - m): log sum exp z = m + log sum e, and the entropy is log
+    # sum e - sum e (z - m) / sum e.
     log_sum = total.log()
     entropy, log_total = log_sum - weighted / total, largest + log_sum
     squares = squared / total.square() if scoring.squares else None
@@ -246,6 +253,7 @@ class _TokenScoresFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, targets, *distributions = ctx.saved_tensors
         scoring, chunk_tokens, overwrite_logits = ctx.options
+        # `save_for_backward` notices the write, so a second backward pass fails instead of using gradients as logits.
         grad_logits = logits.detach() if overwrite_logits else torch.empty_like(logits)
         logits_gradient(
             logits.detach(),
@@ -273,6 +281,7 @@ def entropy_slope(
         entropy: [n], as is its gradient g, `grad_entropy`.
         slopes: [n, 1], sums of the gradients by the logprobs of each position.
     """
+    # A probability of 0 gives 0 times a finite number, where -inf would give NaN.
     factor = (logp.clamp(min=_LEAST) + entropy[:, None]).mul_(grad_entropy[:, None]).add_(slopes)
     return logp.exp().mul_(factor.neg_())
 

@@ -26,6 +26,7 @@ def _methods() -> Iterator[tuple[str, Callable[..., Loss]]]:
     """Yield each name that a loss gives itself, and what makes the loss with that name's defaults."""
     for module in (importlib.import_module(f"{algorithms.__name__}.{name}") for name in _MODULES):
         for kind in vars(module).values():
+            # Imported classes belong to another module; `vars` leaves out inherited names.
             if isinstance(kind, type) and issubclass(kind, Loss) and kind.__module__ == module.__name__:
                 for name, defaults in vars(kind).get("flag_names", {}).items():
                     yield name, functools.partial(kind, **defaults) if defaults else kind

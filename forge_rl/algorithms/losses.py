@@ -71,6 +71,7 @@ class PolicyLoss(Loss):
 
     @property
     def needs(self) -> Collection[Need]:
+        # Each of these costs a forward pass, or memory for a gradient, so it is asked for only where it counts.
         needs: dict[Need, bool] = {
             "reference": self.kl_coef > 0,
             "proximal": self.correction.proximal == "recompute",
@@ -98,6 +99,7 @@ class PolicyLoss(Loss):
             statistics["off_policy"] = sequence_means(log_ratios(tokens.behaviour, tokens.logprobs), tokens)
         if self.top_entropy_quantile < 1:
             assert tokens.entropy is not None
+            # [N] bool: the top share by entropy, over the whole minibatch.
             statistics["high_entropy"] = tokens.entropy >= quantile(tokens.entropy, 1 - self.top_entropy_quantile)
         return statistics
 
@@ -141,6 +143,7 @@ class PolicyLoss(Loss):
         mask, dtype = inputs.mask & is_finite, inputs.logprobs.dtype
         zero = inputs.logprobs.new_zeros(())  # a number would take a GPU an operation each time
         sums: dict[str, Sum] = {"not_finite": (inputs.mask ^ mask).sum(dtype=dtype)}
+        # From here on, a token with a logprob that is not finite is one that is not trained.
         inputs = replace(inputs, mask=mask)
 
         def masked(values: torch.Tensor) -> torch.Tensor:
@@ -157,6 +160,7 @@ class PolicyLoss(Loss):
             sums["off_policy_masked"] = is_dropped.sum()
         if self.top_entropy_quantile < 1:
             losses = losses.where(inputs.statistics["high_entropy"], 0.0)
+        # Correction and rejection act on the surrogate alone, not on the entropy bonus and KL penalty below.
         loss = ((weights * factor if self.correction.acts else weights) * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
         sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **correction_sums, **method_sums}
@@ -164,6 +168,7 @@ class PolicyLoss(Loss):
             assert inputs.entropy is not None, "needs has entropy_gradient"
             loss = loss - self.entropy_coef * (weights * masked(inputs.entropy)).sum()
         if self.kl_coef > 0 and inputs.reference is not None:
+            # The ratio is to the engine, which sampled the tokens, whatever policy the surrogate's ratio is to.
             penalty = kl_penalty(logprobs, masked(inputs.reference), logprobs - behaviour, self.kl_kind)
             loss = loss + self.kl_coef * (weights * penalty).sum()
         return loss, {
@@ -220,12 +225,15 @@ class ClippedSurrogate(PolicyLoss):
 
         ratio = importance_ratio(logprobs, old)
         is_high, is_low = clipped_sides(ratio, advantages, self.clip_low, self.clip_high)
+        # Without this bound, -r * A has none for negative A: the ratio may grow as far as it likes.
         is_dual_clipped = (advantages < 0) & (ratio > self.dual_clip)
         is_clipped = is_high | is_low | is_dual_clipped
         bound = torch.where(
             is_dual_clipped, self.dual_clip, ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high)
         )
+        # `bound` has no gradient, so a clipped token has none, while its loss keeps PPO's value.
         losses = -torch.where(is_clipped, bound, ratio) * advantages
+        # One reduction for four counts, as each kernel takes a GPU the same time to start.
         counts = torch.stack([is_clipped, is_high, is_low, is_dual_clipped]).sum(dim=1, dtype=logprobs.dtype)
         return losses, dict(zip(("clipped", "clipped_high", "clipped_low", "dual_clipped"), counts, strict=True))
 
@@ -253,6 +261,7 @@ def importance_ratio(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> to
 
 def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
     """Return the value below which a share of the values, [N], lies, interpolated as NumPy and TRL do; any N."""
+    # [N]. `torch.quantile` refuses more than 16 million values.
     sorted_values = values.nan_to_num(nan=0.0).sort().values
     place = share * (len(sorted_values) - 1)
     low = int(place)

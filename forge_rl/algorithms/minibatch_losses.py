@@ -50,8 +50,11 @@ class M2po(PolicyLoss):
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # Equal signs: the update would move these tokens further away.
         candidates = (log_ratio * tokens.advantages > 0).nonzero()[:, 0]
         squares, order = log_ratio[candidates].double().square().sort(stable=True)
+        # In ascending order, means[i] is that of the i + 1 smallest, and grows with i: what is above the bound is a
+        # tail.
         means = squares.cumsum(0) / (squares.new_ones(len(squares)).cumsum(0))
         dropped_indices = candidates[order[means > self.m2_bound]]
         return {**super().statistics(tokens), "dropped": _only(dropped_indices, tokens)}
@@ -102,6 +105,7 @@ class ClipCov(ClippedSurrogate):
         import torch
 
         ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        # Clipped tokens have no gradient already, and would be wasted choices.
         _, is_clipped = clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
         covariance = _covariance(tokens)
         candidates = ((covariance > self.cov_low) & (covariance < self.cov_high) & ~is_clipped).nonzero()[:, 0]
@@ -160,6 +164,7 @@ class KlCov(PolicyLoss):
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         covariance = _covariance(tokens).where(tokens.advantages != 0, 0.0)
         order = covariance.sort(descending=True, stable=True).indices[: _at_least_one(self.cov_ratio, tokens)]
+        # With few positive covariances, the share may reach into others, which are not penalised.
         return {**super().statistics(tokens), "chosen": _only(order, tokens) & (covariance > 0)}
 
     def token_losses(
@@ -173,6 +178,7 @@ class KlCov(PolicyLoss):
 
 def _covariance(tokens: LossInputs) -> torch.Tensor:
     """Return the product of each token's deviations from the mean advantage and the mean logprob, [N] float64."""
+    # `log_ratios` to 0 is the logprob itself, with NaN and infinities made finite.
     advantages, logprobs = tokens.advantages.double(), log_ratios(tokens.logprobs, 0 * tokens.logprobs).double()
     covariance: torch.Tensor = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
     return covariance

@@ -82,6 +82,7 @@ def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
     """Return the advantages of one group."""
     if len(rewards) < k or rewards.max() == rewards.min():
         return np.zeros_like(rewards)
+    # By rank, the best of a subset is its last: sums over subsets become sums over ranks.
     order = np.argsort(rewards, kind="stable")
     ranked, advantages = rewards[order], np.empty_like(rewards)
     best_weights, above_weights, below_weights = _weights(len(ranked), k)
@@ -93,6 +94,7 @@ def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
         spread = float((share * (ranked - mean) ** 2).sum()) ** 0.5
         advantages[order] = (best - mean) / (spread + EPSILON)
     else:
+        # [G], for each rank the second-best rewards of the subsets that it wins, weighted by their shares.
         lower_sums = np.append(0.0, np.cumsum(below_weights * ranked)[:-1])
         advantages[order] = best_weights * ranked - lower_sums
     return advantages
@@ -106,6 +108,7 @@ def _weights(size: int, k: int) -> tuple[Float64, Float64, Float64]:
     - above: another episode, of rank i, is the highest, above this one,
     - below: the best of the other episodes has rank i, below this one.
     """
+    # Subsets of k with one certain episode. Exact integers, as floats would overflow for large groups.
     subsets = comb(size - 1, k - 1)
     best = [comb(i, k - 1) / subsets for i in range(size)]
     above = [comb(i - 1, k - 2) / subsets if i and k > 1 else 0.0 for i in range(size)]

@@ -42,6 +42,7 @@ class Cispo(PolicyLoss):
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         ratio = importance_ratio(logprobs.detach(), old)
         truncated = (advantages != 0) & (ratio > self.ratio_max)
+        # The ratio is detached: the gradient is the weight's times A, by the logprob alone.
         return -ratio.clamp(max=self.ratio_max) * advantages * logprobs, {"clipped": truncated.sum()}
 
 
@@ -85,7 +86,9 @@ class Dppo(PolicyLoss):
             divergence = (p - q).abs()
         else:  # 1e-8 as in verl: the other tokens' probability may round to 0
             other_p, other_q = (1 - p).clamp(min=0) + 1e-8, (1 - q).clamp(min=0) + 1e-8
+            # KL of two coins: this token, or any other.
             divergence = q * (old - detached) + (1 - q) * (other_q / other_p).log()
+        # A token that moves back towards the old policy keeps its gradient, however far away it is.
         is_diverging = ((advantages > 0) & (p > q)) | ((advantages < 0) & (p < q))
         is_clipped = is_diverging & (divergence > self.threshold)
         losses = -importance_ratio(detached, old).clamp(max=self.ratio_max) * advantages * logprobs
@@ -118,7 +121,9 @@ class Sapo(PolicyLoss):
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        # [L], one of the two by the sign of A; 0 counts as negative.
         tau = (advantages > 0).to(advantages.dtype) * (self.tau_positive - self.tau_negative) + self.tau_negative
+        # sigmoid'(0) = 1/4, so the factor 4 / tau makes the slope at r = 1 the advantage itself.
         return -(tau * (importance_ratio(logprobs, old) - 1)).sigmoid() * 4 / tau * advantages, {}
 
 
@@ -164,12 +169,14 @@ class Gspo(PolicyLoss):
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens))
+        # [N], log of the geometric mean of the ratios in each token's sequence.
         return {**super().statistics(tokens), "log_ratio": sequence_means(log_ratio, tokens)}
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        # [L], each token has the mean of its sequence, as a number; the gradient is added below.
         mean = inputs.statistics["log_ratio"].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = mean.exp() * (logprobs - logprobs.detach()).exp()
         losses, is_clipped = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
@@ -218,6 +225,7 @@ class Gmpo(PolicyLoss):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         log_ratio, is_clipped = self._clipped(logprobs, old, advantages)
+        # Value 1, gradient of this token's clipped log ratio.
         straight_through = 1 + log_ratio - log_ratio.detach()
         return -advantages * inputs.statistics["log_ratio"].exp() * straight_through, {"clipped": is_clipped.sum()}
 
@@ -247,6 +255,7 @@ class Topr(PolicyLoss):
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        # [L], the sequence's probability ratio, at most 1, for negative advantages; 1 for others.
         weight = inputs.statistics["log_ratio"].clamp(max=0.0).exp().where(advantages < 0, 1.0)
         return -weight * advantages * logprobs, {"weight": weight.where(inputs.mask, 0.0).sum()}
 
@@ -292,6 +301,7 @@ class Vespo(PolicyLoss):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         log_ratio = inputs.statistics["log_ratio"].clamp(math.log(1e-8), MAX_LOG_RATIO)
+        # log w = k log W + lambda (1 - W), where expm1 of log W is W - 1.
         positive = (self.k_positive * log_ratio - self.lambda_positive * log_ratio.expm1()).exp()
         negative = (self.k_negative * log_ratio - self.lambda_negative * log_ratio.expm1()).exp()
         weight = negative.where(advantages < 0, positive)

@@ -53,15 +53,19 @@ class PreferenceLoss(Loss):
             )
         pairs, pair = tokens.groups.unique(return_inverse=True)
         side = tokens.episodes.long() % 2
+        # [N], index of the token's episode among all of the minibatch: chosen, rejected, chosen, ...
         place = 2 * pair + side
         scores = torch.zeros(2 * len(pairs), dtype=torch.float64, device=place.device)
         scores.index_add_(0, place, self.terms(tokens).double())
+        # The scores have no graph of the model here, so the derivative of the loss by each score is computed now;
+        # `__call__` multiplies it with the gradient of each token's term.
         with torch.enable_grad():
             chosen_scores, rejected_scores = (
                 column.clone().requires_grad_() for column in scores.view(-1, 2).unbind(1)
             )
             losses = self.pair_losses(chosen_scores, rejected_scores)
             slopes = torch.stack(torch.autograd.grad(losses.sum(), [chosen_scores, rejected_scores]), 1)
+        # One over the tokens of a pair, so that sums over tokens count each pair once.
         share = pair.bincount().double().reciprocal()
         statistics = {
             "loss": losses.detach()[pair],

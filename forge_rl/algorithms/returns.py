@@ -50,8 +50,11 @@ def token_rewards(episodes: Iterable[Episode]) -> list[Float64]:
                 )
             turns = _known(np.asarray(score.turns, np.float64))
             if len(turns):
+                # `add.at` sums repeated places, which a turn without tokens has in common with the one before.
                 np.add.at(episode_rewards, np.maximum(ends - 1, 0), turns)
             rest = score.total - float(turns.sum()) if score.turns_in_total else score.total
+            # What the turns' rewards do not account for. A NaN fails this comparison and is placed, to be refused
+            # later.
             if not abs(rest) <= _ROUNDING * abs(turns).sum():
                 episode_rewards[-1] += rest
         rewards.append(episode_rewards)
@@ -78,6 +81,8 @@ def discounted(values: Float64, lengths: npt.NDArray[np.int64], decay: float | F
         lengths: [N], number of values of each episode.
         decay: factor of the next sum, or one for each episode, [N].
     """
+    # From the ends backwards, all episodes at a time: one vectorised step for each token of the longest, not a loop
+    # over all tokens. Sorted by length, episodes that still have a token come first.
     order = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(lengths)[order] - 1
     decays = np.broadcast_to(np.asarray(decay, np.float64), lengths.shape)[order]
@@ -153,6 +158,7 @@ def reinforce_pp_advantages(
     if penalties is not None:
         rewards = rewards - flat(penalties, lengths, "penalties")
     returns = discounted(rewards, lengths, gamma)
+    # [N] bool, by token: an episode without a score must not shift the mean of the others.
     is_scored = np.repeat(np.array([episode.score is not None for episode in episodes], np.bool_), lengths)
     advantages = np.zeros(len(returns), np.float32)
     advantages[is_scored] = whitened(returns[is_scored])

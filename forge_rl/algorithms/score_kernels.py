@@ -26,6 +26,7 @@ def score_sums(logits: torch.Tensor, temperature: float, squares: bool) -> torch
 
     sums = _sums_like(logits)
     rows, vocab = logits.shape
+    # One program reduces a whole row, block after block.
     sums_kernel[(rows,)](logits, sums, logits.stride(0), rows, vocab, temperature, SQUARES=squares, BLOCK=_block(vocab))
     return sums
 
@@ -58,6 +59,7 @@ def score_gradient(
 
     rows, vocab = logits.shape
     block = _block(vocab)
+    # One program for each block of a row: its entries depend on nothing but the row's statistics.
     gradient_kernel[(rows, -(-vocab // block))](
         *(logits, grad, statistics, places, slopes, logits.stride(0), grad.stride(0)),
         *(statistics.stride(0), vocab, places.shape[1], temperature),

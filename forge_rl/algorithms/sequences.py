@@ -23,6 +23,7 @@ def sequence_sums(values: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
     A sequence is an episode: all of its trained tokens, over all turns and segments.
     """
     _, index = tokens.episodes.unique(return_inverse=True)
+    # N slots are enough: there are at most as many episodes as tokens.
     total: torch.Tensor = values.new_zeros(len(values)).index_add(0, index, values)[index]
     return total
 

@@ -60,6 +60,7 @@ def _of_group(episodes: Sequence[Episode]) -> list[npt.NDArray[np.float32]]:
     for episode, path in zip(episodes, paths, strict=True):
         if not math.isfinite(episode.reward):
             raise ConfigError(f"the reward of {episode.task.id} is {episode.reward}", hint="give finite numbers")
+        # The episode is a leaf below each node on its path, the root () included.
         for depth in range(len(path) + 1) if episode.score is not None else ():
             leaf_rewards[path[:depth]].append(episode.reward)
     values = {node: _mean(rewards) for node, rewards in leaf_rewards.items()}
@@ -70,6 +71,7 @@ def _of_group(episodes: Sequence[Episode]) -> list[npt.NDArray[np.float32]]:
         for turn in episode.turns:
             node, end = turn.branch or path, start + len(turn.token_ids)
             if episode.score is not None:
+                # TreeRL: against the whole group, and against the node before the fork.
                 advantage = (values[node] - values[()]) + (values[node] - values[node[:-1]])
                 episode_advantages[start:end] = advantage / math.sqrt(len(leaf_rewards[node]))
             start = end

@@ -19,6 +19,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Reduce a row of logits, see `score_sums`, as an online softmax."""
+    # int64, as row * stride may exceed 32 bits.
     row = tl.program_id(0).to(tl.int64)
     # Not -inf: a block of masked logits must not give -inf - -inf.
     largest = tl.full((), -3e38, tl.float32)
@@ -33,7 +34,9 @@ def sums_kernel(  # type: ignore[no-untyped-def]
         factor = tl.exp(largest - maximum)
         shifted = scaled - maximum
         exp = tl.exp(shifted)
+        # A larger maximum scales the sums of e by `factor`, and shifts each (z - m) in the weighted one.
         weighted = factor * (weighted + total * (largest - maximum))
+        # 0 * -inf would be NaN for masked logits.
         weighted += tl.sum(tl.where(exp == 0.0, 0.0, exp * shifted), axis=0)
         total = factor * total + tl.sum(exp, axis=0)
         if SQUARES:
@@ -72,5 +75,6 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     value = -tl.exp(logp) * (slope + entropy_slope * (tl.maximum(logp, -1e4) + entropy))
     for target in range(targets):
         place = tl.load(places + row * targets + target)
+        # The targets' own slopes; a place outside of this block matches no column.
         value += tl.where(columns == place, tl.load(slopes + row * targets + target), 0.0)
     tl.store(grad + row * grad_stride + columns, value.to(grad.dtype.element_ty), mask=is_inside)

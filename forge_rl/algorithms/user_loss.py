@@ -45,6 +45,7 @@ def call_statistics(loss: Loss, tokens: LossInputs) -> Mapping[str, torch.Tensor
     with torch.no_grad():
         statistics = _call(lambda: loss.statistics(tokens))
     count = len(tokens.mask)
+    # A scalar is one number for the whole minibatch.
     bad_names = [name for name, value in statistics.items() if value.shape[:1] != (count,) and value.ndim]
     if bad_names:
         raise LossError(
@@ -76,6 +77,7 @@ def _call(function: Callable[[], _T]) -> _T:
     except (ForgeError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
+        # A broken device is not the loss's fault, and may be repaired by a restart.
         if isinstance(error, RuntimeError) and _OF_DEVICE.match(str(error)):
             raise
         message = next(iter(str(error).strip().splitlines()), "")[:300]
@@ -130,6 +132,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
     if isinstance(loss, LossBySource) and sources:
         loss.check_sources(sources)
     try:
+        # What is tried below is the copy, as the ranks will call it.
         loss = cloudpickle.loads(cloudpickle.dumps(loss))
     except Exception as error:
         raise LossError(
@@ -179,6 +182,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
             hint=f"compute it from inputs.{'values' if outputs is not logprobs else 'logprobs'}, without detach, and "
             "only where the mask is True",
         )
+    # A loss that lets groups be spared promises that they have no gradient.
     if not loss.keeps_uniform:
         uniform_total, _ = call_loss(loss, replace(inputs, advantages=torch.zeros_like(inputs.advantages)))
         if uniform_total.requires_grad and torch.autograd.grad(uniform_total, outputs)[0].any():

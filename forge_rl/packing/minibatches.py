@@ -28,12 +28,15 @@ def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, s
         return [list(range(len(sources)))]
     random = np.random.default_rng(seed)
     order = random.permutation(len(sources)).tolist()
+    # Source after source, in random order; within one, in the random order of its groups.
     source_order = {name: place for place, name in enumerate(dict.fromkeys(sources[index] for index in order))}
+    # Breaks ties, so that no minibatch always gets the odd group.
     lead = random.permutation(minibatches).tolist()
     parts: list[list[int]] = [[] for _ in range(minibatches)]
     source_counts = [Counter[str]() for _ in range(minibatches)]
     for index in sorted(order, key=lambda index: (not trained[index], source_order[sources[index]])):
         name = sources[index]
+        # Fewest groups of the source first, then fewest groups at all.
         part = min(range(minibatches), key=lambda part: (source_counts[part][name], len(parts[part]), lead[part]))
         parts[part].append(index)
         source_counts[part][name] += 1

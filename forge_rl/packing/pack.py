@@ -70,6 +70,7 @@ def pack(
     if advantages is None:
         advantages, drop_uniform = torch.zeros(shape), False
     advantages = _check(batch, advantages, shape, layout)
+    # Lay each group's segments into trees, in which common prefixes are one.
     groups = []
     for p, group in enumerate(batch.groups):
         group_columns = {name: values[p] for name, values in columns.items()}
@@ -85,8 +86,11 @@ def pack(
             f"{-(-longest // layout.seq_len)} to split each row over that many devices; or shorten episodes",
         )
     sources = [group.task.source for group in batch.groups]
+    # Dealt first, so that every update gets its part of the groups that it learns from.
     learns = [bool(group.trees) and not group.uniform for group in groups]
+    # With one minibatch, another epoch would repeat the same rows; the trainer repeats them itself.
     epochs = layout.epochs if layout.minibatches > 1 else 1
+    # Deal the groups to minibatches, differently in each epoch.
     seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
     spared_groups = [group for group in groups if drop_uniform and group.uniform]
@@ -110,6 +114,7 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
     hint = "compute them from the batch, with batch_advantages"
     if not isinstance(advantages, torch.Tensor):
         try:
+            # Nested lists hold either a number or an array of tokens for each episode.
             is_per_episode = all(np.ndim(value) == 0 for group in advantages for value in group)
             advantages = (
                 torch.from_numpy(np.array(advantages, np.float32))
@@ -147,6 +152,7 @@ def _of_segment(values: npt.NDArray[Any], episode: Episode, segment: Segment) ->
     ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
     segment_values = np.zeros((len(segment.token_ids), *values.shape[1:]), values.dtype)
     for turn in np.unique(segment.turns[segment.trained]):
+        # The turn's place among all tokens that the episode generated, without the prompts between.
         segment_values[segment.turns == turn] = values[ends[turn] - len(episode.turns[turn].token_ids) : ends[turn]]
     return segment_values
 
@@ -156,7 +162,8 @@ def _summed(
     advantages: torch.Tensor | Sequence[npt.NDArray[np.float32]],
     holders: Sequence[Sequence[tuple[int, int]]],
 ) -> torch.Tensor | Sequence[npt.NDArray[np.float32]]:
-    """Sum the advantages of a turn that episodes have in common in the first of these episodes, which trains it."""
+    """Add up the advantages of each turn that episodes share, in the first of these episodes, which trains it."""
+    # The usual case: no world forked, and an advantage for the whole episode stays one number.
     if all(first == number for number, episode_holders in enumerate(holders) for first, _ in episode_holders):
         return advantages
     token_advantages = [
@@ -172,6 +179,7 @@ def _summed(
     for number, episode_holders in enumerate(holders):
         for turn, (first, first_turn) in enumerate(episode_holders):
             if first != number:
+                # `np.split` returns views, so this adds to `token_advantages`.
                 turns[first][first_turn] += turns[number][turn]
     return token_advantages
 
@@ -209,6 +217,7 @@ def _lay(
     repeated = unscored = 0
     for number, (episode, episode_advantages) in enumerate(zip(group.episodes, trained_advantages, strict=True)):
         place = index * len(group.episodes) + number
+        # An earlier episode trains these turns; here they are only what later turns have seen.
         context_turns = [turn for turn, (first, _) in enumerate(holders[number]) if first != number]
         episode_branches = []
         for segment_index, segment in enumerate(episode.segments):
@@ -226,6 +235,7 @@ def _lay(
         lengths[place] = sum(int(branch.mask.sum()) for branch in episode_branches)
         repeated += sum(int(np.isfinite(episode.turns[turn].logprobs).sum()) for turn in context_turns)
         context_tokens = sum(len(episode.turns[turn].token_ids) for turn in context_turns)
+        # Generated here, but not trained: the engine gave no finite logprob.
         unscored += episode.response_tokens - context_tokens - lengths[place]
         branches += [branch for branch in episode_branches if branch.mask.any()]
     return _GroupTrees(
@@ -242,6 +252,7 @@ def _minibatch(
     groups: list[_GroupTrees], layout: Layout, group_size: int, sources: tuple[str, ...], drop_uniform: bool
 ) -> Minibatch:
     lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
+    # Groups with and without a gradient never share a row, so that the latter's rows can be left out.
     parts = [
         [tree for group in groups if (drop_uniform and group.uniform) == is_spared for tree in group.trees]
         for is_spared in (False, True)
@@ -250,6 +261,8 @@ def _minibatch(
     rows, trees = row_lists[0] + row_lists[1], parts[0] + parts[1]
     episodes = [{branch.episode for tree in row for branch in tree.branches} for row in rows]
     columns = trees[0].branches[0].columns if trees else {}
+    # Each of the devices that split a row gets a multiple of the block size, of which tensor parallelism takes equal
+    # parts.
     multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel_degree) * layout.context_parallel_degree
     min_length = layout.least_tokens * layout.context_parallel_degree
     return Minibatch(
@@ -292,13 +305,18 @@ def _row(
         row["trees"][position : position + tree.size] = t
         path = np.zeros(0, np.int64)
         for branch, num_shared in zip(tree.branches, tree.shared, strict=True):
+            # The branch before ends here: what it did not share with this one is seen no further.
             row["until"][path[num_shared:]] = position
             span = slice(position, position + branch.inputs - num_shared)
+            # path[i] is where the branch's token i lies in the row: in its own range, or in the one of an earlier
+            # branch.
             path = np.concatenate([path[:num_shared], np.arange(span.start, span.stop)])
             _lay_branch(row, columns, branch, num_shared, path)
             row["lengths"][path[branch.mask[1:]]] = lengths[branch.episode]
             position = span.stop
+        # The last branch closes what is still open, down to the tree's root.
         row["until"][path] = position
+    # Padding sees itself and the padding before it: a softmax over nothing would be NaN.
     row["until"][position:] = length
     tensors = {name: torch.from_numpy(values) for name, values in row.items()}
     return Row(**tensors, columns={name: torch.from_numpy(values) for name, values in columns.items()})
@@ -323,6 +341,7 @@ def _lay_branch(
     row["targets"][positions] = branch.token_ids[num_shared + 1 :]
     if num_shared and row["targets"][path[num_shared - 1]] != branch.token_ids[num_shared]:
         row["targets"][path[num_shared - 1]] = 0  # another segment goes on differently
+    # Position t predicts token t + 1, hence masks without their first entry.
     trained, claimed = path[branch.mask[1:]], path[branch.claims[1:]]
     row["targets"][claimed] = branch.token_ids[1:][branch.claims[1:]]
     row["mask"][trained] = True

@@ -79,7 +79,7 @@ class Row:
     until: torch.Tensor
     """int32, end of the range of positions that see this one; the range begins at the position itself."""
     targets: torch.Tensor
-    """int64, next token; 0 where there is none, or where segments go on differently."""
+    """int64, next token; 0 where there is none, or where segments continue differently."""
     mask: torch.Tensor
     """bool, True where the target is trained."""
     behaviour: torch.Tensor
@@ -148,6 +148,7 @@ class Minibatch:
         """Return the minibatch without `uniform_rows`, with the same counts."""
         if not self.uniform_rows:
             return self
+        # Whether an episode or group still lies in several rows depends on the rows that stay.
         rows = self.rows[: len(self.rows) - self.uniform_rows]
         episodes = [set(np.unique(row.episodes.numpy()[row.mask.numpy()]).tolist()) for row in rows]
         return replace(self, rows=rows, uniform_rows=0, scattered=scattered_units(episodes, self.group_size))
@@ -164,7 +165,7 @@ class PackedBatch:
     sequence_tokens: int
     """Input tokens of all packed segments, before sharing and padding."""
     uniform_tokens: int
-    """Those of `sequence_tokens` that lie in `Minibatch.uniform_rows`."""
+    """Part of `sequence_tokens` that lies in `Minibatch.uniform_rows`."""
     unscored_tokens: int
     """Completion tokens that are masked because the engine returned no finite logprob for them."""
     uniform_share: float
@@ -175,6 +176,7 @@ class PackedBatch:
     @property
     def rows(self) -> tuple[Row, ...]:
         """Rows of the first epoch: each trained token is a target in exactly one of them."""
+        # Every epoch deals the same groups, so the first has all tokens once.
         first = self.minibatches[: len(self.minibatches) // self.epochs]
         return tuple(row for minibatch in first for row in minibatch.rows)
 
@@ -211,7 +213,7 @@ def attends(until: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
 
 
 def scattered_units(episodes: Sequence[set[int]], group_size: int) -> frozenset[str]:
-    """Return "episode" or "group" for those that lie in several rows, from the episodes of each row."""
+    """Return "episode" if an episode lies in several rows, and "group" if a group does, given each row's episodes."""
     groups = [{episode // group_size for episode in row} for row in episodes]
     return frozenset(
         name

@@ -51,7 +51,7 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments of a group that share prefixes, or some of them: a tree of any depth.
+    """All or some of a group's segments that share prefixes: a tree of any depth.
 
     Segments with a common prefix are neighbours, so the length of the prefix that each shares with the one before
     describes the whole tree.
@@ -74,6 +74,8 @@ class Tree:
     @cached_property
     def shared(self) -> tuple[int, ...]:
         """Number of positions that each segment shares with the one before it here; 0 for the first."""
+        # Lexicographic neighbours: two segments share the least of what each one between them shares with its
+        # predecessor.
         ranges = pairwise(self.indices)
         return (0, *(min(self.shares[before + 1 : index + 1]) for before, index in ranges))
 
@@ -98,6 +100,7 @@ class Tree:
 
     def fit(self, limit: int) -> list[Tree]:
         """Split into as few pieces as possible of at most limit tokens, which no single segment exceeds."""
+        # Nested prefixes: only neighbours may stay together, or prefixes would be copied.
         if len(set(self.shared[1:])) > 1:
             return self._runs(limit)
         for parts in range(1, len(self.indices) + 1):
@@ -111,6 +114,7 @@ class Tree:
         runs: list[list[int]] = []
         size = 0
         for place, (branch, num_shared) in enumerate(zip(self.branches, self.shared, strict=True)):
+            # In the run of its predecessor, a segment adds only what it does not share; a new run copies the prefix.
             if runs and size + branch.inputs - num_shared <= limit:
                 runs[-1].append(place)
                 size += branch.inputs - num_shared
@@ -138,9 +142,11 @@ def make_branch(
         columns: other values of the segment's tokens, [T] or [T, k].
         context_turns: turns that another episode trains, and that are only context here.
     """
+    # A turn that an earlier episode trains stays in the segment as context.
     trained = segment.trained & ~np.isin(segment.turns, context_turns)
     mask = trained & np.isfinite(segment.logprobs)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
+    # Nothing after the last target has a gradient or is seen by one.
     end = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
     return Branch(
         token_ids=segment.token_ids[:end],
@@ -149,6 +155,7 @@ def make_branch(
         versions=np.where(mask, segment.versions, np.int32(-1))[:end],
         turns=np.where(mask, segment.turns, np.int32(-1))[:end],
         advantages=np.where(mask, advantages, np.float32(0))[:end].astype(np.float32, copy=False),
+        # The prompt before the first trained turn is no observation.
         observed=(~segment.trained & np.logical_or.accumulate(trained))[:end],
         columns={name: values[:end] for name, values in columns.items()},
         episode=episode,
@@ -158,14 +165,15 @@ def make_branch(
 
 
 def first_holders(episodes: Sequence[Episode]) -> list[list[tuple[int, int]]]:
-    """Return, for each turn of each episode of a group, the index of the first episode with this turn, and the turn's
-    index there.
+    """Return, for each turn of each episode of a group, the index of the first episode that has this turn, and the
+    turn's index there.
 
-    That is the episode itself, unless worlds forked.
+    Unless worlds forked, that is the episode itself.
     """
     first: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
     return [
         [
+            # Within a group, a node and the turn's number identify a turn.
             first.setdefault((turn.branch, place), (number, place)) if turn.branch else (number, place)
             for place, turn in enumerate(episode.turns)
         ]
@@ -189,6 +197,7 @@ def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> 
     if not share_prefixes:
         return [Tree((group, i), (branch,), (0,), (0,)) for i, branch in enumerate(branches)]
     # In lexicographic order, a segment shares most with its neighbour.
+    # Big-endian bytes order as the token ids themselves do; ids are not negative.
     sorted_branches = sorted(branches, key=lambda b: (b.token_ids.astype(">i4").tobytes(), b.episode, b.segment))
     shares: list[int] = []
     tokens, claims = np.zeros(0, np.int32), np.zeros(0, np.bool_)
@@ -197,6 +206,7 @@ def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> 
         shares.append(num_shared)
         claimed = branch.claims.copy()
         if num_shared:
+            # The path to this segment keeps the targets that earlier segments claimed on it.
             claimed[: num_shared + 1] |= claims[: num_shared + 1]
         tokens, claims = branch.token_ids, claimed
     starts = [index for index, shared in enumerate(shares) if shared == 0]
@@ -230,10 +240,12 @@ def assign_rows(trees: list[Tree], *, seq_len: int, shares: int) -> list[list[Tr
     """
     if not trees:
         return []
+    # First the fewest rows, then the cheapest way to fill as many of them evenly.
     pieces = [piece for tree in trees for piece in tree.fit(seq_len)]
     first = _first_fit(pieces, seq_len)
     count = round_up(len(first), shares)
     plans: list[list[list[Tree]]] = [first + [[] for _ in range(count - len(first))]]
+    # Tokens of a row if all were equal.
     fair = max(1.0, sum(tree.size for tree in trees) / count)
     for grain in (0, 1, 2, 4):
         finer = [part for piece in pieces for part in piece.split(max(1, math.ceil(piece.size * grain / fair)))]
@@ -244,6 +256,7 @@ def assign_rows(trees: list[Tree], *, seq_len: int, shares: int) -> list[list[Tr
 
     def cost(plan: list[list[Tree]]) -> tuple[int, int]:
         sizes = sorted((row_size(row) for row in plan), reverse=True)
+        # Rows are sorted, so every `shares`-th one is the longest of its step. Ties go to fewer copies of prefixes.
         return sum(sizes[::shares]), sum(sizes)
 
     best = min(plans, key=cost)

@@ -46,6 +46,7 @@ def trained_order(packed: PackedBatch) -> tuple[npt.NDArray[np.int64], dict[int,
         mask = row.mask.cpu().numpy()
         keys = [tensor.cpu().numpy()[mask] for tensor in (row.positions, row.turns, row.episodes)]
         count = len(keys[0])
+        # A run ends where the position does not go up by 1, or the turn or episode changes.
         breaks = np.logical_or.reduce([np.diff(key) != step for key, step in zip(keys, (1, 0, 0), strict=True)])
         starts = np.concatenate([np.zeros(min(count, 1), np.int64), breaks.nonzero()[0] + 1])
         runs.append(np.stack([*(key[starts] for key in keys), starts + total, np.diff(starts, append=count)]))
@@ -54,6 +55,7 @@ def trained_order(packed: PackedBatch) -> tuple[npt.NDArray[np.int64], dict[int,
     sorted_runs = sorted_runs[:, np.lexsort(sorted_runs[:3])]
     episodes, starts, lengths = sorted_runs[2:]
     ends = np.cumsum(lengths)
+    # Run by run, the tokens' old places: start, start + 1, ...
     order = np.repeat(starts - ends + lengths, lengths) + np.arange(total)
     episode_indices, firsts = np.unique(episodes, return_index=True)
     bounds = [*(ends - lengths)[firsts].tolist(), total]
@@ -71,6 +73,7 @@ def rounded_scores(row: Row, scores: torch.Tensor) -> npt.NDArray[np.uint16]:
     """
     mask = row.mask.numpy()
     trained_scores = np.ascontiguousarray(scores.float().numpy()[mask].T)
+    # The difference is small, so its rounding is, too; the controller knows the engine's logprobs.
     trained_scores[0] -= row.behaviour.numpy()[mask]
     return torch.from_numpy(trained_scores).bfloat16().view(torch.uint16).numpy()
 
@@ -84,8 +87,8 @@ def read_scores(rounded: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.flo
 
 
 def trained_tokens(batch: Batch) -> list[npt.NDArray[np.bool_]]:
-    """Return which tokens of each episode are trained there, [T] bool for each: those with a finite logprob, except in
-    turns that an earlier episode of the group has in common with it, see `Turn.branch`."""
+    """Return which tokens of each episode it trains, [T] bool for each: those with a finite logprob, except in turns
+    that an earlier episode of the group shares and trains, see `Turn.branch`."""
     return [
         np.concatenate(
             [
@@ -119,9 +122,11 @@ def values_of_episodes(
         token_values = np.zeros(len(trained), np.float32)
         if index in trained_values:
             trained_positions = trained.nonzero()[0]
+            # For each token the nearest trained one at or before it, or the first of all.
             sources = np.maximum(np.searchsorted(trained_positions, np.arange(len(token_values)), "right") - 1, 0)
             token_values = trained_values[index].float().numpy()[sources]
         episode_values.append(token_values)
+    # Turns in common were computed once, in the episode that trains them; the others get a copy.
     size = len(batch.groups[0].episodes) if batch.groups else 1
     for p, group in enumerate(batch.groups):
         for number, holders in enumerate(first_holders(group.episodes)):

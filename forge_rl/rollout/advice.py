@@ -11,15 +11,15 @@ _NEARLY_ALL = 0.9
 _CUT_BATCHES = 5
 """Warn after this many consecutive batches of mostly truncated episodes, unless rewards rise."""
 _GROWTH = 2.5
-"""Factor by which the length of episodes does not change within two batches unless the policy diverges."""
+"""A larger factor between the mean lengths of episodes two batches apart is a sign of divergence."""
 _CUT_MORE = 0.2
-"""The share of truncated episodes does not grow by more, while rewards fall, unless the policy diverges."""
+"""A larger growth of the share of truncated episodes, while rewards fall, is a sign of divergence."""
 _SHORT_TOKENS = 32
-"""Episodes as short as this vary more."""
+"""Mean tokens up to which changes of length are ignored, as short episodes vary more."""
 
 
 class Advice:
-    """Finds batches whose answers are mostly truncated, once per streak."""
+    """Warns of batches whose answers are mostly truncated or change length suddenly, once per streak."""
 
     def __init__(self) -> None:
         self._cut_rewards: list[float] = []
@@ -50,6 +50,8 @@ class Advice:
         tokens = sum(episode.response_tokens for episode in episodes) / len(episodes)
         old_tokens, old_share, old_reward = self._earlier[0] if self._earlier else (tokens, 1.0, 0.0)
         self._earlier.append((tokens, num_truncated / len(episodes), mean_reward))
+        # Sudden changes of length count only where nearly all is cut or no group differs in reward: longer answers that
+        # earn more are learning.
         is_longer = tokens > _GROWTH * old_tokens and tokens > _SHORT_TOKENS
         is_shorter = old_tokens > _GROWTH * tokens and old_tokens > _SHORT_TOKENS
         is_cut = num_truncated > max(_NEARLY_ALL, old_share + _CUT_MORE) * len(episodes) and mean_reward < old_reward

@@ -56,8 +56,8 @@ class BatchPlanner:
     Args:
         groups: P.
         episodes: G.
-        on_planned: called with each new group; must start its episodes.
-        on_dropped: called with each unused group; must cancel its episodes.
+        on_planned: called with each new group, whose episodes it must start.
+        on_dropped: called with each group that is dropped, whose episodes it must cancel.
         first: number of the first batch.
     """
 
@@ -108,7 +108,9 @@ class BatchPlanner:
             return
         self.published = published
         if self._delivered_at is not None:
+            # The batch under way already takes this many versions, whatever the earlier ones took.
             self._pace = max(1, published - self._delivered_at, *self._paces)
+        # A batch cannot be delivered at a version that has passed.
         self._due = max(self._due, published)
         self._drop_aged()
 
@@ -141,9 +143,11 @@ class BatchPlanner:
             self._pace = max(1, *self._paces)
         self._delivered_at = self.published
         self._due = self.published + self._pace
+        # Groups of the batch that were overtaken: planned before one that is delivered, and still under way.
         last = max(group.order for group in batch_groups)
         self.overtaken += sum(group.completed is None and group.order < last for group in batch.groups)
         for group in batch.groups:
+            # What over-sampling left over moves on to the next batch, or is dropped if it would be too old there.
             if group in batch_groups:
                 self.tally.complete(group)
                 continue
@@ -196,13 +200,17 @@ class BatchPlanner:
                 self._source_order = self._source_order or deque(self._tasks.source_order(self._groups))
                 self._plan(self._source_order.popleft(), batch, (number, self._planned, 0))
             return
+        # This is asked before each start of an episode, and mostly nothing has changed.
         if not batch.changed:
             return
+        # Surplus groups that moved on may be of other sources than the batch needs, so needs and groups are summed over
+        # all batches up to this one.
         num_missing: Counter[str] = Counter()
         for earlier in range(self.next_batch, number + 1):
             num_missing.update(self._batches[earlier].needed)
             num_missing.subtract(Counter(group.task.source for group in self._batches[earlier].groups))
         for place, source in enumerate(batch.sources):
+            # A place is filled once; if its group is dropped, `replace` or the loop below fills the gap.
             if num_missing[source] > 0 and place not in batch.filled:
                 self._plan(source, batch, (number, place, 0))
                 batch.filled.add(place)
@@ -215,12 +223,15 @@ class BatchPlanner:
     def add_surplus(self) -> bool:
         """Plan one surplus group for the next batch if it can be carried over to a later batch in time."""
         batch = self._batch(self.next_batch)
+        # A surplus group ages from the version that it starts with; with an older one it has less time to be carried
+        # over.
         if self._config.over_sampling == 1 or self.served < self._due:
             return False
         planned = Counter(group.task.source for group in batch.groups)
         for source, needed in batch.needed.items():
             if planned[source] >= math.ceil(needed * self._config.over_sampling):
                 continue
+            # All groups of the source must find a place in time, or the surplus would be dropped as too old.
             in_time = range(self.next_batch, 1 + self._last_batch())
             room = sum(self._batch(number).needed[source] for number in in_time)
             if sum(group.task.source == source for group in self.groups()) < room:
@@ -238,6 +249,7 @@ class BatchPlanner:
         group.completed = self._completed
         self._completed += 1
         self._batches[group.batch].completed += 1
+        # The limits are on consecutive groups, so one that completes starts the counts again.
         self._unused[group.task.source, "failed"] = self._unused[group.task.source, "too_long"] = 0
         if not self._teaches_little(group):
             self._unused[group.task.source, "uniform"] = self._unused[group.task.source, "weak"] = 0
@@ -263,6 +275,7 @@ class BatchPlanner:
         source = group.task.source
         batch = self._batches[group.batch]
         planned_for, place, before = group.place
+        # First, as it raises if the source has no task left, and then nothing else has changed.
         self._plan(source, batch, (planned_for, place, before + 1))
         batch.groups.remove(group)
         batch.completed -= group.completed is not None
@@ -292,10 +305,14 @@ class BatchPlanner:
 
     def _last_batch(self, group: GroupState | None = None) -> int:
         """Return the number of the last batch that a group (by default one starting now) may be in."""
+        # The next batch is due at `_due`, each later one a pace after it. Rounding down keeps the bound: a group is
+        # never planned for a batch that may come after its newest version.
         return self.next_batch + (self._newest(group) - self._due) // self._pace
 
     def _choose(self, batch: _BatchPlan) -> set[GroupState] | None:
         """Choose the groups of the batch; None while it is incomplete."""
+        # In rounds, the whole batch ends before any group is chosen or replaced, so the outcome does not depend on
+        # timing.
         if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
         if self._config.in_rounds and self._config.dynamic_sampling:
@@ -305,9 +322,11 @@ class BatchPlanner:
                 return None
         complete_groups = [group for group in batch.groups if group.completed is not None]
         for group in batch.groups:
+            # A group in flight that would be too old for the next batch is waited for, not wasted.
             if group.completed is None and group.first_version is not None and self._last_batch(group) <= batch.number:
                 return None
         room, batch_groups = Counter(batch.needed), set()
+        # Nearest deadline first, then in order of completion; the others are carried over.
         for group in sorted(complete_groups, key=lambda group: (self._last_batch(group), group.completed)):
             quota = self._quota_of(group)
             if room[quota] > 0:
@@ -331,6 +350,7 @@ class BatchPlanner:
             for number in range(batch.number + 1, batch.number + self._config.lag + 1):
                 num_due += leftovers[quota, number]
                 room += self._batch(number).needed[quota]
+                # By each deadline, the batches up to it need places for all groups that are due by then.
                 if num_due > room:
                     return False
         return True
@@ -340,6 +360,8 @@ class BatchPlanner:
 
     def _resample(self, groups: Iterable[GroupState]) -> None:
         """Replace groups because of their rewards, which still count as observations of their tasks' difficulty."""
+        # In planned order: replacements draw from the sources, so any other order would change the tasks for the same
+        # seed.
         ordered = sorted(groups, key=lambda group: group.place)
         self._tasks.observe([Group(task=group.task, episodes=group.results) for group in ordered])
         for group in ordered:
@@ -383,6 +405,7 @@ class BatchPlanner:
         self._on_dropped(group)
 
     def _plan_extra(self, source: str, batch: _BatchPlan) -> None:
+        # Beyond the batch's own places: two groups of the same task at one place would sample with the same seeds.
         place = max(len(batch.sources), 1 + max(batch.filled, default=0))
         batch.filled.add(place)
         self._plan(source, batch, (batch.number, place, 0))

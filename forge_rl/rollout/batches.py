@@ -1,4 +1,4 @@
-"""Interface of what gives a run its batches: rollouts, or given examples."""
+"""Interface of a run's source of batches: rollouts, or given examples."""
 
 from __future__ import annotations
 

@@ -55,6 +55,8 @@ class EngineCapacity:
                 return engine
         while self._free:
             surplus, engine = self._free[0]
+            # Entries are not updated when a load changes; one that differs from its engine's load is stale, and a newer
+            # one is in the heap.
             if surplus < 0 and engine in self.engines and surplus == self._load[engine] - self.engines[engine]:
                 return engine
             self._offers.remove(heapq.heappop(self._free))
@@ -98,5 +100,7 @@ class EngineCapacity:
         if not self.paused:
             self._unpaused_s += now_s - self._counted
             self._busy += self._used * (now_s - self._counted)
+            # More may be in use than offered, after an engine left or its budget was lowered; the share of busy slots
+            # stays within 1.
             self._offered += max(self.slots, self._used) * (now_s - self._counted)
         self._counted = now_s

@@ -54,7 +54,7 @@ class Probes(Protocol):
 
 
 class Dispatcher:
-    """Waits for the engines that the scheduler grants; an episode has one engine at a time.
+    """Holds each episode until the scheduler grants it an engine; an episode has one engine at a time.
 
     Args:
         probes: attest the engines' version at the start of each batch; by default none do.
@@ -83,7 +83,7 @@ class Dispatcher:
         self.update_engines()
 
     def update_engines(self) -> None:
-        """Pass the serving engines to the scheduler; on change only, as there may be a thousand."""
+        """Tell the scheduler which engines serve; called only on a change, as there may be a thousand engines."""
         self.scheduler.capacity.set_engines(self.generator.engines())
 
     def wanted_engines(self) -> int:
@@ -100,12 +100,17 @@ class Dispatcher:
                 granted.set_result(None)
 
     def request(self, episode: InflightEpisode) -> asyncio.Future[None] | None:
-        """Request an engine; returns a future that ends once it is granted, or None if it is granted now. The caller
-        must then `release` it, even if it was cancelled before."""
+        """Request an engine for an episode.
+
+        Returns:
+            A future that ends once an engine is granted, or None if one is granted now. Either way the caller must
+            `release` the engine, even if it is cancelled before the grant.
+        """
         if self.scheduler.decode_at_once(episode):
             return None
         self.scheduler.request_decode(episode)
         self.grant()
+        # `grant` has just served it, before there was a future to wake.
         if episode.state == "decoding":
             return None
         granted = self._grants[episode] = asyncio.get_running_loop().create_future()
@@ -146,7 +151,7 @@ class PolicyClient:
     """Numbers of the next turns."""
 
     def used_s(self) -> float:
-        """Return the episode's seconds so far, without waiting for an engine or pauses."""
+        """Return the episode's seconds so far, excluding pauses and waits for an engine."""
         return self.dispatcher.scheduler.own_s(self.episode) - self.since_s
 
     @property
@@ -221,12 +226,15 @@ class PolicyClient:
                 hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
         if sampling.seed is None:
+            # Each turn has a seed of its own, so that no two turns of an attempt draw the same random numbers.
             sampling = sampling.updated(seed=derive_seed(self.seed, "turn", next(self._turns)))
+        # An answer may fill the context; engines refuse requests that could exceed it.
         if room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room)
         if sampling.adapter != self.sampling.adapter:  # an agent's own settings name none
             sampling = replace(sampling, adapter=self.sampling.adapter)
         completion = ResumableCompletion(prompt_ids, sampling, dispatcher.tokenizer, observe=observe, gather_s=gather_s)
+        # An agent may send several requests at once, but an episode has one engine at a time.
         async with self._one_at_a_time:
             counted_tokens = 0
             while not completion.finish:
@@ -237,9 +245,12 @@ class PolicyClient:
                     await dispatcher.generator.decode(completion, engine=self.episode.engine)
                 except ReplicaError as error:
                     interrupted = True
+                    # Tokens so far stay in `completion`; the next engine continues from them.
                     completion.fail_over(error)
                 finally:
+                    # Also if this was cancelled while it waited, as the grant may have come at the same time.
                     dispatcher.release(self.episode, interrupted=interrupted)
+                    # Counted after each engine, so that what was decoded before a cancellation counts as discarded.
                     self.episode.decoded_tokens += completion.tokens - counted_tokens
                     counted_tokens = completion.tokens
         return completion.turn()

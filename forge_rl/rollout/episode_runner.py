@@ -30,7 +30,7 @@ Tools = Sequence["Mapping[str, object]"]
 Parse = Callable[[Turn, Tools], Awaitable["Parsed"]]
 """Parses a turn into content and calls of these tools."""
 _NOTHING: tuple[None, Mapping[str, float]] = (None, {})
-"""What most steps give; one for all, as each would be an object to collect."""
+"""Reward and parts of a step that has none; shared, as one per step would burden the garbage collector."""
 Decode = Callable[..., Awaitable[Turn]]
 """Decodes a prompt into a new turn, by the episode's sampling settings or those given, such as a PolicyClient."""
 
@@ -41,7 +41,7 @@ class _Path:
 
     session: EnvSession | LocalSession
     messages: tuple[Message, ...]
-    """Messages that the model sees before the next turn, and has not seen before."""
+    """Messages that are new to the model before the next turn."""
     prompt_ids: TokenIds
     """Prompt of the next turn."""
     sampling: Sampling | None = None
@@ -55,7 +55,7 @@ class _Path:
     pieces: int = 0
     """Number of turns before the last that are part of the same completion, within which the episode forked."""
     decoding: bool = False
-    """True while an error is ours, to be raised."""
+    """True while an error would be ours rather than the environment's, and must be raised."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class EpisodeRunner:
         return self._run(None, None, task, decode)  # awaited directly, as each coroutine in a chain costs every turn
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Let environments begin with what coming tasks need; see `Environment.prepare`."""
+        """Let environments prepare for coming tasks; see `Environment.prepare`."""
         self.environment.prepare(tasks)
 
     async def _begin(self, task: Task, decode: Decode) -> _Path:
@@ -98,6 +98,7 @@ class EpisodeRunner:
             tools, messages = observation.tools or task.tools, tuple(observation.messages)
             prompt_ids = self.tokenizer.render(messages, tools=tools)
         except BaseException:
+            # A task whose messages cannot be rendered must not leave its environment open.
             session.abandon()
             raise
         tree = decode.tree if isinstance(decode, PolicyClient) else ()
@@ -121,6 +122,8 @@ class EpisodeRunner:
                 path.session.abandon()
             if not isinstance(error, Exception) or isinstance(error, SpendingError):
                 raise
+            # Lost services are retried as infrastructure's failures; what the environment raises is an outcome; what
+            # decoding or parsing raises is a bug of ours.
             outcome = Outcome.ENVIRONMENT_ERROR
             if isinstance(error, DeadlineError | ReplicaError | InfrastructureError):
                 outcome = Outcome.INFRASTRUCTURE_ERROR
@@ -160,6 +163,8 @@ class EpisodeRunner:
                     raise
             path.decoding = False
             truncated, asked_s = full or turns[-1].truncated, self.clock()
+            # Where the context is full, the environment gets a last step without a text, so that it can still reward
+            # the episode.
             text = "" if full else self._seen(path)
             step = await path.session.step(text, truncated=truncated, parsed=parsed)
             if not full:
@@ -168,6 +173,7 @@ class EpisodeRunner:
             path.step_rewards.append((step.reward, step.parts) if step.reward is not None or step.parts else _NOTHING)
             if step.forks and not full and isinstance(decode, PolicyClient):
                 await self._fork_within(path, step.forks, task, decode)
+            # The default output is the last turn's text, which here is only the last piece of the answer.
             if step.done and step.output is None and path.pieces:
                 trajectory = self._whole(path)
                 step = replace(step, output=trajectory.text if self.environment.thoughts else trajectory.content)
@@ -187,8 +193,10 @@ class EpisodeRunner:
 
         An error of a fork ends only its branch.
         """
+        # With the context full, a branch could not decode a single token of its own.
         branches = client.take_branches(num_branches - 1) if len(path.prompt_ids) < client.longest else []
         for number, branch in enumerate(branches, start=1):
+            # Lists are copied; turns themselves are shared by all branches.
             fork = replace(path, branch=(*path.branch, number), turns=[*path.turns], step_rewards=[*path.step_rewards])
             await self._start(branch, fork, path.session.fork, client)
         if branches:
@@ -201,7 +209,7 @@ class EpisodeRunner:
         copy: Callable[[], Awaitable[EnvSession | LocalSession]],
         client: PolicyClient,
     ) -> None:
-        """Start a branch, whose session `copy` makes."""
+        """Start a branch in the session that `copy` returns."""
         error: Exception | None = None
         try:
             fork.session = await copy()
@@ -222,12 +230,15 @@ class EpisodeRunner:
         branches = client.take_branches(len(places)) if places else []
         *earlier, last = path.step_rewards
         start = 0
+        # The tree may have room for fewer branches than places were found: then the most surprising of them.
         for place, branch in zip(most_surprising(full_turn.logprobs, len(branches)), branches, strict=True):
             path.turns.append(self._piece(full_turn, start, place, path.branch))
             path.pieces += 1
+            # Each piece is a turn and so has a step; only the last one has the environment's reward.
             earlier.append((None, {}))
             fork = replace(path, branch=(*path.branch, 1), turns=[*path.turns], step_rewards=[*earlier], messages=())
             fork.prompt_ids = fork.turns[-1].context
+            # Pieces share the completion's max_tokens, so a branch may write what is left of it.
             used_tokens = sum(len(turn.token_ids) for turn in fork.turns[-fork.pieces :])
             fork.sampling = replace(client.sampling, max_tokens=client.sampling.max_tokens - used_tokens)
             await self._start(branch, fork, functools.partial(path.session.fork, undo_last=True), client)
@@ -239,6 +250,7 @@ class EpisodeRunner:
 
     def _whole(self, path: _Path) -> Turn:
         """Return the last completion, which is the last turn unless the episode forked within it."""
+        # The pieces' prompts overlap: the first one's prompt and all of their tokens are the whole answer.
         *earlier, last = path.turns[-1 - path.pieces :]
         if not earlier:
             return last
@@ -277,6 +289,7 @@ class EpisodeRunner:
             text=text,
             answer=self.tokenizer.thoughts.answer(full_turn.context[: context - len(ids)], ids, text),
             branch=branch,
+            # As from an engine: experts of each token of the context but the last.
             routed=None if full_turn.routed is None else full_turn.routed[: context - 1],
         )
         if start:
@@ -300,6 +313,7 @@ class EpisodeRunner:
             return turn.context
         if step.history is not None:
             return self.tokenizer.render(step.history, tools=tools)
+        # Templates need ids and names of calls before their results; arguments are in the tokens already.
         call_messages: list[Message] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {}}} for call in calls
         ]
@@ -323,7 +337,8 @@ def _own_score(step_rewards: Sequence[tuple[float | None, Mapping[str, float]]],
         for name, value in values.items():
             parts[name] = parts.get(name, 0.0) + value
     turn_rewards = rewards[:turns]
-    turn_rewards[-1] += sum(rewards[turns:])  # of a last step without a turn, after the context was full
+    # With the context full, the last step has no turn of its own; its reward goes to the last turn.
+    turn_rewards[-1] += sum(rewards[turns:])
     has_turn_rewards = any(reward is not None for reward, _ in step_rewards[:-1])
     return Score(
         total=sum(rewards), parts=parts, turns=turn_rewards if has_turn_rewards else (), turns_in_total=has_turn_rewards

@@ -90,6 +90,7 @@ class Evaluation:
         self.left = self.total = 0
         """Number of unfinished episodes, and of all episodes."""
         for number, (name, tasks) in enumerate(sets.items()):
+            # A task may be in several sets, so a group's place names its set.
             groups = [
                 GroupState(task, EVALUATION, (EVALUATION, number, place), order=place)
                 for place, task in enumerate(tasks)
@@ -151,6 +152,7 @@ def score_set(name: str, results: Sequence[Sequence[Episode]], *, k: int, succes
         raise ForgeError(f"all {len(failed)} episodes of the evaluation set {name} failed{cause}", hint=hint)
     sources = sorted({episode.task.source for episodes in scored for episode in episodes})
     values = _scores(scored, k, success)
+    # With a single source, its scores are the set's.
     for source in sources if len(sources) > 1 else ():
         source_episodes = [episodes for episodes in scored if episodes and episodes[0].task.source == source]
         values |= {f"{source}/{key}": value for key, value in _scores(source_episodes, k, success).items()}
@@ -167,6 +169,7 @@ def _scores(scored: Sequence[Sequence[Episode]], k: int, success: float) -> dict
     answers = [[episode.score.answer if episode.score else "" for episode in episodes] for episodes in scored]
     scores = {f"avg@{k}": avg_at_k(rewards)}
     if k > 1:
+        # Powers of two below k, and k itself.
         steps = sorted({2**power for power in range(1, k.bit_length()) if 2**power < k} | {k})
         scores |= {f"pass@{j}": pass_at_k(rewards, j, success=success) for j in steps}
         if any(answer for texts in answers for answer in texts):

@@ -22,7 +22,7 @@ ExampleFn: TypeAlias = Callable[[Task, Tokenizer], Sequence[Episode]]
 TaskError for a task that cannot be used. Called in threads."""
 
 _FEW_TASKS = 100
-"""A share of unusable tasks is of at least this many."""
+"""The share of unusable tasks is taken of at least this many."""
 _FRAME_TOKENS = 32
 """Maximum tokens that a chat template adds around a message."""
 _MAX_NAMES = 20
@@ -68,6 +68,7 @@ class ExampleMaker:
         episodes = tuple(self._make(task, self.tokenizer))
         if not episodes or not any(episode.response_tokens for episode in episodes):
             raise TaskError("it has no tokens to learn", hint="give it an answer")
+        # Given tokens have the version -1: no weights of the run produced them.
         if any((turn.versions >= 0).any() for episode in episodes for turn in episode.turns):
             raise ConfigError(
                 f"an example of {task.source!r} claims to be sampled by a version of the weights",
@@ -92,13 +93,16 @@ def row_tokens(group: Group) -> int:
 
 
 def rewritten_turns(group: Group) -> int:
-    """Return how many turns do not continue the one before, as the chat template has changed that by then; most leave
-    out the thoughts of earlier turns. Each is trained in a sequence of its own, with all of its own text."""
+    """Return how many turns do not continue the tokens of the one before, because the chat template changes earlier
+    turns; most leave out their thoughts. Each such turn is trained in a sequence of its own, with all of its text."""
     return sum(max(0, len(episode.segments) - 1) for episode in group.episodes)
 
 
 class ExampleLengths:
-    """Finds tasks whose examples do not fit into a row; most need not be made, as no token is shorter than a byte."""
+    """Finds tasks whose examples do not fit into a row.
+
+    Most examples need not be made for that, as a token has at least one byte.
+    """
 
     measured = "they"
     hint = _LONGER_ROWS
@@ -116,6 +120,8 @@ class ExampleLengths:
             ModelError: the chat template refuses the task.
             TaskError: the task cannot be used.
         """
+        # An upper bound: a token has at least one byte, and JSON writes a character of n bytes in at least n
+        # characters.
         texts = *map(dict, task.messages), *map(dict, task.tools), dict(task.truth)
         max_tokens = _FRAME_TOKENS * (len(texts) + 1) + len(json.dumps(texts, default=str))
         return max_tokens > self.limit and self.length(task) > self.limit
@@ -130,7 +136,7 @@ class ExampleLengths:
         return row_tokens(group)
 
     def take_note(self) -> str:
-        """Return what the examples made since the last call have in common, or ""."""
+        """Return a note about the examples made since the last call, or ""."""
         examples, rewritten, unread = self._made, self._rewritten, sorted(self._unread)
         self._made = self._rewritten = 0
         self._unread = set()
@@ -191,11 +197,14 @@ class Examples:
             TaskError: too many tasks of a source cannot be used.
             ConfigError: groups have different numbers of episodes.
         """
+        # Kept until the batch is delivered, as are the drawn tasks: after an error, the next call goes on with the same
+        # ones.
         self._order = self._order or self._tasks.source_order(self._groups)
         groups_by_place: dict[int, Group] = {}
         while len(groups_by_place) < len(self._order):
             for source in self._order[len(self._drawn) :]:
                 self._drawn.append(self._draw(source))
+            # Places whose task could not be used get another one of the same source, and another try.
             missing = [place for place in range(len(self._order)) if place not in groups_by_place]
             results = await asyncio.to_thread(self._maker.try_groups, [self._drawn[place] for place in missing])
             for place, result in zip(missing, results, strict=True):
@@ -204,6 +213,7 @@ class Examples:
                     self._counts[self._order[place]]["rewritten_turns"] += rewritten_turns(result)
                 else:
                     self._skip(self._drawn[place], result)
+                    # From the same source, so that the batch keeps the mixture's proportions.
                     self._drawn[place] = self._draw(self._order[place])
         groups = tuple(groups_by_place[place] for place in range(len(self._order)))
         _check_sizes(groups)
@@ -214,8 +224,8 @@ class Examples:
         return self.last
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of skipped tasks, and of turns as `rewritten_turns` counts them, of each source that had
-        some."""
+        """Return the numbers of skipped tasks and of rewritten turns (see `rewritten_turns`), for each source that has
+        any."""
         return {
             f"data/{name}/{count}": float(counts[count])
             for name, counts in self._counts.items()
@@ -291,7 +301,7 @@ def _check_sizes(groups: Sequence[Group]) -> None:
     """Refuse groups of different sizes.
 
     Raises:
-        ConfigError: says which differ.
+        ConfigError: two groups differ in size; names both.
     """
     first = groups[0]
     for group in groups:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
 _MOST_OUTAGES = 3
-"""Most outages of the reward after which an evaluation repeats an episode."""
+"""Maximum outages of the reward after which an evaluation repeats an episode."""
 
 
 class RolloutExecutor:
@@ -71,7 +71,8 @@ class RolloutExecutor:
         self.evaluation: Evaluation | None = None
         """The last started evaluation."""
         self.adapters: Mapping[str, str] = {}
-        """Loaded adapters that write the episodes of sources, by source; others are written with the policy itself."""
+        """Loaded adapter that samples a source's episodes, by source; all other sources are sampled with the policy
+        itself."""
         self._dispatcher = dispatcher
         self._scheduler = dispatcher.scheduler
         self._generator = dispatcher.generator
@@ -120,9 +121,11 @@ class RolloutExecutor:
         if isinstance(self._run_episode, PreparesTasks):
             self._advance()
             self._run_episode.prepare(self._scheduler.coming_tasks())  # also after a recovery, or a changed mixture
+        # Meanwhile engines are attested, and guests may decode on the devices of trainers that wait.
         async with self._attesting(), self._devices.trainers_wait():
             while True:
                 await self._while_paused()
+                # Cleared before deciding, so that no change during the decision is lost.
                 self._changed.clear()
                 self._advance()
                 self._raise_failure()
@@ -158,6 +161,7 @@ class RolloutExecutor:
         """
         assert self.evaluation is None or self.evaluation.complete, "an evaluation is under way"
         self.evaluation = evaluation
+        # Set by set, so that the first set's scores come first.
         for groups in evaluation.groups.values():
             self._scheduler.add_evaluation(groups)
 
@@ -183,7 +187,7 @@ class RolloutExecutor:
 
     @contextlib.asynccontextmanager
     async def _attesting(self) -> AsyncIterator[None]:
-        """Attest the engines' version while the body runs, and wait for it.
+        """Attest the engines' version while the body runs; leaving the body waits for the result.
 
         Raises:
             AttestationError: an engine computes with something else.
@@ -201,6 +205,7 @@ class RolloutExecutor:
         capacity = self._scheduler.capacity
         paused, evaluating = capacity.paused, capacity.evaluating
         capacity.set_paused(True)
+        # An awaited evaluation would decode despite the pause.
         capacity.set_evaluating(False)
         await self._hand_to_trainer()
         yield
@@ -230,6 +235,7 @@ class RolloutExecutor:
         await self.finish_evaluation()
         sampling = replace(self._generator.sampling, temperature=0.0)
         sets = {"greedy": [group.task for group in batch.groups]}
+        # As an evaluation, these episodes come first, and are retried after infrastructure's failures.
         greedy = Evaluation(sets, episodes=1, sampling=sampling, version=self._version())
         self.start_evaluation(greedy)
         await self.finish_evaluation()
@@ -242,6 +248,7 @@ class RolloutExecutor:
 
     def reward_replaced(self) -> None:
         """Resume if the run was waiting for a new reward, and warn about scores of the old one that stay."""
+        # What the old reward could or could not score says nothing about the new one.
         self._outage.unscored = self._outage.scored = ()
         if self._outage.lasts:
             self._outage.end()
@@ -376,6 +383,7 @@ class RolloutExecutor:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        # Cancelled episodes may have failed as they ended; errors of work that is given up are dropped.
         self._failure = self.evaluation = None
         self._raised = False
 
@@ -390,6 +398,7 @@ class RolloutExecutor:
 
     def _go_on(self) -> None:
         """Raise an error that has occurred since the last batch; resume after one that was already raised."""
+        # An error that nobody has seen is raised first; one that was raised is answered by this call, which goes on.
         if not self._raised:
             self._raise_failure()
         failure, self._failure, self._raised = self._failure, None, False
@@ -416,6 +425,7 @@ class RolloutExecutor:
         scheduler, loop = self._scheduler, asyncio.get_running_loop()
         self._set_versions()
         try:
+            # Nothing starts while an error waits to be raised, scores fail, or the rest of a wave is due.
             idle = self._failure is not None or self._outage.lasts or self._more is not None
             starts = [] if idle else scheduler.pop_starts(max_starts=_WAVE)
             for episode in starts:
@@ -425,6 +435,8 @@ class RolloutExecutor:
         except ForgeError as error:
             self._fail(error)
         for episode in scheduler.pop_cancelled():
+            # The episode whose end led to the replacement is still running this very code; cancelling it would lose its
+            # own bookkeeping.
             if episode in self._running and self._running[episode] is not asyncio.current_task():
                 self._running[episode].cancel()
         self._dispatcher.grant()
@@ -442,6 +454,7 @@ class RolloutExecutor:
 
     def _fail(self, error: BaseException) -> None:
         """Make the next batch fail with an error."""
+        # The first error is the cause; later ones mostly follow from it.
         self._failure = self._failure or error
         self._changed.set()
 
@@ -453,8 +466,11 @@ class RolloutExecutor:
         task, scheduler = episode.group.task, self._scheduler
         evaluation = self.evaluation if episode.group.batch == EVALUATION else None
         record: Callable[[], None]
+        # Its own time, without waits and pauses, is what a dropped attempt has cost.
         began_s = scheduler.own_s(episode)
         try:
+            # An episode of an evaluation is repeated after an outage of the reward, as its task cannot be replaced by
+            # another.
             for outages in itertools.count():
                 try:
                     result = await run(task, self._client(episode, evaluation))
@@ -468,6 +484,7 @@ class RolloutExecutor:
                     break
             if len(problem := shortened(result.problem)) < len(result.problem):
                 result = result.updated(problem=problem)
+            # Called outside of this try: an error of the scheduler is the run's, not the episode's.
             record = functools.partial(scheduler.record_result, episode, result)
             warning = f"{result.outcome}: {result.problem}" if result.problem else ""
             is_reported = not result.unscored  # else reported once it is scored
@@ -481,6 +498,8 @@ class RolloutExecutor:
                 scheduler.discard(episode, episode.group.dropped, scheduler.own_s(episode) - began_s)
             raise
         except BaseException as error:
+            # Not an outcome but a bug or a limit: the batch fails with it, and the episode starts again if the run goes
+            # on.
             scheduler.restart(episode)
             self._fail(error)
             return
@@ -490,6 +509,7 @@ class RolloutExecutor:
             self._outage.unscored = (*episode.group.results, result)
         try:
             record()
+            # While retries are left, the scheduler has restarted the episode instead of ending it.
             if evaluation is not None and episode.state == "done":
                 if not result.outcome.scored:  # its mates are scored whichever of them ends last
                     await self._scores.score(episode, result)
@@ -524,6 +544,7 @@ class RolloutExecutor:
     def _forget(self, task: asyncio.Task[None]) -> None:
         """Forget a finished asyncio task; its episode may be running in another one by now."""
         episode = self._episodes.pop(task)
+        # A restart may already have put the episode's next attempt in this place.
         if self._running.get(episode) is task:
             del self._running[episode]
 

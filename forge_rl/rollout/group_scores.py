@@ -1,4 +1,4 @@
-"""Scores of the episodes of a group that a reward compares with one another."""
+"""Scores the episodes of a group together, for rewards that compare them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,21 @@ class GroupScores:
         self._on_score = on_score
 
     def scored_with(self, episode: InflightEpisode, result: Episode) -> tuple[Episode, ...]:
-        """Return the episodes that the reward scores together with the one that ended with `result`, which is last."""
+        """Return the episodes that the reward scores together, the last of which is `result`."""
         if self._reward is None or self._reward.form != "group":
             return (result,)
         mates = (mate.result for mate in episode.group.episodes if mate is not episode)
         return (*(mate for mate in mates if mate is not None), result)
 
     async def score(self, episode: InflightEpisode, result: Episode) -> Episode:
-        """Score a group's episodes together, if needed, once its last one ended with `result`; return that one's."""
+        """Score a group's episodes together, if needed, once the last one has ended with `result`.
+
+        Returns:
+            The result of that episode, with its score.
+        """
         mates = [mate for mate in episode.group.episodes if mate is not episode]
+        # No await separates this check from the caller's record of the result unless a reward is called, so of two
+        # episodes that end together, the second finds the first one's result.
         if any(mate.result is None for mate in mates):
             return result
         unscored_mates = [mate for mate in mates if mate.result is not None and mate.result.unscored]
@@ -48,6 +54,7 @@ class GroupScores:
             scored = await score_again(self._reward, unscored)
         except Exception as error:
             return not_scored(result, error) if result.outcome.scored else result
+        # `scored` is one longer if `result` was unscored, too: that one is last.
         for mate, mates_result in zip(unscored_mates, scored, strict=False):
             mate.result = mates_result
             if episode.group.batch != EVALUATION:

@@ -11,7 +11,7 @@ from forge_rl.types import Episode, Task
 
 @runtime_checkable
 class CountsEpisodes(Protocol):
-    """What runs episodes and counts something of them."""
+    """A runner of episodes that has metrics."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
@@ -19,10 +19,10 @@ class CountsEpisodes(Protocol):
 
 @runtime_checkable
 class PreparesTasks(Protocol):
-    """What runs episodes and prepares for coming ones."""
+    """A runner of episodes that prepares for coming tasks."""
 
     def prepare(self, tasks: Sequence[Task]) -> None:
-        """Begin with what tasks need, those that come first ahead of others, without waiting for it."""
+        """Start to prepare what tasks need, in their order, without waiting for it."""
 
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]

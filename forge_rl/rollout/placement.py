@@ -120,9 +120,11 @@ class DeviceHandover:
             return
 
         async def change(hand_over: Callable[[], Awaitable[float]]) -> None:
+            # The entry says that the handover has begun, even if it fails, so that it is undone below.
             changes_s.append(0.0)
             changes_s[-1] = await hand_over()
 
+        # Before the first wait this is true: the estimate begins at infinity.
         worth_it = self._waited_s > self._change_s or self._unlent_s > _RETRY * self._change_s
         lending = asyncio.create_task(change(guests.hand_to_engines)) if worth_it else None
         try:
@@ -137,6 +139,7 @@ class DeviceHandover:
             if changes_s:
                 await change(guests.hand_to_trainer)
                 self._change_s, self._unlent_s = sum(changes_s), 0.0
+        # Raise the handover's own error, if any, only after the devices are back.
         if lending is not None and not lending.cancelled():
             lending.result()
 
@@ -188,14 +191,17 @@ class DeviceHandover:
         """Hand the devices to the side that needs them.
 
         Returns:
-            Seconds that the transition took, without those it waited for engines that were starting on the devices.
+            Seconds that the transition took, excluding the wait for engines that were starting on the devices.
         """
 
         def target() -> str:
             return "engines" if self._rolling_out or self._loans else "trainer"
 
         async with self._changed:
+            # An engine that starts measures free memory, so the trainer must not allocate any until it has.
             await self._changed.wait_for(lambda: target() == "engines" or not self._starting)
+            # The target is read again under the lock: it may have changed while this waited. Until the transition has
+            # succeeded the holder is unknown, so that the next one repeats all of its calls.
             new_holder, old_holder, began = target(), self._holder, self._clock()
             self._holder = None
             if new_holder == old_holder:
@@ -241,6 +247,7 @@ def shares_devices(
     """
     needed = ranks + engines
     num_gpus = gpus() if num_gpus is None else num_gpus
+    # Without GPUs, everything runs on CPU, and no device can be short.
     if 0 < num_gpus < needed and (placement == "separate" or (placement == "auto" and decodes_while_training)):
         share = "--schedule.kind pipelined" if decodes_while_training else "--placement colocated"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run does while its reward fails: it asks again until scores come, another reward is set, or time is up."""
+"""Handles a failing reward: the run asks again until scores come, another reward is set, or the time is up."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class EpisodeScoring:
 
 
 class RewardOutage:
-    """Asks a reward again that has failed.
+    """Retries a reward that has failed.
 
     Args:
         scoring: the run's reward, and how long to ask it.
         warn: called with a line for the user.
         on_end: called when scores come again, or another reward is set, after `begin`.
-        on_failure: called with the error if `wait_s` are over.
+        on_failure: called with the error once `wait_s` have passed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RewardOutage:
         return self._asking is not None
 
     def begin(self, error: UnscoredError) -> None:
-        """Ask for the scores of `unscored` from time to time, as all scores of batches fail."""
+        """Start to ask for the scores of `unscored` from time to time, because all scores of batches fail."""
         if not self._wait_s:
             self._on_failure(error)
         elif self._asking is None:
@@ -95,6 +95,7 @@ class RewardOutage:
             except SpendingError:
                 raise
             except (HangError, PoisonError, UngradedError):
+                # These are errors of the episodes, and would recur.
                 return False
             except Exception as error:
                 # A judge that is away is known by its error. Its cached replies would still score other episodes.
@@ -126,6 +127,7 @@ class RewardOutage:
             try:
                 await score_again(self._reward, self.unscored)
             except SpendingError as spending_error:
+                # A spending limit does not end by waiting, unlike other failures.
                 failure = spending_error
                 break
             except Exception:
@@ -138,7 +140,7 @@ class RewardOutage:
         self._on_failure(failure)
 
     def _pauses(self) -> Iterator[float]:
-        """Yield the seconds to wait before each attempt, the last of which is when the time is up."""
+        """Yield the seconds to wait before each attempt; the last attempt is made when the time is up."""
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
         deadline = loop.time() + self._wait_s
         while (left_s := deadline - loop.time()) > 0:

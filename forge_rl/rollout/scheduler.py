@@ -27,7 +27,7 @@ _NO_EPISODES: dict[EpisodeState, int] = dict.fromkeys(get_args(EpisodeState), 0)
 _LEAST_ATTEMPTS = 64
 """Least number of attempts over which failures of infrastructure are counted."""
 _FIRST, _INTERRUPTED = -2, -1
-"""Ranks, before any batch's, of evaluations that are awaited and of episodes whose engine died."""
+"""Ranks ahead of every batch's: of awaited evaluations, and of episodes whose engine died."""
 
 
 class Scheduler:
@@ -125,6 +125,7 @@ class Scheduler:
     def await_evaluation(self, awaited: bool) -> None:
         """Record whether evaluations are awaited."""
         self.capacity.set_evaluating(awaited)
+        # Tickets stay, so that among evaluations those that began first still decode first.
         for _, ticket, episode in self._riding if awaited else ():
             heapq.heappush(self._waiting, (_FIRST, ticket, episode))
         if awaited:
@@ -132,6 +133,7 @@ class Scheduler:
 
     def decode_at_once(self, episode: InflightEpisode) -> bool:
         """Let an episode with a turn to decode do so without queueing, if none waits and an engine is free."""
+        # Whoever waits comes first, also if an engine is free: only the queues know who is next.
         if self._waiting or self._riding or self.capacity.paused or episode.group.dropped:
             return False
         assert episode.state == "in_env", f"an episode that is {episode.state} requests an engine"
@@ -149,6 +151,8 @@ class Scheduler:
         assert episode.state == "in_env", f"an episode that is {episode.state} requests an engine"
         self._set_state(episode, "waiting")
         self._take_ticket(episode)
+        # Heaps are ordered by batch, so the awaited batch decodes before work ahead; the two ranks below every batch
+        # number go before both.
         rank, heap = episode.group.batch, self._waiting
         if rank == EVALUATION and self.capacity.evaluating:
             rank = _FIRST
@@ -225,6 +229,8 @@ class Scheduler:
         """Raise an InfrastructureError, and start counting again, if too many of the latest attempts have failed."""
         config = self.config
         batches = math.ceil((config.lag + 1) * config.over_sampling)
+        # Twice what can be in flight: losing everything in flight once is half of the window, which the default of
+        # --schedule.max-infrastructure-failures still allows.
         window = max(_LEAST_ATTEMPTS, 2 * batches * self._groups * self._episodes)
         failed = result.outcome is Outcome.INFRASTRUCTURE_ERROR
         self._attempts.append(failed)
@@ -233,6 +239,7 @@ class Scheduler:
             self._failures -= self._attempts.popleft()
         if len(self._attempts) < window or self._failures <= config.max_infrastructure_failures * window:
             return
+        # Counting starts again, so that a run that is continued after this error is not stopped by the same failures.
         failures, self._failures = self._failures, 0
         self._attempts.clear()
         raise InfrastructureError(
@@ -252,6 +259,7 @@ class Scheduler:
             self.discard(episode, group.dropped or "failed", result.seconds)
         if group.dropped:
             return
+        # A judge's error does not restart the episode: its score was retried already, and only the group is replaced.
         if failed and episode.tries < self.config.retries and result.outcome is not Outcome.JUDGE_ERROR:
             episode.tries += 1
             self.restart(episode)
@@ -265,9 +273,12 @@ class Scheduler:
         else:
             episode.result = result
             self._set_state(episode, "done")
+            # The moving average orders the starts of the source's later episodes, longest first.
             tokens = float(result.response_tokens)
             old_length = self._expected_tokens.get(group.task.source, tokens)
             self._expected_tokens[group.task.source] = old_length * _MEMORY + tokens * (1 - _MEMORY)
+            # The tree has ended with leaves to spare; the next of them is the root of another tree, so that the group
+            # still gets its G episodes.
             if all(leaf.state in ("done", "reserved") for leaf in self._tree(episode)):
                 for next_root in self._reserved(episode)[:1]:
                     self.restart(next_root)
@@ -301,6 +312,8 @@ class Scheduler:
         target_running = slots + 1 + slots // 8  # slightly more than the slots: opening an environment takes time
         # Paused episodes must not hold back an awaited evaluation.
         state_counts = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
+        # What is in flight at a publish is prefilled again. On a CPU that serves a few requests already, another one is
+        # no cheaper now than later, so working ahead only costs.
         max_ahead = min(target_running, self._ahead_requests * len(self.capacity.engines))
         while (
             slots
@@ -312,6 +325,7 @@ class Scheduler:
             try:
                 episode = self._next_episode(works_ahead=requests < max_ahead)
             except TaskError:
+                # Episodes that were taken before the error are in_env already, and only the caller can run them.
                 if not episodes:
                     raise
                 break
@@ -330,6 +344,8 @@ class Scheduler:
             rank, _, episode = heap[0]
             if self.capacity.paused and rank != _FIRST:
                 break
+            # Entries stay in the heap when their group is dropped or their episode stops waiting; they are skipped
+            # here.
             if episode.state != "waiting":
                 heapq.heappop(heap)
                 continue
@@ -369,6 +385,7 @@ class Scheduler:
         missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (
             f": {counts}" if counts else ""
         )
+        # With so old a version, nothing that starts now could be delivered in time.
         if planner.published - planner.served > self.config.lag:
             missing += (
                 f"; none can start, as the engines serve version {planner.served} but the latest is "
@@ -403,12 +420,15 @@ class Scheduler:
             return self._pop_evaluation()
         if self.capacity.paused:
             return None
+        # The awaited batch first, then evaluations, then later batches in order, as long as engines may work ahead.
         for number in self.planner.open_batches():
             is_ahead = number > self.planner.next_batch
             if is_ahead and ((episode := self._pop_evaluation()) is not None or not works_ahead):
                 return episode
             self.planner.fill(number, idle=not self.states["new"])
             episode = self._pop_new(number)
+            # Over-sampling starts one surplus group at a time, only when every planned episode of the awaited batch has
+            # started.
             if episode is None and number == self.planner.next_batch and self.planner.add_surplus():
                 episode = self._pop_new(number)
             if episode is not None:
@@ -432,12 +452,14 @@ class Scheduler:
 
     def _queue(self, episode: InflightEpisode) -> None:
         group = episode.group
+        # Started last, the longest would be the batch's stragglers.
         longest_first = -self._expected_tokens.get(group.task.source, 0.0)
         heapq.heappush(self._new, (group.batch, longest_first, group.order, episode.index, episode))
 
     def _add_group(self, group: GroupState) -> None:
         self.states["new"] += len(group.episodes)
         for episode in group.episodes:
+            # Only the first of each tree's neighbours starts; the others are reserved for its branches.
             if episode.index % self.leaves:
                 self._set_state(episode, "reserved")
             else:
@@ -447,6 +469,7 @@ class Scheduler:
         for episode in group.episodes:
             if episode.state in ("in_env", "waiting", "decoding"):
                 self._cancelled.append(episode)
+            # The caller cancels the asyncio task; the engine's slot counts as free from here on.
             self._set_state(episode, "done")
 
     def _clock_of(self, episode: InflightEpisode) -> Callable[[], float]:
@@ -460,6 +483,7 @@ class Scheduler:
             episode.waiting_since = self._clock_of(episode)()
         elif old_state == "waiting":
             episode.waited_s += self._clock_of(episode)() - episode.waiting_since
+        # The only place that changes an engine's load, so that it always equals the number of episodes in this state.
         if old_state != state and "decoding" in (old_state, state):
             assert episode.engine is not None, "a decoding episode has an engine"
             self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)

@@ -58,6 +58,8 @@ class ScheduleConfig:
                 f"--schedule.least-advantage is {self.least_advantage:g}, but no group is replaced by its rewards",
                 hint="add --schedule.dynamic-sampling",
             )
+        # The surplus is carried over, so a group must stay young enough for a batch after its own; see
+        # `BatchPlanner.open_batches`.
         if self.over_sampling > 1 and (self.kind != "pipelined" or self.max_lag < 2):
             raise ConfigError(
                 f"--schedule.over-sampling is {self.over_sampling:g}, but "

@@ -1,4 +1,4 @@
-"""Tally of rollouts: what all groups of a batch amount to, trained on or not, and the cost of discarded work."""
+"""Tally of rollouts: sums over all groups of a batch, trained on or not, and the cost of discarded work."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forge_rl.types import Episode
 
 
 class RolloutTally:
-    """Counts the completed groups of each batch, with those that were replaced, and discarded work.
+    """Counts the completed groups of each batch, including replaced ones, and discarded work.
 
-    A batch holds the groups that dynamic sampling left, whose mean reward says little of the policy: with groups of two
-    and rewards of 0 and 1, it is always 0.5.
+    A delivered batch has only the groups that dynamic sampling kept, so its mean reward says little about the policy:
+    with groups of two and rewards of 0 and 1, it is always 0.5.
 
         tally.complete(group)
         tally.discard("uniform", tokens=240, seconds=3.1)
@@ -27,7 +27,7 @@ class RolloutTally:
         self._discarded: defaultdict[str, float] = defaultdict(float)
 
     def complete(self, group: GroupState) -> None:
-        """Count a group whose episodes all have a result, once it is certain which batch it is in, or was meant for."""
+        """Count a group whose episodes all have a result, once it is delivered or dropped, for its batch."""
         completed = self._completed.setdefault(group.batch, defaultdict(float))
         completed["groups"] += 1
         completed["uniform"] += group.is_uniform
@@ -36,19 +36,20 @@ class RolloutTally:
         completed["reward"] += sum(episode.reward for episode in group.results)
 
     def discard(self, reason: str, *, tokens: int, seconds: float) -> None:
-        """Count work that no batch will hold, by the reason."""
+        """Count work that no batch will use, by reason."""
         self._discarded[f"{reason}_tokens"] += tokens
         self._discarded[f"{reason}_s"] += seconds
 
     def discard_episodes(self, reason: str, episodes: Sequence[Episode]) -> None:
-        """Count finished episodes of a group that no batch will hold."""
+        """Count the finished episodes of a group that no batch will use."""
         seconds = sum(episode.seconds for episode in episodes)
         self.discard(reason, tokens=decoded_tokens([episodes]), seconds=seconds)
 
     def pop_metrics(self, next_batch: int) -> dict[str, float]:
-        """Return, since the last call, the sums over the batches before this one and the discarded work."""
+        """Return the sums over batches before `next_batch` and the discarded work, both since the last call."""
         values = {f"discarded/{name}": count for name, count in self._discarded.items()}
         self._discarded.clear()
+        # Batches from `next_batch` on may still gain groups.
         delivered = [self._completed.pop(number) for number in sorted(self._completed) if number < next_batch]
         if delivered:
             names = ("groups", "episodes", "tokens", "uniform", "reward")

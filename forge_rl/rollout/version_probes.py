@@ -27,7 +27,7 @@ TEXTS = (
     "Water boils at 100 degrees at sea level, and at about 90 degrees 3,000 metres above it, as the air is thinner.",
     "SELECT name, COUNT(*) FROM orders WHERE total > 10 GROUP BY name ORDER BY 2 DESC LIMIT 5; -- five names",
 )
-"""What is scored; any text shows a change of weights."""
+"""Texts to score; any text shows a change of the weights."""
 _TOKENS = 16
 """Scored tokens of a text. All texts are one request, as on a CPU another one costs more than 100 tokens: it reads all
 weights again."""
@@ -57,9 +57,12 @@ class VersionProbes:
     ) -> None:
         start = tokenizer.render([{"role": "user", "content": "go"}])[:1]
         ids = [token for text in TEXTS[:count] for token in tokenizer.encode(text)[:_TOKENS]]
+        # Besides the start token, an engine needs room for the one token that it decodes; a row leaves out the last
+        # token.
         longest = min(generator.max_model_len - 2, trainer.layout.longest)
         self._ids = np.array([*start, *ids[:longest]], np.int32)
         batch = Batch(groups=(_group(self._ids),), version=0)
+        # The advantage is a dummy, so the group must not be spared for it.
         trainer.probe = lambda layout: pack(batch, torch.ones(1, 1), layout, drop_uniform=False)
         self._trainer = trainer
         self._generator = generator
@@ -67,7 +70,7 @@ class VersionProbes:
         self._clock = clock
         self._adapter_effects: dict[str, VersionEffects] = {}
         self._attested: dict[str, ProbedVersion] = {}
-        """By the adapter's name; "" is the policy."""
+        """Version attested last, by the adapter's name; "" is the policy."""
         self._loads = trainer.loads
         self._metrics: dict[str, float] = {}
         self._seconds = 0.0
@@ -78,13 +81,15 @@ class VersionProbes:
         Raises:
             AttestationError: an engine computes with other weights than the version it was asked to load.
         """
-        if self._trainer.loads != self._loads:  # a rollback: numbers of versions are used again
+        # After a rollback, version numbers are used again, for other weights.
+        if self._trainer.loads != self._loads:
             self._loads = self._trainer.loads
             self._effects.forget()
             self._adapter_effects.clear()
         probed = self._trainer.probed
         if probed is not None and self._generator.version == probed.version:
             await self._compare(probed, lambda: self._trainer.probed if self._is_loaded(probed) else None)
+        # A copy, as adapters may be published while an engine answers.
         for name, adapter_probed in list(self._trainer.adapters_probed.items()):
             await self._compare(adapter_probed, partial(self._adapter_probed, name), adapter=name)
 
@@ -115,6 +120,7 @@ class VersionProbes:
         self._seconds += self._clock() - began
         if latest() is not probed:
             return
+        # From here on, no other version can have answered: a load since the request would have changed `latest`.
         gaps = [
             effects.attest(f"engine {index}", incarnation, probed, logprobs)
             for (index, incarnation), logprobs in answers.items()
@@ -125,8 +131,8 @@ class VersionProbes:
             self._metrics[name] = max(gaps)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: the largest gap of an engine, the trainer's seconds, which the step waits
-        for, and the seconds until all engines had answered while they served other requests."""
+        """Return metrics since the last call: the largest gap of an engine; the trainer's seconds, for which the step
+        waits; and the seconds until all engines had answered, alongside their other requests."""
         metrics, self._metrics = self._metrics, {}
         metrics |= {"weights/probe_s": self._trainer.probe_s, "weights/probe_answer_s": self._seconds}
         self._seconds = self._trainer.probe_s = 0.0

@@ -102,6 +102,7 @@ class ResumableCompletion:
         An engine that resumes another's completion misses characters and stop strings that began earlier, so text and
         end are determined here, and tokens after the end are cut off.
         """
+        # `_decoded` may end the chunk earlier than the engine did.
         chunk_finish = chunk.finish
         if self._decoder is not None:
             chunk = self._decoded(self._decoder, chunk)
@@ -121,10 +122,13 @@ class ResumableCompletion:
             ReplicaError: `error`, if another engine cannot resume, because constraints and penalties apply only to
                 tokens that their own engine decoded; also if an engine hung under a constraint, which may be the cause.
         """
+        # Constraints see only what their own engine decoded, and one that hung an engine may hang the next.
         if self.sampling.extra and (self.tokens or error.message.startswith("hung")):
             raise error
+        # An engine that went away before it had the request says nothing about the request.
         if error.blamed is not False:
             self._deaths += 1
+            # Only deaths in a row without a token point to the request; a token starts the count again.
             self._failures = 1 if self.tokens > self._resumed_at else self._failures + 1
             self._resumed_at = self.tokens
         if self._failures == _MOST_FAILURES or self._deaths == _MOST_DEATHS:
@@ -137,12 +141,14 @@ class ResumableCompletion:
             ) from error
         if self._decoder is None and self.tokens:
             self._decoder = self._tokenizer.text_stream(self.prompt_ids)
+            # A character or stop string may span two engines, so the text is decoded again from the first token on.
             token_ids = self.shown[len(self.prompt_ids) :].tolist()
             self._known = "".join(self._decoder.add(token) for token in token_ids)
 
     def turn(self) -> Turn:
         """Return the whole completion after its end."""
         chunks = self._chunks
+        # The usual case: its arrays are used as they are.
         if len(chunks) == 1:
             token_ids, logprobs, versions = chunks[0].token_ids, chunks[0].logprobs, chunks[0].versions
         else:
@@ -164,8 +170,10 @@ class ResumableCompletion:
         )
 
     def _decoded(self, decoder: TextStream, chunk: Chunk) -> Chunk:
+        # The last characters may be the beginning of a stop string, all but its last one, and are not emitted yet.
         held_back = max(map(len, self.sampling.stop), default=1) - 1
         for count, token in enumerate(chunk.token_ids.tolist(), start=1):
+            # A stop string that ends in this token begins at most this far back.
             search_start = max(0, len(self._known) - held_back)
             self._known += decoder.add(token)
             stop_positions = [
@@ -230,9 +238,11 @@ def validate_chunk(
         return f"{count} tokens have alternatives for {len(chunk.top)}"
     if num_drawn + count > sampling.max_tokens:
         return f"{num_drawn + count} tokens came, and {sampling.max_tokens} were requested"
+    # Two comparisons instead of one for each token.
     for token in (chunk.token_ids.min(), chunk.token_ids.max()) if count else ():
         if not 0 <= token < vocab_size:
             return f"token {token} is not one of {vocab_size}"
+    # NaN and infinities are no garbage in themselves: NonFiniteTokens masks and counts them.
     if sampling.temperature > 0 and (is_positive := np.isfinite(chunk.logprobs) & (chunk.logprobs > _ROUNDING)).any():
         return f"a logprob is {chunk.logprobs[is_positive][0]:g}"
     for version in set(chunk.versions.tolist()):

@@ -1,4 +1,4 @@
-"""A generator's engines, kept in one state: the same version, and paused or asleep together; so are replacements."""
+"""Keeps a generator's engines in one state: the same version, paused or asleep together, replacements included."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Lend = Callable[[], AbstractAsyncContextManager[object]]
 """Opens a context in which the engines have their devices."""
 LendOne = Callable[[int], AbstractAsyncContextManager[object]]
-"""Opens a context in which the engine with an index has its devices."""
+"""Opens a context in which the engine with the given index has its devices."""
 CONTROL_DEADLINE_S = 60.0
 """Timeout of pausing, resuming and the like."""
 _LOAD_DEADLINE_S = 600.0
@@ -62,6 +62,7 @@ async def load_version(replica: Replica, manifest: Manifest, store: WeightStore)
     deadline_s = load_deadline_s(manifest)
     args: tuple[object, ...] = manifest, store.transport(replica.host)
     method = "load"
+    # Each host fetches its own copy first; then the engine has the workers of all hosts load them together.
     if replica.ranks > 1:
         copies = await replica.call_ranks(
             "fetch", lambda rank: (manifest, store.transport(replica.hosts[rank])), deadline_s=deadline_s
@@ -162,6 +163,7 @@ class EnginePool:
 
     def answers(self, *, loading: bool) -> bool:
         """Return whether a serving engine is idle, makes progress, or is paused or loading on purpose."""
+        # Engines that are paused or loading send no chunks, and are healthy all the same.
         if loading or self.held:
             return any(replica.serving for replica in self._service.replicas)
         return any(replica.serving and self._goes_on(replica) for replica in self._service.replicas)
@@ -177,9 +179,11 @@ class EnginePool:
         if spare is None:
             await self._service.watch(replica, deadline_s=self._start.deadline_s)
         async with contextlib.AsyncExitStack() as stack:
+            # The spare's engine runs already, asleep; it only has to reach the desired state.
             if spare is not None and spare.started:
                 await self._bring(replica, DesiredState(asleep=True))
                 return
+            # Until the service is supervised, this is the run's own start, which gives all engines their devices.
             if (replica.incarnation or self._service.supervised) and index not in self._remote:
                 await self._devices(stack, index)
             if spare is not None:
@@ -192,6 +196,7 @@ class EnginePool:
         """Bring an engine from its state to the desired one, and add it to those that are ready."""
         has_weights = True
         while state != (desired := self._desired):  # it may change meanwhile
+            # Held first: an engine that wakes without its weights must load them, even if the version is the same.
             if (desired.paused, desired.asleep) != (state.paused, state.asleep):
                 has_weights = await self._hold(replica, desired) or desired.asleep
             has_changed = (desired.version, desired.epoch, desired.store) != (state.version, state.epoch, state.store)
@@ -212,19 +217,24 @@ class EnginePool:
         Raises:
             ServiceError: no engine is left.
         """
+        # Listed before the load: tokens of the new version are valid from the moment that the first engine has it.
         self.versions.append(version)
         self._desired = replace(self._desired, version=version, epoch=epoch, store=store)
         try:
             yield
             async with task_group() as group:
+                # A replacement that waits for devices may be waiting for the caller to hand them over, so it is not
+                # waited for.
                 waits = [group.create_task(self._service.available()), group.create_task(self._waits.wait())]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for wait in waits:
                     wait.cancel()
         except BaseException:
+            # Some engines may have the new weights, others the old ones: none may serve.
             self._desired = replace(self._desired, version=None, store=None)
             self.version, self.refusal = None, f"loading version {version} failed"
             raise
+        # From here on, new requests must not get tokens of earlier versions.
         self.current, self.version = len(self.versions) - 1, version
         if self._keeping is None:  # not before: the run's own start comes first
             self._keeping = self._service.in_background(self.spares.keep(), None, "spares are no longer started")
@@ -261,10 +271,11 @@ class EnginePool:
     async def _load_adapters(
         self, replica: Replica, state: Mapping[str, AdapterFiles], desired: Mapping[str, AdapterFiles]
     ) -> None:
-        """Bring an engine's adapters from those that it has to the desired ones."""
+        """Drop and load adapters until an engine has the desired ones."""
         for name in state.keys() - desired.keys():
             await drop_adapter(replica, name)
         for name, files in desired.items():
+            # Adapters that are loaded again under their name are other files.
             if state.get(name) is not files:
                 await load_adapter(replica, name, files)
 
@@ -276,9 +287,12 @@ class EnginePool:
         async with self._holding:
             self._desired = desired = replace(self._desired, **changes)
             hold_args = desired.paused, desired.asleep
+            # Deadlines stop before the engines pause and run again after all have resumed, so that no pause makes a
+            # request late.
             if any(hold_args):
                 self._hold_deadlines(True)
             have_weights = await self.each("hold", lambda replica: self._hold(replica, desired))
+            # Weights that were dropped to sleep are loaded again, under a lease, before anything is decoded.
             if not (all(have_weights) or desired.asleep or desired.store is None):
                 store = desired.store
                 async with store.lease(desired.version) as manifest:
@@ -291,13 +305,15 @@ class EnginePool:
         async with self._holding:
             guests = [replica for index, replica in self._ready.items() if index in self._guests and replica.alive]
             for replica in guests:
+                # First out of `_ready`, so that loads and holds of the others pass it by, then away, so that its
+                # requests go on elsewhere; only then does it sleep.
                 self._ready.pop(replica.index)
                 self._service.send_away(replica, "the trainer needs its devices")
                 self._away[replica] = asleep = replace(self._desired, asleep=True)
             await asyncio.gather(*(self._try(replica, "hold", self._hold(replica, asleep)) for replica in guests))
 
     async def bring_guests_back(self) -> None:
-        """Wake the guests, with the version that the other engines serve; the result of one that fails is its death."""
+        """Wake the guests with the version that the other engines serve; a guest that fails counts as dead."""
 
         async def wake(replica: Replica) -> None:
             await self._bring(replica, self._away.pop(replica))
@@ -313,7 +329,7 @@ class EnginePool:
         return has_weights
 
     async def _try(self, replica: Replica, action: str, work: Awaitable[object]) -> None:
-        """Await an engine's work, whose failure is the engine's."""
+        """Await an engine's work; if it fails, the engine counts as dead."""
         try:
             await work
         except ReplicaError:
@@ -347,6 +363,8 @@ class EnginePool:
             calls = [group.create_task(attempt(replica)) for replica in live_replicas]
         results = [result for call in calls for result in call.result()]
         for replica, error in errors:
+            # If no engine accepts it, the request is at fault and none is replaced; an engine that alone refuses is at
+            # fault itself.
             if not results:
                 raise error
             self.mark_failed(replica, f"{action} failed: {error.message}")

@@ -54,7 +54,7 @@ class EngineProcesses:
     """Name of this generator, by which remote servers know it."""
 
     def environment(self, index: int) -> dict[str, str]:
-        """Return the environment variables of the engine with an index, on the first of its hosts."""
+        """Return the environment variables of the engine with this index, on the first of its hosts."""
         return self._environment(self.seats.take(index), self.seats)
 
     def _environment(self, seat: Seat, seats: Seats) -> dict[str, str]:
@@ -81,6 +81,8 @@ class EngineProcesses:
     def spawn(self, index: int) -> Replica:
         """Spawn the engine with an index, or the process that uses it in a remote server."""
         if index < len(self.config.urls):
+            # At the first start, an address without a server is a mistake to report at once; later, the server may come
+            # back.
             is_restart = index < len(self.service.replicas)
             server = RemoteServer(
                 url=self.config.urls[index], owner=self.owner, wait_s=self.patience_s if is_restart else 0.0
@@ -92,11 +94,13 @@ class EngineProcesses:
         args, env = self._args(index, "replica", seat.host), self._environment(seat, seats)
         if not seat.other_seats:
             return self.service.spawn(self.actor, *args, env=env, host=seat.host, index=index)
+        # Ranks of one mesh start with the same variables; `set_up` sets each host's own.
         hosts = {part.host: 1 for part in seat.parts}
         return self.service.spawn(self.actor, *args, env=spare_environment(env), ranks=hosts, index=index)
 
     def spares(self, start_deadline_s: float) -> EngineSpares:
         """Return the keeper of the spares, numbered from the first number that no engine can have."""
+        # Also above the indices that engines get when hosts join.
         first_number = max(self.config.engines, self.seats.first + self.config.max_replicas)
         return EngineSpares(
             self.service,
@@ -133,14 +137,16 @@ class EngineProcesses:
             )
             for number, host in enumerate(replica.hosts)
         ]
+        # One process on each host: the first runs the engine, the others only the workers on their hosts.
         environments = [self._environment(seat, self.seats) for seat in self.seats.take(replica.index).parts]
         await replica.call_ranks("setup", lambda rank: (environments[rank], parts[rank]), deadline_s=deadline_s)
 
     def spawn_spare(self, number: int) -> Replica:
-        """Spawn the spare with a number, without devices, on the host of an engine."""
+        """Spawn the spare with this number on the host of an engine, without devices."""
         indices = [
             replica.index for replica in self.service.replicas if replica.serving and replica.index >= self.seats.first
         ]
+        # Spares are spread over the serving engines' hosts.
         engine_index = indices[number % len(indices)] if indices else self.seats.first
         host = self.seats.take(engine_index).host
         args, env = self._args(number, "spare", host), spare_environment(self.environment(engine_index))
@@ -151,6 +157,7 @@ class EngineProcesses:
         settings = DecodeSettings(
             **{setting.name: getattr(self.config, setting.name) for setting in fields(DecodeSettings)}
         )
+        # The draft model's folder has another path on a host with a copy of it.
         if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
             local_path = str(self.service.cluster.path_on(host, Path(drafting.model)))
             settings = replace(settings, speculation=settings.speculation.replace(drafting.model, local_path))

@@ -73,15 +73,18 @@ class EngineRequests:
         prompt_ids, sampling = completion.shown, completion.rest.updated(stop_ids=self._tokenizer.stop_ids)
         self._check(prompt_ids, sampling)
         is_suspect = completion.suspect
+        # One at a time: a poisonous completion must not take down several engines while others are tried.
         if is_suspect:
             await self._trial.acquire()
         try:
             replica = await self._choose(engine)
+            # Versions loaded from here on may produce tokens of this completion, each from some token on.
             first_load = self._pool.current
 
             def take(chunk: Chunk) -> bool:
                 nonlocal is_suspect
                 self._pool.note_progress(replica)
+                # A token came, so this completion does not kill engines before they decode; the next suspect may run.
                 if is_suspect:
                     self._trial.release()
                     is_suspect = False
@@ -96,6 +99,7 @@ class EngineRequests:
                     chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
                 if problem:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+                # Listeners read the engines' limits again, so that the scheduler sends no more than the cache holds.
                 if chunk.cache is not None and self.limits.note(replica, chunk.cache):
                     self._service.listeners.tell()
                 self._drafts.note(chunk)
@@ -133,6 +137,7 @@ class EngineRequests:
         """
         self._check_version()
         self._check_adapter(adapter)
+        # To score, an engine also decodes one token, for which the context needs room.
         if len(prompt_ids) + len(token_ids) >= self._config.max_model_len:
             raise ContextError(
                 f"{len(prompt_ids)} + {len(token_ids)} tokens to score do not fit into {self._config.max_model_len}",
@@ -188,6 +193,7 @@ class EngineRequests:
         except (ReplicaError, DeadlineError):
             raise
         except (ConfigError, WeightsError) as error:
+            # Indices below the number of URLs are those of remote engines.
             if replica.index >= len(self._config.urls) or (refuses and isinstance(error, ConfigError)):
                 raise
             raise self._pool.mark_failed(replica, f"it refuses: {error.message}") from error
@@ -203,6 +209,7 @@ class EngineRequests:
             if replica.index == engine and replica.serving:
                 return replica
         error = ReplicaError("it does not serve", service=self._service.name, replica=engine)
+        # It cannot have died of a request that it never had.
         error.blamed = False
         raise error
 

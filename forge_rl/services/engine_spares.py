@@ -67,9 +67,14 @@ class EngineSpares:
         return sum(spare.replica.alive for spare in self._ready.values())
 
     def take(self, index: int) -> Spare | None:
-        """Put a spare in the place of the dead engine with this index; None if no spare is ready, or none has died."""
+        """Put a spare in the place of the dead engine with this index.
+
+        Returns:
+            The spare; None if none is ready, or the engine starts for the first time.
+        """
         if index >= len(self._service.replicas):
             return None
+        # On GPUs the spare takes over the dead engine's devices, so it must be on the same host.
         host = self._host_of(index)
         live_spares = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
         number = next((number for number, replica in live_spares if host in (None, replica.host)), None)
@@ -86,11 +91,13 @@ class EngineSpares:
             if number is None:
                 await self._service.change()
                 continue
+            # The dead spare's processes are gone before the next one with its number starts.
             await self._clear_away(number)
             await asyncio.sleep(self._restart.delay_s(self._deaths))
             try:
                 await self._start(number)
             except ForgeError as error:
+                # Each failed start lengthens the wait before the next one.
                 self._deaths += 1
                 if (replica := self._service.spares.get(number)) is not None and replica.alive:
                     self._service.mark_failed(replica, f"it did not start: {error.message}")
@@ -115,5 +122,6 @@ class EngineSpares:
         """Return the number of a spare to start now, or None; while an engine is missing, that one comes first."""
         if not self._service.complete:
             return None
+        # Spares that died are missing, too; `keep` cleans up after them first.
         spares = self._service.spares
         return next((number for number in self._numbers if number not in spares or not spares[number].alive), None)

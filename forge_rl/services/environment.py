@@ -125,11 +125,11 @@ class Environment:
 
     @property
     def replicas(self) -> int:
-        """Number of processes that there should be on the present hosts; 0 if environments run in this process."""
+        """Target number of processes on the present hosts; 0 if environments run in this process."""
         return 0 if self._seats is None else self._seats.wanted
 
     def scale(self, replicas: int) -> None:
-        """Start or stop processes, in the background, until there are as many on the present hosts.
+        """Start or stop processes in the background until this many run on the present hosts.
 
         Environments of a process that is stopped have half a minute to end, and are then made again elsewhere.
 
@@ -142,7 +142,7 @@ class Environment:
         self._supervisor.rescale()
 
     def join(self, host: str, cores: int) -> None:
-        """Take in another host, which gets processes if there may be more than there are."""
+        """Add a host, which gets processes if more are allowed than there are."""
         if self._supervisor is not None and self._seats is not None:
             self._seats.add(host, cores=cores)
             self._supervisor.rescale()
@@ -154,7 +154,7 @@ class Environment:
 
     @property
     def leaves(self) -> int:
-        """Most episodes of a tree, see `leaves_of`."""
+        """Maximum episodes of a tree; see `leaves_of`."""
         return leaves_of(self._factory)
 
     @property
@@ -191,6 +191,7 @@ class Environment:
         if self._service is None or not hasattr(self._factory, "prepare") or not tasks:
             return
         living = [replica for replica in self._service.replicas if replica.alive]
+        # Each host begins with other tasks than its peers, so that most files are fetched by one host and passed on.
         hosts = list(dict.fromkeys(replica.host for replica in living))
         for replica in living:
             ordered_tasks = order_on_host(tasks, hosts.index(replica.host), len(hosts))
@@ -216,8 +217,8 @@ class Environment:
         return self._opened
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return, since the last call, how many sessions lost their replica, by how that ended, and what the factory's
-        `prepare` counted; {} if nothing."""
+        """Return metrics since the last call: the number of sessions that lost their replica, by outcome, and what the
+        factory's `prepare` counted; {} if there are none."""
         metrics = {f"environment/{outcome}": float(count) for outcome, count in self.replays.items()}
         metrics |= {f"environment/{name}": float(count) for name, count in self._prepared.items()}
         self.replays.clear()
@@ -290,6 +291,8 @@ class EnvSession:
                 deadline_s = self._environment.config.deadline_s
                 step: Step = await self._replica.ask("step", self._key, *arguments, deadline_s=deadline_s)
             except ReplicaError as error:
+                # The call itself killed its process, so the task may be poison: `try_on` gives up after several such
+                # deaths.
                 if error.blamed:
                     self._service.blame(self._about)
                 if self._replica.alive:
@@ -301,8 +304,10 @@ class EnvSession:
         except BaseException:
             self.abandon()
             raise
+        # With its answer, so that a replay can tell whether the rebuilt environment behaves the same.
         self._log.append((*arguments, step))
         if step.done:
+            # The task has reached its end without killing its process, so deaths on the way were not its fault.
             self._service.forgive(self._about)
             self._end()
         return step
@@ -332,6 +337,7 @@ class EnvSession:
         fork._observation, fork._replayable, fork._forks = self._observation, self._replayable, self._forks
         fork._log = self._log[:-1] if undo_last else list(self._log)
         try:
+            # A copy of the present state is of no use where the last step is to be undone: that takes a replay.
             if self._forks and not undo_last and await self._copied(fork._key):
                 return fork
             if not self._replayable:
@@ -361,6 +367,7 @@ class EnvSession:
         """Rebuild the environment in a replica by replaying the turns so far."""
         self._replica.held -= 1
         self._move(replica)
+        # The replay may take as long as all of its turns together.
         difference = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
         if difference:
             self._environment.replays["differed"] += 1
@@ -377,6 +384,7 @@ class EnvSession:
     async def close(self) -> None:
         """Close an environment that is not done."""
         if not self._over:
+            # Ended first, so that a second close or `abandon` meanwhile does nothing.
             self._end()
             with contextlib.suppress(ReplicaError):  # the environment died with it
                 await self._ask("close")
@@ -420,6 +428,7 @@ class LocalSession:
         """Return another session in the same state, or in that before the last step."""
         if not undo_last:
             return replace(self, env=await fork_env(self.env), arguments=[*self.arguments])
+        # Steps cannot be undone, so the environment is made again and takes all of them but the last.
         session = replace(self, env=await self.make(), arguments=[])
         await reset_env(session.env)
         for answer, truncated, parsed in self.arguments[:-1]:

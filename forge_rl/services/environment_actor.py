@@ -41,9 +41,11 @@ class EnvironmentActor(ServiceActor):
 
     async def reset(self, key: int, task: Task) -> tuple[Observation, bool, bool]:
         env = self._envs[key] = await self._make(task)
+        # Whether the session can be rebuilt or copied must be known before this process dies.
         return await reset_env(env), bool(getattr(env, "replayable", True)), hasattr(env, "fork")
 
     async def _make(self, task: Task) -> Env:
+        # A constructor is the user's synchronous code and may block: it must not hold up other environments.
         in_thread = functools.partial(self._constructors.call, in_hand=self._link_end.in_hand)
         try:
             return await make_env_beside(self._factory, task, in_thread)
@@ -76,6 +78,7 @@ class EnvironmentActor(ServiceActor):
 
     async def step(self, key: int, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
         step = await step_env(self._envs[key], answer, truncated, parsed)
+        # Closed here, in the same call: a done environment's session makes no further ones.
         if step.done:
             await self.close(key)
         return step

@@ -25,9 +25,9 @@ _NOTICE_S = 3.0
 
 
 async def open_files(service: Service, replica: Replica, meshes: Iterable[SpawnedMesh], files: FolderServer) -> None:
-    """Let each process of these meshes of a replica use a folder, until it closes its `process_desk`.
+    """Give each process in these meshes of a replica access to a folder, until it closes its `process_desk`.
 
-    A process that cannot be served any more counts as dead.
+    A process that can no longer be served counts as dead.
 
     Raises:
         ReplicaError: the replica died, or does not answer.
@@ -51,20 +51,25 @@ async def _serve(service: Service, replica: Replica, actor: Any, files: FolderSe
     answer: Answer = None
     try:
         while True:
+            # Each call carries the last answer and returns the next request, so the process needs no way to call this
+            # one.
             exchange = asyncio.ensure_future(_exchange(actor, answer))
             try:
                 await asyncio.wait((exchange, replica.death), return_when=asyncio.FIRST_COMPLETED)
+                # The replica died, or the process has closed its desk.
                 if not exchange.done() or (request := exchange.result()) is None:
                     return
             finally:
                 exchange.cancel()
+            # Disks may be slow, and the controller's loop must not wait for them.
             answer = await asyncio.to_thread(files.answer, request)
     except Exception as error:  # Monarch raises several unrelated classes
         await _dead(service, replica, error)
 
 
 async def _dead(service: Service, replica: Replica, error: Exception) -> None:
-    """Wait until it is known why a call to a replica failed; count it as dead if that is not for another reason."""
+    """Wait briefly for the cause of a replica's death after a failed call; mark it as failed if it still counts as
+    alive."""
     await asyncio.wait((replica.death,), timeout=_NOTICE_S)
     if replica.alive:
         cause = cause_of(str(error)) or type(error).__name__
@@ -93,6 +98,7 @@ async def copy_folders(
     Raises:
         ForgeError: a host has no space, or does not answer.
     """
+    # Read once for all hosts, which compare their caches with it.
     contents = {folder: await asyncio.to_thread(contents_of, folder) for folder in folders}
 
     async def copy_to(host: str) -> dict[tuple[str, Path], Path]:

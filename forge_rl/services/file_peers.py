@@ -1,4 +1,4 @@
-"""Lets the environment service's processes on several hosts pass each other the files that they fetched for tasks."""
+"""Lets the environment service's processes on several hosts share the files that they fetched for tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class FilePeers:
-    """Has one process of each host serve the files that its environments' factory fetched, and all ask other hosts'.
+    """Has one process on each host serve the files fetched there, and all processes ask the other hosts' servers.
 
     Args:
         deadline_s: timeout of one call.
@@ -24,7 +24,7 @@ class FilePeers:
     def __init__(self, deadline_s: float, *, may_be_public: bool) -> None:
         self._deadline_s, self._may_be_public = deadline_s, may_be_public
         self._key = secrets.token_urlsafe(32)
-        """What a process sends with each request to another."""
+        """Secret that processes send with each request to one another."""
         self._connected: set[Replica] = set()
         self._lock = asyncio.Lock()
 
@@ -36,6 +36,7 @@ class FilePeers:
             ForgeError: a process did not answer.
         """
         async with self._lock:
+            # Reversed, so that the first replica of each host is the one that serves.
             by_host = {replica.host: replica for replica in reversed(replicas)}
             is_alone = len(by_host) < 2 and not self._connected  # else it must not ask hosts that are gone
             if is_alone or set(replicas) == self._connected:
@@ -55,11 +56,11 @@ class FilePeers:
 
 
 def order_on_host(items: Sequence[T], host: int, hosts: int) -> list[T]:
-    """Return items in nearly the same order, in which hosts that begin at the same time are at different ones.
+    """Return items in nearly the same order, changed so that hosts that start together are at different items.
 
         order_on_host([1, 2, 3, 4], 1, 2)  # [2, 1, 4, 3]
 
-    What one host has fetched, another then gets from it.
+    By the time a host needs an item, another one may have fetched it.
     """
     blocks = (items[first : first + hosts] for first in range(0, len(items), hosts))
     return [block[(host + place) % len(block)] for block in blocks for place in range(len(block))]

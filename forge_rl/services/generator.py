@@ -51,6 +51,7 @@ _MAX_NAME = 128
 
 
 async def _start_engines(processes: EngineProcesses, supervisor: Supervisor, count: int, deadline_s: float) -> None:
+    # Engines are forked from a process that has imported their modules, which must be ready first.
     await processes.import_first(deadline_s)
     await supervisor.start(count)
 
@@ -88,8 +89,8 @@ class Generator:
         self.last_load: Sequence[LoadReport] = ()
         """Each engine's report of the last load."""
         self.load_s: dict[str, float] = {}
-        """Seconds of each stage of the last load, of the slowest engine, see `LoadReport.seconds`, and of the calls
-        around them, with the lease; empty once `pop_metrics` has returned them."""
+        """Seconds of each stage of the last load on the slowest engine, see `LoadReport.seconds`, and of the calls
+        around them, including the lease; empty once `pop_metrics` has returned them."""
 
     @classmethod
     async def start(
@@ -118,6 +119,7 @@ class Generator:
         sharing = sharing or DeviceSharing()
         service = Service(start.name or "generator", start.cluster, start.faults, exit_meanings=EXIT_MEANINGS)
         seats = seats_of(config, start.cluster, start.hosts or ServiceHosts())
+        # Guests sit on the trainer's hosts, all others on the generator's own.
         guests = Seats(
             start.cluster,
             sharing.trainer_hosts or seats.hosts,
@@ -187,11 +189,11 @@ class Generator:
 
     @property
     def replicas(self) -> int:
-        """Number of engines that there should be on the present hosts; some may still start."""
+        """Target number of engines on the present hosts; some may still be starting."""
         return self._seats.wanted
 
     def scale(self, replicas: int) -> None:
-        """Start or stop engines, in the background, until there are as many on the present hosts.
+        """Start or stop engines in the background until this many run on the present hosts.
 
         Other engines resume the completions of stopped ones.
 
@@ -202,7 +204,7 @@ class Generator:
         self._supervisor.rescale()
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
-        """Take in another host, which gets engines if there may be more than there are."""
+        """Add a host, which gets engines if more are allowed than there are."""
         self._seats.add(host, gpus, cores)
         self._supervisor.rescale()
 
@@ -254,6 +256,7 @@ class Generator:
                 await self.decode(completion, engine=engine)
             except ReplicaError as error:
                 completion.fail_over(error)
+            # Any engine may resume: the one that was asked for is gone.
             engine = None
         return completion.turn()
 
@@ -312,15 +315,19 @@ class Generator:
         """
         began = time.monotonic()
         async with self._loading, store.lease(version) as manifest:
-            if not self._pool.held:  # else nothing is decoded meanwhile, and loading overlaps with fetching
+            # While engines decode, the version is brought to their hosts first, so that they pause only to load it.
+            # Engines that are paused or asleep lose nothing by loading each bucket as it arrives.
+            if not self._pool.held:
                 serving = [replica for replica in self._service.replicas if replica.serving]
                 await store.prefetch(manifest, {host for replica in serving for host in replica.hosts})
             async with self._pool.serving_next(manifest.version, store, epoch=manifest.epoch):
                 reports = await self._pool.load(manifest, store)
+                # Reports name the version that was read, which the argument of the call cannot attest.
                 if any(report.version != manifest.version for report in reports):
                     versions = [report.version for report in reports]
                     raise WeightsError(f"the engines read versions {versions} instead of {manifest.version}")
         self.last_load = reports
+        # Engines load at the same time, so the slowest one's stages explain the duration.
         stages = max((report.seconds for report in reports), key=lambda seconds: sum(seconds.values()), default={})
         self.load_s = {**stages, "calls": time.monotonic() - began - sum(stages.values())}
         return manifest.version
@@ -332,6 +339,7 @@ class Generator:
             WeightsError: another version has been loaded.
             ServiceError: no engine is left.
         """
+        # Version 0 would be older than what the engines already serve.
         if self._pool.versions:
             raise WeightsError(
                 f"the engines have already loaded version {self._pool.versions[-1]}", hint="start a new generator"
@@ -340,8 +348,8 @@ class Generator:
             await self._pool.each("serve_model", serve_model)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Load an adapter in PEFT's format into every engine, from where requests sample with it by
-        `Sampling(adapter=name)`; see `DecodeEngine.load_adapter`.
+        """Load an adapter in PEFT's format into every engine; requests then sample with it by
+        `Sampling(adapter=name)`. See `DecodeEngine.load_adapter`.
 
         The files are read once, here, so that engines that start later serve the same values.
 
@@ -396,9 +404,12 @@ class Generator:
         return Guests(self._pool)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, the number of
-        spares that stand by, of versions that each engine serves as adapters, the bytes of weights that the engines
-        hold in 8 bits, and the seconds of each stage of the last load."""
+        """Return metrics since the last call.
+
+        These are the metrics of the engines' KV caches, see `RequestLimits.pop_metrics`; the numbers of spares that
+        stand by, and of versions that each engine serves as adapters; the bytes of weights that the engines hold in 8
+        bits; and the seconds of each stage of the last load.
+        """
         metrics = self._requests.limits.pop_metrics() | {f"load/{part}_s": value for part, value in self.load_s.items()}
         self.load_s = {}
         if self.config.spares:
@@ -427,6 +438,7 @@ class Generator:
         self._requests.stop()
         replicas = (*self._service.replicas, *self._service.spares.values())
         live_replicas = [replica for replica in replicas if replica.alive]
+        # Also on the other hosts of an engine, each of which has workers of its own.
         calls = [replica.call_ranks("close", lambda _: (), deadline_s=5.0) for replica in live_replicas]
         await asyncio.gather(*calls, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()

@@ -43,7 +43,7 @@ class GeneratorActor(ServiceActor):
     """One engine in its own process, or in a server that others run, called `name` in errors; see `DecodeEngine`."""
 
     MODULES: ClassVar[Sequence[str]] = DECODE_MODULES
-    """What a process is forked with that starts an engine."""
+    """Modules imported before a process for an engine is forked."""
 
     def __init__(
         self, model: Path, settings: DecodeSettings, seed: int, name: str, server: RemoteServer | None = None
@@ -77,10 +77,12 @@ class GeneratorActor(ServiceActor):
 
         Environment variables that differ from the process's are set first, for a spare or a part.
         """
+        # A spare or a part was spawned before it was known which engine's devices it gets.
         set_here(environment)
         if part is not None:
             local_address = own_address([part.address], may_be_public=part.may_be_public)
             set_here(part_environment(local_address, interface_towards(part.address)))
+            # Only the first host's process has the engine; the others run workers that follow it.
             if part.number > 0:
                 start = functools.partial(start_following_part, seed=self._seed, part=part)
                 self._following = await asyncio.to_thread(start, part.folder, self._settings)
@@ -96,6 +98,7 @@ class GeneratorActor(ServiceActor):
     async def prepare(self) -> bool:
         """Get ready to replace another engine, at low priority. On CPU, start the engine and put it to sleep; on GPUs,
         whose memory is taken, only import its modules. Return whether the engine is started."""
+        # Engines on the same host serve meanwhile, and need their cores.
         with low_priority():
             if device_type() != "cpu":
                 await asyncio.to_thread(import_decode_engine)
@@ -137,6 +140,7 @@ class GeneratorActor(ServiceActor):
         """Load a version into the workers of all hosts, each from what `fetch` returned on its own."""
 
         async def buckets() -> AsyncIterator[TensorBucket]:
+            # Hosts copied the same manifest, so their buckets come in the same order.
             for copies in zip(*fetched, strict=True):
                 yield BucketOnHosts(copies)
 
@@ -148,6 +152,7 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def load_adapter(self, name: str, files: AdapterFiles) -> None:
+        # Engines load adapters from folders; this one lasts as long as the load.
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
             await asyncio.to_thread(files.write, Path(folder))
             await self.engine.load_adapter(name, Path(folder))

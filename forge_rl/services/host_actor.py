@@ -98,5 +98,7 @@ async def ask_facts(replica: Replica, *, deadline_s: float) -> tuple[HostFacts, 
         before = time.time()
         host_time: float = await replica.call("clock", deadline_s=deadline_s)
         after = time.time()
+        # As in NTP: the host's clock was read between `before` and `after`, so half the round trip bounds the error.
         clocks.append(Clock(offset_s=host_time - (before + after) / 2, error_s=(after - before) / 2))
+    # The shortest round trip bounds the clock's error best.
     return facts, min(clocks, key=lambda clock: clock.error_s)

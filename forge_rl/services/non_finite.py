@@ -44,6 +44,7 @@ class NonFiniteTokens:
             return chunk, ""
         finite = np.isfinite(chunk.logprobs)
         num_non_finite = len(finite) - int(np.count_nonzero(finite))
+        # Penalties and biases that a user sets can make a logprob infinite; the engine is not at fault.
         if num_non_finite and sampling.extra:
             raise ConfigError(
                 f"logprobs are not finite under the request's {', '.join(sorted(sampling.extra))}",
@@ -51,6 +52,7 @@ class NonFiniteTokens:
             )
         tokens, num_before = self._counts.get(engine, (0, 0))
         tokens, num_in_window = tokens + len(finite), num_before + num_non_finite
+        # The window restarts once full, so that rare rounding never adds up to a replacement.
         self._counts[engine] = (tokens, num_in_window) if tokens < _WINDOW_TOKENS else (0, 0)
         if not num_non_finite:
             return chunk, ""

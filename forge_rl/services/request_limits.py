@@ -1,4 +1,4 @@
-"""How many requests each engine gets at a time: as many as its KV cache holds without preempting any."""
+"""Limits each engine's concurrent requests to what its KV cache holds without preempting any."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.token_arrays import FULL, CacheUse
 
 _GROWTH = 1 / 16
-"""Growth of the limit while as many completions end as it allows requests."""
+"""Relative growth of the limit over as many completed requests as it allows at a time."""
 
 
 class RequestLimit:
@@ -31,10 +31,11 @@ class RequestLimit:
         return int(self._limit)
 
     def note(self, use: CacheUse) -> None:
-        """Adapt to an engine's report, which comes with the end of each completion, and once requests wait for room."""
+        """Adapt to an engine's report, which comes when a completion ends and when requests wait for room."""
         if use.fitting:
             self._limit = min(self._limit, float(use.fitting))
         elif use.usage < FULL:
+            # A report comes for each completion that ends: `limit` of them add up to a sixteenth, or to 1.
             self._limit = min(self._max_requests, self._limit + max(1.0, _GROWTH * self._limit) / self._limit)
 
 
@@ -43,6 +44,7 @@ class RequestLimits:
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
+        # By replica, not index: the engine that replaces a dead one starts with the highest limit.
         self._limits: WeakKeyDictionary[Replica, RequestLimit] = WeakKeyDictionary()
         self._preemptions = self._waiting = 0
         self._prompt_tokens = self._cached_tokens = self._prefilled_again = self._transferred_tokens = 0

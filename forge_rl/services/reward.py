@@ -69,7 +69,7 @@ class RewardService:
         self.function = function
         """The current function."""
         self._made = itertools.count(1)
-        """Number of the next pool of a part."""
+        """Numbers of the next pools of parts."""
         self._shared = _ReplicaPool(setting, "reward", shared_parts, replicas=setting.config.replicas)
         self._own = {name: self._own_pool(name, part) for name, part in own_parts.items()}
         """Pools of the parts that have their own replicas, by part name."""
@@ -120,6 +120,7 @@ class RewardService:
             ForgeError: the function raised it, or did not return a score for each episode.
             ServiceError: the function raised another error, or no replica is left.
         """
+        # All read at once, so that a replacement meanwhile does not mix two functions in one score.
         return await self._score(episodes, self.function, self.form, self._shared.version, self._own)
 
     async def _score(
@@ -132,8 +133,10 @@ class RewardService:
     ) -> Sequence[Score]:
         """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
+        # A whole episode is pickled only for functions that look at it.
         answers_suffice = form == "text" and not any(map(protocol.sees_thoughts, parts_of(function).values()))
         inputs = [episode.text for episode in episodes] if answers_suffice else list(episodes)
+        # A sum whose parts all have their own replicas leaves nothing to the shared ones.
         requests = [(self._shared, version)] if self._shared.functions_by_version[version] else []
         requests += [(pool, pool.version) for pool in pools.values()]
         if len(requests) == 1:  # a task of its own would take as long as everything else here
@@ -164,6 +167,7 @@ class RewardService:
         function = as_reward(function)
         form, (shared_parts, own_parts) = form_of(function), _divided(function)
         async with self._replacing:
+            # A part whose function is equal keeps its replicas, with whatever they have loaded.
             kept_pools = {
                 name: pool
                 for name, pool in self._own.items()
@@ -177,6 +181,7 @@ class RewardService:
                 version = await self._shared.give(shared_parts)
                 await self._try(function, form, version, kept_pools | new_pools)
             except BaseException:
+                # Whatever failed, the current function goes on as if nothing had been sent.
                 self._shared.keep()
                 for pool in new_pools.values():
                     await pool.service.stop()
@@ -220,8 +225,8 @@ class RewardService:
         )
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return how many sandbox sessions functions were given since the last call, by how these started; {} if
-        none."""
+        """Return the number of sandbox sessions opened for functions since the last call, by how they started; {} if
+        there were none."""
         metrics = {name: float(value) for name, value in self._setting.metrics.items()}
         self._setting.metrics.clear()
         return metrics
@@ -258,7 +263,7 @@ def _divided(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all pools share."""
+    """Settings and counters that all pools share."""
 
     config: RewardService.Config
     start: ServiceStart
@@ -310,6 +315,7 @@ class _ReplicaPool:
             )
             await self.service.watch(replica, deadline_s=start.deadline_s)
             functions_by_version = None
+            # `give` passes over replicas that do not serve yet, so functions sent meanwhile are sent here.
             while functions_by_version is not self.functions_by_version:  # replaced meanwhile
                 functions_by_version = self.functions_by_version
                 await self._tell(replica)
@@ -328,6 +334,7 @@ class _ReplicaPool:
     async def give(self, functions: Mapping[str, protocol.RewardFunction]) -> int:
         """Send new functions to the replicas; returns their version. The current functions score until `version` is
         set."""
+        # Both stay until the switch: scores that are under way still name the current version.
         version = next(self._versions)
         self.functions_by_version = {self.version: self.functions_by_version[self.version], version: functions}
         for replica in list(self.service.replicas):

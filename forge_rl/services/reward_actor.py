@@ -41,7 +41,7 @@ class RewardActor(ServiceActor):
     async def replace(
         self, functions_by_version: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None
     ) -> None:
-        """Adopt the functions of these functions_by_version and drop all others."""
+        """Adopt the functions of these versions and drop all others."""
         new_functions = {
             version: functions for version, functions in functions_by_version.items() if version not in self._functions
         }
@@ -50,6 +50,7 @@ class RewardActor(ServiceActor):
                 load = getattr(function, "load", None)
                 if callable(load):
                     await asyncio.to_thread(load, folder)
+        # Kept as they are: a version that is in use must not lose what its functions have loaded.
         kept_functions = {
             version: functions for version, functions in self._functions.items() if version in functions_by_version
         }
@@ -63,6 +64,7 @@ class RewardActor(ServiceActor):
         """Score a task's episodes, or their answers' texts, with each function of a version; returns the scores by
         function, and metrics of the process since the last call."""
         functions = self._functions.get(version)
+        # Replicas know the current functions and their replacement; an older call comes too late.
         if functions is None:
             raise ForgeError("the reward was replaced before this was scored", hint="score it again")
         scores = await asyncio.gather(
@@ -74,6 +76,7 @@ class RewardActor(ServiceActor):
         self, function: RewardFunction, form: Form, task: Task, inputs: Sequence[str | Episode]
     ) -> list[Score]:
         """Score episodes with one function, in the form that it accepts."""
+        # If one part of a sum needs whole episodes, the others get their texts from these.
         if form == "text":
             inputs = [x if isinstance(x, str) else text_for(function, x) for x in inputs]
         if form == "group":
@@ -99,6 +102,7 @@ class RewardActor(ServiceActor):
                 async with asyncio.timeout(deadline_s) as limit:
                     result = await in_own_task(result)
             except TimeoutError:
+                # A TimeoutError that the function itself raised is its own error, not a missed deadline.
                 if limit.expired():
                     raise self._late(DeadlineError, task, deadline_s) from None
                 raise
@@ -109,6 +113,7 @@ class RewardActor(ServiceActor):
             try:
                 return function(task, argument)
             except StopIteration as error:
+                # No future can hold a StopIteration, so it is replaced here, where the task is known.
                 raise ForgeError(
                     f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
                 ) from error
@@ -133,7 +138,8 @@ def _with_forms(functions: Mapping[str, RewardFunction]) -> dict[str, tuple[Rewa
 
 
 def _sandbox_metrics() -> dict[str, float]:
-    """Return how the functions' sandbox sessions started, if they have any: what runs no code loads no sandbox."""
+    """Return counts of how the functions' sandbox sessions started; {} without the sandbox, which only functions that
+    run code import."""
     shared = sys.modules.get("forge_rl.sandbox.shared")
     return {} if shared is None else shared.pop_opened_sessions()
 

@@ -49,7 +49,7 @@ class TeacherScores:
     """Number of episodes without a hint; they are not trained on."""
 
     def columns(self, loss: Loss) -> dict[str, Sequence[Sequence[npt.NDArray[Any]]]]:
-        """Return those columns for `pack` that the loss declares: "teacher", "top_ids" and "top_teacher"."""
+        """Return the columns for `pack` that the loss declares, of "teacher", "top_ids" and "top_teacher"."""
         columns: dict[str, Sequence[Sequence[npt.NDArray[Any]]]] = {
             "teacher": self.logprobs,
             "top_ids": self.top_ids,
@@ -67,6 +67,7 @@ class TeacherScores:
                 gap = _logprobs(episode).astype(np.float64) - teacher_logprobs
                 for name in ("teacher/kl", f"teacher/kl/{group.task.source}"):
                     gaps[name].append(gap[np.isfinite(gap)])
+        # With a single source, its KL is the overall one.
         if len(gaps) == 2:
             del gaps[f"teacher/kl/{batch.groups[0].task.source}"]
         token_gaps = {name: np.concatenate(arrays) for name, arrays in gaps.items()}
@@ -128,6 +129,7 @@ class Teachers:
             settings: settings of the policy's engines.
         """
         hosts = start.hosts or ServiceHosts()
+        # GPUs that one teacher takes of each host, if its engines are spread evenly.
         devices = -(-config.replicas // len(hosts.names)) * config.devices
         async with task_group() as group:
             start_tasks = {
@@ -136,6 +138,7 @@ class Teachers:
                         engine_settings(config, settings, folder),
                         replace(
                             start,
+                            # Teachers share no GPUs: each takes the next ones of every host.
                             hosts=_part_of(hosts, number, devices),
                             name="teacher" if len(folders) == 1 else f"teacher-{number}",
                         ),
@@ -146,6 +149,7 @@ class Teachers:
                 for number, (name, folder) in enumerate(folders.items())
             }
         generators = {name: task.result() for name, task in start_tasks.items()}
+        # A teacher's weights never change: they are version 0.
         for generator in generators.values():
             await generator.serve_model()
         return cls(config.by_source, await policy, generators, warn)
@@ -175,6 +179,7 @@ class Teachers:
                 messages, so a hint cannot be added.
         """
         places = [(p, g) for p, group in enumerate(batch.groups) for g in range(len(group.episodes))]
+        # None stands for the episode's own prompt.
         prompts: dict[tuple[int, int], TokenIds | None] = dict.fromkeys(places)
         if hint != "none":
             prompts = dict(await asyncio.to_thread(self._hinted, batch, hint))
@@ -188,6 +193,7 @@ class Teachers:
                 try:
                     scores = await _score(teacher, episode, prompts[place], temperature, top_k)
                 except (ServiceError, ConfigError, ContextError) as error:
+                    # An episode that an engine cannot score is left out; any other error is a bug and ends the step.
                     errors.append(error)
                 else:
                     scores_by_place[place] = scores.cleaned(self._tokenizer.vocab_size)
@@ -201,6 +207,7 @@ class Teachers:
         if errors:
             self._warn(f"{len(errors)} of {len(prompts)} episodes were not scored by their teacher: {errors[0]}")
         unscored = _unscored(scores_by_place.values())
+        # Episodes without scores get NaN, which keeps their tokens out of training.
         rows = [
             [
                 scores_by_place.get((p, g)) or _EpisodeScores.empty(episode, top_k)
@@ -218,7 +225,7 @@ class Teachers:
         )
 
     def _hinted(self, batch: Batch, hint: Hint | HintOf) -> list[tuple[tuple[int, int], TokenIds]]:
-        """Return what teachers are shown in place of each episode's first prompt; episodes without a hint are left
+        """Return the prompt that teachers see in place of each episode's first one; episodes without a hint are left
         out."""
         prompts: list[tuple[tuple[int, int], TokenIds]] = []
         num_hinted = num_mismatched = 0
@@ -231,6 +238,7 @@ class Teachers:
                 if messages is None or not episode.turns:
                     continue
                 num_hinted += 1
+                # The hint is added to the task's messages, so it fits only an episode that began with exactly these.
                 if np.array_equal(episode.turns[0].prompt_ids, prompt_ids):
                     prompts.append(((group_index, episode_index), self._tokenizer.render(messages, tools=task.tools)))
                 else:
@@ -285,6 +293,7 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
     """
     longest = config.max_model_len
     if not longest:
+        # A quarter for hints, and one token more than those to score, as engines decode one.
         longest = min(policy.max_model_len + policy.max_model_len // 4 + 1, positions(read_architecture(folder)))
     teacher_settings = {
         field.name: getattr(config, field.name) for field in fields(TeachersConfig) if field.name != "models"
@@ -323,8 +332,8 @@ class _EpisodeScores:
         self.top_logprobs[rows] = scored.top_logprobs[mask]
 
     def cleaned(self, vocab_size: int) -> _EpisodeScores:
-        """Leave out tokens whose logprob is not finite, and those in whose place the teacher has ids that the policy
-        lacks: rows that pad its vocabulary."""
+        """Leave out logprobs that are not finite, and the top tokens at positions where the teacher ranks ids that the
+        policy lacks: rows that pad the teacher's vocabulary."""
         self.logprobs[~np.isfinite(self.logprobs)] = np.nan
         has_unknown_ids = (self.top_ids >= vocab_size).any(axis=1)
         self.top_ids[has_unknown_ids], self.top_logprobs[has_unknown_ids] = 0, np.nan
@@ -363,15 +372,18 @@ async def _score(
     for segment in episode.segments:
         if not segment.trained.any():
             continue
+        # Everything from the first trained token on is scored at once; observations between turns come along.
         start = int(segment.trained.argmax())
         prompt_ids, token_ids = segment.token_ids[:start], segment.token_ids[start:]
         if prompt is not None:
+            # The agent rewrote its history: the hint has no place in this segment.
             if not np.array_equal(prompt_ids[: len(first_prompt)], first_prompt):
                 continue
             prompt_ids = np.concatenate([np.asarray(prompt, np.int32), prompt_ids[len(first_prompt) :]])
         segment_scores = await teacher.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k)
         turns = segment.turns[start:]
         for turn in np.unique(segment.turns[segment.trained]):
+            # Place of the turn among all tokens that the episode generated, in the order of its turns.
             rows = slice(turn_ends[turn] - len(episode.turns[turn].token_ids), turn_ends[turn])
             scores.put(rows, segment_scores, turns == turn)
     return scores

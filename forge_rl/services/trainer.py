@@ -80,8 +80,8 @@ class Trainer:
         self.updates = 0
         """Number of optimizer steps that the weights have taken."""
         self._published: int | None = None
-        """Number of updates of the latest published version; None before the first publish, -1 if it is of updates
-        before a reset."""
+        """Number of updates of the latest published version; None before the first publish, -1 if that version was
+        published before a reset."""
         self.parameters = 0
         """Number of the policy's parameters."""
         self.skipped: tuple[str, ...] = ()
@@ -95,16 +95,17 @@ class Trainer:
         self.probe: Callable[[Layout], PackedBatch] | None = None
         """Packs texts that are scored at each publish; None scores none."""
         self.probed: ProbedVersion | None = None
-        """The latest published version's logprobs of them."""
+        """Logprobs of these texts under the latest published version."""
         self.adapters_probed: dict[str, ProbedVersion] = {}
-        """The same of each adapter by name that was published; its versions are its numbers of updates."""
+        """The same for each published adapter, by name; its versions are its numbers of updates."""
         self.probe_s = 0.0
-        """Seconds of scoring them since the controller last reset this to 0."""
+        """Seconds spent scoring these texts since the controller last reset this to 0."""
         self.publish_s: dict[str, float] = {}
         """Seconds of each part of the last publish, on the slowest rank; empty once the controller has logged them.
 
-        reserve: memory. calls: of the ranks, beyond the next three. gather: shards from other hosts or devices. write:
-        shards and their fingerprints. merge: fingerprints of weights with adapters added. commit, and probe.
+        reserve: reserving memory. gather: shards from other hosts or devices. write: shards and their fingerprints.
+        merge: fingerprints of weights with adapters added. calls: the rest of the calls to the ranks. commit, and
+        probe.
         """
         self.loads = 0
         """Number of times that the ranks have loaded a policy: once, and at each restart."""
@@ -129,7 +130,7 @@ class Trainer:
             start: where to start; the ranks are split evenly over its living hosts. Its name, "trainer" by default, is
                 also the name of the recipe's settings.
             resume: training state to resume from instead of the model.
-            after: the ranks import until it is done, well or not, and only then touch their devices.
+            after: the ranks import until it is done, successfully or not, and only then touch their devices.
 
         Raises:
             ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.
@@ -161,6 +162,8 @@ class Trainer:
         self.version, self.updates, self.parameters = policy.version, policy.updates, policy.parameters
         self.failed_kernels = policy.failed_kernels
         self._published, self._skipped_in_a_row = None, 0
+        # A restart may go back, and then version numbers are used again for other weights: probes of the old ones say
+        # nothing.
         self.probed, self.adapters_probed, self.loads = None, {}, self.loads + 1
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
@@ -202,8 +205,8 @@ class Trainer:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Microbatches done by the first rank in the current step, and all of them; None between steps, and if it runs
-        on another machine."""
+        """Number of microbatches that the first rank has done in the current step, and their total; None between steps,
+        or if it runs on another machine."""
         return self._ranks.progress
 
     @property
@@ -248,8 +251,10 @@ class Trainer:
             ForgeError: max_skipped_updates in a row were skipped.
         """
         self.spares_uniform = not loss.keeps_uniform
+        # Spared rows have no gradient; the divisors count their tokens all the same.
         packed = packed.without_uniform if self.spares_uniform else packed
         config, minibatches = self.config, packed.minibatches
+        # Later epochs have the same rows, scored in the first.
         num_scored = len(minibatches) // packed.epochs if self.keeps_logprobs else 0
         request = StepRequest(
             loss=loss,
@@ -264,6 +269,7 @@ class Trainer:
         replies = await self._all(
             STEP,
             request,
+            # Share s gets rows[s::shares] of each minibatch, the order for which `pack` has balanced them.
             parcel=lambda rank: [
                 replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
                 for minibatch in minibatches
@@ -275,6 +281,7 @@ class Trainer:
         self.busy_s += max(reply.seconds for reply in replies)
         if num_scored:
             shares = [iter(reply.scores) for reply in head_replies]
+            # The inverse of the deal above: row i of a minibatch came back from share i % shares.
             rows = [
                 next(shares[index % len(shares)])
                 for minibatch in minibatches[:num_scored]
@@ -283,6 +290,7 @@ class Trainer:
             self.scored = packed, rows
         skipped = []
         for index, metrics in enumerate(head_replies[0].metrics):
+            # {} stands for a minibatch without rows, which is no update, and None for one that was skipped.
             if metrics:
                 number += 1
                 self._skipped_in_a_row = 0
@@ -313,6 +321,7 @@ class Trainer:
 
         path = self._skipped / f"update-{number:06d}-{self._skipped_in_a_row}.pt"
         rows = [vars(row) | {"columns": dict(row.columns)} for row in minibatch.rows]
+        # Plain containers: torch.load reads them without classes of ours.
         state = vars(minibatch) | {"rows": rows, "scattered": sorted(minibatch.scattered), "temperature": temperature}
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -338,6 +347,7 @@ class Trainer:
             loss,
             parcel=lambda rank: [
                 replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
+                # One epoch: the others hold the same tokens.
                 for minibatch in packed.minibatches[: len(packed.minibatches) // packed.epochs]
             ],
             work=packed.packed_tokens,
@@ -410,6 +420,7 @@ class Trainer:
             The version, once it is committed and visible to readers.
         """
         while True:
+            # Only an error that comes with a death of the store is worth another attempt.
             deaths = store.deaths
             try:
                 version, parts = await self._publish(store, dtype)
@@ -456,6 +467,7 @@ class Trainer:
 
         from forge_rl.engines.platform import resolve_dtype
 
+        # Names, shapes and dtypes never change, so the ranks are asked once.
         if self._specs is None:
             self._specs = await self._ranks.replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
@@ -464,6 +476,7 @@ class Trainer:
         published_dtype, trained_dtype = getattr(torch, dtype), resolve_dtype(self.config.dtype)
         # The passes round an adapter and not the sum, which engines compute in their dtype.
         if trained_dtype.itemsize < published_dtype.itemsize and not self.config.lora.rank:
+            # Engines then sample with the rounded weights that the passes see; see `publish`.
             published_dtype = trained_dtype
         began = time.monotonic()
         async with store.publishing(version, self._specs, published_dtype, hosts=hosts) as publication:
@@ -471,6 +484,7 @@ class Trainer:
             transports = {host: store.transport(host) for host in hosts}
             replies = await self._all(PUBLISH, transports, rank_hosts, publication.draft)
             write_end = time.monotonic()
+            # Ranks write at the same time, so the slowest one's parts explain the duration.
             parts = max((reply.seconds for reply in replies), key=lambda seconds: sum(seconds.values()))
             busy_s = sum(parts.values())
             self.busy_s += busy_s
@@ -496,6 +510,7 @@ class Trainer:
 
     async def wait_idle(self) -> int:
         """Wait until the ranks are idle after an abandoned step, and adopt their number of updates."""
+        # All ranks have taken the same updates.
         self.updates = (await self._all(WAIT_IDLE))[0]
         return self.updates
 
@@ -522,6 +537,7 @@ class Trainer:
         updated = self._published not in (None, self.updates)
         replica = self._ranks.replica
         await self._ranks.open_files(replica, folder)
+        # Hosts without the controller's disks have copies of the model elsewhere.
         models = {host: self._ranks.service.cluster.path_on(host, model) for host in replica.hosts}
         await self._all(SAVE, folder, models, replica.hosts, self.version + updated)
 
@@ -552,6 +568,7 @@ class Trainer:
         except ReplicaError:
             raise
         except ForgeError as error:
+            # Ranks that could not be settled count as dead; otherwise they are idle, and know how far they got.
             if (updates := await self._ranks.settle(replica, call.method, error)) is not None:
                 self.updates = updates  # earlier ones stay and count
             raise

@@ -50,6 +50,8 @@ class TrainerActor(ServiceActor):
         self._engine: TrainEngine | None = None
         self._folder: Path | None = None
         self._adapters: AdapterEngine | None = None
+        # Endpoints are concurrent, so that `finish_save` does not hold up a step; the lock keeps the engine to one
+        # call.
         self._lock = asyncio.Lock()
         self._saved: Future[None] | None = None
         self._progress = ProgressWriter(None)
@@ -89,8 +91,12 @@ class TrainerActor(ServiceActor):
             if self._ranks > 1:
                 meet_over(interface_towards(address), nccl=device_type() == "cuda")
             init_distributed(rank, self._ranks, address, port, place=place)
+            # Threads of the default executor would create their CUDA context on the first GPU of the host, not on this
+            # rank's.
             asyncio.get_running_loop().set_default_executor(device_threads("trainer"))
             self._engine, self._folder = self._make_engine(model), model
+            # The loops that copy and fingerprint weights may have to be compiled, which the first publish should not
+            # wait for.
             warm_up()
             version = 0
             if resume is not None:
@@ -111,6 +117,7 @@ class TrainerActor(ServiceActor):
         """Train on the minibatches of a batch that were sent."""
         async with self._lock:
             start_time, minibatches = time.monotonic(), self.take_parcel()
+            # Ranks that split a row have the same scores: one of them sends them.
             if self.engine.rank not in self._heads:
                 request = replace(request, scored_minibatches=0)
             try:
@@ -122,9 +129,11 @@ class TrainerActor(ServiceActor):
                     "--generator.gpu-memory-utilization",
                 ) from error
             except LossError as error:
+                # The user's traceback goes to the rank's log; the controller gets the line.
                 print(error.trace or error, file=sys.stderr, flush=True)
                 raise
             finally:
+                # No progress outside of a step, nor after one that failed.
                 self._progress.write(0, 0)
             rows = [row for minibatch in minibatches[: request.scored_minibatches] for row in minibatch.rows]
             scores = [rounded_scores(row, row_scores) for row, row_scores in zip(rows, result.scores, strict=True)]
@@ -175,6 +184,7 @@ class TrainerActor(ServiceActor):
         """
         async with self._lock:
             clock, rank, has_several_hosts = PhaseClock(), self.engine.rank, len(transports) > 1
+            # With several hosts, a host writes only the tensors of which it has memory, gathered from all ranks.
             with clock.phase("gather"):
                 shards = self.engine.shards_of_host(drafted, hosts) if has_several_hosts else self.engine.local_shards()
             with clock.phase("write"):
@@ -254,6 +264,7 @@ class TrainerActor(ServiceActor):
                 results = self.adapters.run_many(passes)
             seconds = time.monotonic() - start_time
             return [
+                # One adapter's error is its own; the others' passes have succeeded.
                 AdapterReply(metrics={}, updates=0, seconds=seconds, error=result)
                 if isinstance(result, ForgeError)
                 else self._reply(adapter_pass.name, result, seconds)
@@ -299,6 +310,7 @@ class TrainerActor(ServiceActor):
     def engine(self) -> TrainEngine:
         """This rank's engine, once setup has run, with its own parameters in the model, not a named adapter's."""
         assert self._engine is not None, "setup comes first"
+        # The model may still hold the parameters of the adapter that ran last.
         if self._adapters is not None:
             self._adapters.rest()
         return self._engine

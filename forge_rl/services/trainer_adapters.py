@@ -1,4 +1,4 @@
-"""Several adapters that one trainer service trains over its base."""
+"""Handles for training several named adapters over one trainer's base."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class TrainerAdapters:
             work=sum(len(row) for row in minibatch.rows),
         )
         heads = [replies[rank] for rank in config.head_ranks]
+        # Rows were dealt to the shares in turn, and come back in that order.
         return Pass(
             metrics=reduce(merge_all(reply.metrics for reply in heads)),
             logprobs=[heads[index % len(heads)].logprobs[index // len(heads)] for index in range(len(minibatch.rows))],
@@ -90,6 +91,7 @@ class TrainerAdapters:
         Returns:
             For each pass its result, or the error that `run` would have raised.
         """
+        # Passes with rows in common run on one rank alone.
         (replies,) = await self._all(
             RUN_ADAPTERS,
             parcel=lambda _: list(passes),

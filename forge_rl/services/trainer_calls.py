@@ -51,7 +51,7 @@ class PublishReply:
     reports: list[ShardReport]
     """The shards that it wrote."""
     merged: list[ShardReport]
-    """Its slices of weights with adapters, these added, as engines have to hold them."""
+    """Its slices of the weights that have adapters, with these added, as engines must hold them."""
     seconds: Mapping[str, float]
     """Duration of each part: gathering shards from other memory or hosts, writing, and fingerprints of weights with
     adapters."""
@@ -67,7 +67,7 @@ class AdapterReply:
     seconds: float
     """Duration of the call."""
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """Logprobs of each row's targets, of a pass; from the first rank of a share."""
+    """After a pass, the logprobs of each row's targets; sent by the first rank of a share."""
     error: ForgeError | None = None
     """Error of this adapter's pass among several."""
 

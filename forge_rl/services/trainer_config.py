@@ -91,12 +91,14 @@ class TrainerConfig(TrainSettings):
                 f"{self.activation_checkpointing} keeps more",
                 hint="set --trainer.activation-checkpointing full, or leave out --trainer.enable-activation-offload",
             )
+        # FlexAttention computes a GPU's rows in whole blocks.
         is_fitting = self.seq_len % PAD_MULTIPLE == 0 and self.seq_len >= LEAST_ROW
         if device_type() == "cuda" and self.seq_len and not is_fitting:
             raise ConfigError(
                 f"a row of {self.seq_len} tokens cannot be packed",
                 hint=f"set --trainer.seq-len to a multiple of {PAD_MULTIPLE}, from {LEAST_ROW}",
             )
+        # The default: as many ranks as the parallel degrees need.
         if self.ranks == 1:
             object.__setattr__(self, "ranks", least_ranks(self))
         check_ranks(self, self.ranks)

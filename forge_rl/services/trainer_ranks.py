@@ -1,4 +1,4 @@
-"""The ranks of a trainer: their processes, started on the hosts there are, and restarted after a death."""
+"""Starts a trainer's ranks on the hosts there are, calls them together, and restarts them after a death."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class TrainerRanks:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Microbatches done by the first rank in the current step, and all of them; None between steps, and if it runs
-        on another machine."""
+        """Number of microbatches that the first rank has done in the current step, and their total; None between steps,
+        or if it runs on another machine."""
         return read_progress(_progress_of(self.service.replicas[0])) if self.service.replicas else None
 
     async def start(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> LoadedPolicy:
@@ -108,18 +108,21 @@ class TrainerRanks:
 
         Args:
             resume: training state to resume from instead of the model.
-            after: the ranks import until it is done, well or not, and only then touch their devices.
+            after: the ranks import until it is done, successfully or not, and only then touch their devices.
         """
         deadline_s, replica, cluster = self._start_deadline_s, self._spawn(), self.service.cluster
+        # Nobody may be calling the ranks when the last one dies, and the run must end all the same.
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
         await self.service.watch(replica, deadline_s=deadline_s)
+        # Imports take seconds and overlap with whatever holds the devices until then.
         if after is not None:
             await replica.call_ranks("prepare", lambda _: (), deadline_s=deadline_s)
             await asyncio.wait((after,))
         networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
         address = meeting_address(networks, may_be_public=cluster.may_be_public)
         port = self.config.port or await replica.call("free_port", address, deadline_s=deadline_s, rank=0)
+        # A rank's place on its host chooses its GPU.
         places = [replica.hosts[:rank].count(host) for rank, host in enumerate(replica.hosts)]
         progress = _progress_of(replica).absolute()
         create_progress(progress)
@@ -144,7 +147,8 @@ class TrainerRanks:
         """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
 
         Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
-        called again. Only restarts after a failure count, not one of healthy ranks, as the policy's when a critic died.
+        called again. Only restarts after a failure count, not those of healthy ranks, such as the policy's after a
+        critic's death.
 
         Args:
             resume: training state to resume from, including version and updates; None restarts from the model, at
@@ -159,6 +163,7 @@ class TrainerRanks:
         """
         replica = self.service.replicas[0]
         if self.alive:
+            # Retired in good health: this is no last death.
             replica.death.remove_done_callback(self._on_last_death)
             self.service.retire(replica, cause)
         else:
@@ -174,6 +179,7 @@ class TrainerRanks:
             self.restarts += 1
         self._unavailable = "it is being restarted"
         try:
+            # The new ranks use the same devices, so the old processes must be gone first.
             await self.service.processes.clean_up(replica)
             await self.wait_for_room()
             started = await self.open(resume)
@@ -191,7 +197,7 @@ class TrainerRanks:
         self.service.cluster.tell_change()
 
     async def wait_for_room(self) -> None:
-        """Wait while the ranks fit on no hosts, and another one is awaited.
+        """Wait until the ranks fit on the hosts, as long as another host is awaited.
 
         Raises:
             ConfigError: no host joined in time.
@@ -242,7 +248,7 @@ class TrainerRanks:
         return int(updates[0])
 
     async def open_files(self, replica: Replica, folder: Path) -> None:
-        """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
+        """Give ranks on hosts that do not see this machine's disks access to a folder, for the next load or save."""
         far_meshes = [mesh for mesh in replica.meshes if not self.service.cluster.shares_files(mesh.host)]
         await open_files(self.service, replica, far_meshes, FolderServer(folder))
 
@@ -271,6 +277,7 @@ class TrainerRanks:
     def _spawn(self) -> Replica:
         args = self.config, self._model.reference, self.config.ranks, self._model.values
         ranks = ranks_by_host(self.config.ranks, self._hosts, self.service.cluster)
+        # All ranks start with the same environment, so the host with the fewest cores sets their threads.
         cores = min(map(self._hosts.cores.get, ranks), key=lambda n: n or 0)
         env = train_environment(max(ranks.values()), cores)
         return self.service.spawn(TrainerActor, *args, ranks=ranks, env=env, index=0)
@@ -284,6 +291,7 @@ class TrainerRanks:
 
     def _on_last_death(self, death: asyncio.Future[str]) -> None:
         """End the run, even if no call is in flight."""
+        # Not so during `stop`, whose deaths are wanted, nor without restarts, where the service itself ends the run.
         if self.service.recoverable:
             self.service.abandon(self.service.replicas[0])
             self.service.faults.record(self.service.name, None, self._spent(death.result()))

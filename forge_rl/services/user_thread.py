@@ -74,7 +74,7 @@ class UserThread:
     Args:
         deadline_s: timeout of a function, without its time in the queue. A thread cannot be killed, so the process
             exits soon after it instead.
-        exit_status: of the process then.
+        exit_status: the process's exit status in that case.
     """
 
     def __init__(self, deadline_s: float, *, exit_status: int) -> None:
@@ -109,6 +109,7 @@ class UserThread:
         with self._lock:
             self._jobs.append(job)
             begins, self._works = not self._works, True
+        # The thread takes further jobs by itself; only the first one after a rest must wake it.
         if begins:
             self._executor.submit(self._work, loop)
         if self._timer is None:
@@ -125,14 +126,17 @@ class UserThread:
                     self._works = False
                     return
                 job = self._jobs.popleft()
+            # Nobody waits for it any more, so it is not called at all.
             if job.future.cancelled():
                 continue
+            # Set before `_running`, which the event loop reads without the lock.
             job.began = time.monotonic()
             self._running = job
             job.run()
             self._running = None
             with self._lock:
                 self._results.append(job)
+                # A later result joins the list that the loop has already been woken for.
                 is_first = len(self._results) == 1
             if is_first:
                 loop.call_soon_threadsafe(self._deliver)
@@ -151,10 +155,12 @@ class UserThread:
         job, now_s = self._running, time.monotonic()
         if job is None and not self._works:
             return
+        # Between two functions, the next one has its whole time before it.
         left_s = self._deadline_s if job is None else job.began + self._deadline_s - now_s
         if job is None or left_s > 0:
             self._timer = loop.call_later(left_s, self._look, loop)
             return
+        # The error needs a moment to reach the controller before the process ends.
         loop.call_later(_LAST_WORDS_S, self._exit_if_stuck, loop, job)
         frame = sys._current_frames().get(self._thread)
         line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
@@ -163,6 +169,7 @@ class UserThread:
             job.future.set_exception(StuckError(line))
 
     def _exit_if_stuck(self, loop: asyncio.AbstractEventLoop, job: _UserCall) -> None:
+        # A function that returned in that moment saves its process.
         if self._running is job:
             os._exit(self._exit_status)
         self._look(loop)

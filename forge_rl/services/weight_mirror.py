@@ -27,7 +27,7 @@ _LAST_S = 60.0
 """Seconds for the last version to be written when the run ends."""
 
 _Work = tuple[AbstractAsyncContextManager[Manifest], Transport]
-"""Lease of a version to write, not begun, and how to read it."""
+"""Lease of a version to write, not entered yet, and the transport to read it with."""
 
 
 async def _write(manifest: Manifest, transport: Transport, replica: Replica) -> int:
@@ -55,9 +55,9 @@ class MirrorActor(ServiceActor):
 
 
 class WeightMirror:
-    """Writes the latest version, again and again; if versions come too fast, it skips some.
+    """Writes each new version; if versions come faster than they can be written, it skips some.
 
-    A version that cannot be written is a fault, which ends with the next one that can; it does not stop the run.
+    A version that cannot be written is recorded as a fault until a later one is written; it does not stop the run.
     """
 
     def __init__(self, service: Service) -> None:
@@ -87,8 +87,9 @@ class WeightMirror:
         return cls(service)
 
     def note(self, lease: AbstractAsyncContextManager[Manifest], transport: Transport) -> None:
-        """Write a version, to be leased then, once the one before it is written."""
+        """Write a version once the one before it is written; it is leased only then."""
         self._next = lease, transport
+        # A running task takes `_next` by itself.
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
@@ -111,6 +112,7 @@ class WeightMirror:
 
     async def _run(self) -> None:
         while self._next is not None:
+            # Of the versions that came while the last one was written, only the newest is left here.
             (lease, transport), self._next = self._next, None
             try:
                 async with lease as manifest:

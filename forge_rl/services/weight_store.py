@@ -100,6 +100,7 @@ class WeightStore:
             shared = await TorchStoreTransport.open(service.replicas[0].meshes[0].procs)
             recovery.transports |= dict.fromkeys(hosts, shared)
         elif reclaimed := await recovery.open():
+            # Shared memory outlives its processes, also those of runs that were killed.
             choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
         return cls(service, recovery, bucket_bytes=bucket_bytes, choice=choice, mirror=mirror)
 
@@ -144,12 +145,14 @@ class WeightStore:
         Raises:
             WeightsError: the version already exists, is older than the latest, or does not fit.
         """
+        # The base is the version before: unchanged buckets are shared with it instead of written.
         base, stale_keys, epoch = await self._call("begin", version)
         transport, transports = self.transport(hosts[0]), self._recovery.transports
         if base is not None and any(bucket.host and bucket.host not in transports for bucket in base.buckets):
             base = None  # buckets of a lost host must be written again
         drafted, publication = None, None
         try:
+            # Freed before the reservation, which needs their memory: the store holds little more than two versions.
             await self._unless_it_dies("free", hosts, transport.free(stale_keys))
             drafted = draft(
                 specs,
@@ -170,6 +173,7 @@ class WeightStore:
             if self._mirror is not None:
                 self._mirror.note(self.lease(), transport)
         except BaseException:
+            # A committed version stays, whatever failed after it.
             if publication is not None and publication.committed:
                 raise
             with contextlib.suppress(Exception):  # the first error is the one to report
@@ -192,6 +196,7 @@ class WeightStore:
 
         If this process dies meanwhile, the lease ends with it.
         """
+        # Named here, so that it can be released even if the reply that would name it never comes.
         lease = secrets.token_hex(8)
         try:
             manifest = await self._call("lease", version, lease, Holder.this_process())
@@ -205,7 +210,7 @@ class WeightStore:
     async def prefetch(self, manifest: Manifest, hosts: Iterable[str]) -> None:
         """Bring a leased version to hosts while their engines still decode; a load then does not wait for it.
 
-        What cannot be brought is left to the engines' loads, which report it.
+        A failure is left to the engines' loads, which report it.
         """
         async with task_group() as group:
             for host in set(hosts):
@@ -219,11 +224,12 @@ class WeightStore:
             except WeightsError:
                 if self.deaths == deaths:
                     raise
+                # Another try only if a process of the store died meanwhile; its successor has the same versions.
                 await self.returned(host)
                 await self.transport(host).prefetch(manifest)
 
     async def received(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that each host has received from each other one so far."""
+        """Return the bytes that each host has received so far, by sending host."""
         return {
             replica.host: await replica.call("received", deadline_s=self._deadline_s)
             for replica in self._service.replicas
@@ -244,6 +250,7 @@ class WeightStore:
         """Stop the store; its versions are lost."""
         if self._mirror is not None:
             await self._mirror.stop()
+        # Closing removes the segments; they would outlive killed processes.
         live_replicas = [replica for replica in self._service.replicas if replica.alive]
         calls = [replica.call("close", deadline_s=10.0) for replica in live_replicas]
         await asyncio.gather(*calls, return_exceptions=True)
@@ -266,7 +273,7 @@ class WeightStore:
             await self._service.returned(replica.index)
 
     def _needed(self, hosts: Sequence[str]) -> list[Replica]:
-        """Processes without which hosts cannot write versions."""
+        """Return the processes without which these hosts cannot write versions."""
         return [replica for replica in self._service.replicas if not replica.index or replica.host in hosts]
 
     async def _call(self, method: str, *args: object) -> Any:
@@ -279,12 +286,13 @@ class WeightStore:
 
     async def _commit(self, manifest: Manifest) -> None:
         """Commit a version to the index that it was begun in."""
+        # Not repeated with a successor of the index, which does not know this version: the caller publishes again.
         await self._service.replicas[0].call("commit", manifest, deadline_s=self._deadline_s)
         self._recovery.note_commit(manifest)
 
     async def _unless_it_dies(self, method: str, hosts: Sequence[str], work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a transport, but fail immediately when a process dies that it needs, which it notices only
-        after seconds.
+        """Await a transport's work, but fail as soon as a process that it needs dies, which the transport itself would
+        notice only after seconds.
 
         Raises:
             ServiceError: a process of the store died.
@@ -296,6 +304,7 @@ class WeightStore:
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 dead_replica = next(replica for replica in replicas if replica.death.done())
+                # A call to a dead replica raises the error that names its death.
                 await dead_replica.call(method, deadline_s=self._deadline_s)
             return await task
         finally:
@@ -329,6 +338,7 @@ class Publication:
         manifest = complete(self.draft, ranks, merged)
         commit_task = asyncio.ensure_future(self._commit(manifest))
         try:
+            # A cancellation must not leave it open whether the version became visible.
             await asyncio.shield(commit_task)
         finally:  # a cancelled commit may still become visible, and the next publisher must know
             await asyncio.wait([commit_task])

@@ -25,7 +25,7 @@ from forge_rl.weights.volume import Volume
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that leases versions, which are kept at most until it ends."""
+    """A process that holds leases of versions; they end with it at the latest."""
 
     pid: int
     space: str
@@ -37,7 +37,7 @@ class Holder:
 
 
 class _PeerVolumes:
-    """This host's way to the other hosts' volumes, the first of which has the index."""
+    """Calls the other hosts' volumes on behalf of this host; the first one has the index."""
 
     def __init__(
         self, host: str, volumes: Mapping[str, Any], drop: Callable[[Collection[str]], Coroutine[Any, Any, None]]
@@ -80,8 +80,8 @@ class WeightStoreActor(ServiceActor):
         self._leases: dict[str, Holder] = {}
         """Holder of each lease, by name."""
         self._unneeded: list[str] = []
-        """Keys of buckets that the next publisher frees before it begins, as the holder of an ended lease may be
-        dead."""
+        """Keys of buckets that the next publisher frees before it begins: the holder of an ended lease may be dead and
+        cannot free them."""
         self._watched: set[Holder] = set()
         self._volumes: dict[str, Any] = {}
         """Actor of each host's volume, the index's first."""
@@ -149,6 +149,7 @@ class WeightStoreActor(ServiceActor):
         await self._close()
 
     async def _close(self) -> None:
+        # Pulls end before the segments that they write to are removed.
         puller, volume = self._puller, self._volume
         self._puller = self._volume = None
         if puller is not None:
@@ -166,6 +167,7 @@ class WeightStoreActor(ServiceActor):
 
     async def _free(self, keys: Collection[str]) -> None:
         self.puller.forget(keys)
+        # A buffer that is not dropped would keep the memory of a segment whose file is gone.
         for ref in self.volume.free(keys):
             await self._shared.forget(ref.path)
 
@@ -186,6 +188,7 @@ class WeightStoreActor(ServiceActor):
         Raises:
             WeightsError: the bucket is not on this host.
         """
+        # A copy may still be arriving here, and is waited for; a bucket that was written here is in the volume.
         ref = await self.puller.bucket(key) if self.puller.knows(key) else self.volume.find(key)
         if ref is None:
             raise WeightsError(f"host {self._host!r} holds no bucket {key}", hint="hold a lease while reading")
@@ -201,6 +204,7 @@ class WeightStoreActor(ServiceActor):
         self, host: str, buckets: tuple[Bucket, ...], failed: tuple[str, ...]
     ) -> tuple[dict[str, str], tuple[str, ...]]:
         """Place a host that copies buckets among their holders; see `Peers.join`."""
+        # Without a lease, a bucket may be freed while it is copied.
         if missing_keys := [bucket.key for bucket in buckets if not self._index.needs(bucket.key)]:
             raise WeightsError(f"bucket {missing_keys[0]} is not kept any more", hint="hold a lease while reading")
         parents = self._fanout.join(host, buckets, failed=failed)
@@ -216,6 +220,7 @@ class WeightStoreActor(ServiceActor):
         """Reserve a version; returns the previous one, keys of buckets to free first, and the epoch."""
         base, stale_keys = self._index.begin(version)
         self._retire(stale_keys)
+        # The publisher also frees what ended leases have left since the last publish.
         stale_keys, self._unneeded = tuple(self._unneeded), []
         return base, stale_keys, self._index.epoch
 
@@ -257,9 +262,11 @@ class WeightStoreActor(ServiceActor):
 
     def _watch(self, holder: Holder) -> None:
         """End a process's leases when it ends."""
+        # In another process space, the pid may belong to another process.
         if holder.space == process_space() and holder not in self._watched:
             self._watched.add(holder)
             loop = asyncio.get_running_loop()
+            # The action runs in a thread of its own; leases belong to the loop.
             when_process_ends(holder.pid, lambda: loop.call_soon_threadsafe(self._end_leases, holder))
 
     def _end_leases(self, holder: Holder) -> None:

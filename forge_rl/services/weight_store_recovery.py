@@ -124,6 +124,7 @@ class StoreRecovery:
             self._meet()
             self._service.abandon(self._service.replicas[index])
             await asyncio.Event().wait()  # until the service is stopped: nothing can be started there
+        # Leased versions may be older than any remembered one, or of an earlier epoch.
         known_manifests = [*self._versions.values(), *self.leases.values()]
         segments = {
             bucket.key: bucket.segment
@@ -137,6 +138,8 @@ class StoreRecovery:
             "open_volume", volumes, self.folders.get(host), segments, deadline_s=self._deadline_s
         )
         known_keys: tuple[str, ...] | None = None
+        # The first process holds the index, which begins again with what this process remembers and the hosts still
+        # have.
         if not index:
             versions, leases = dict(self._versions), dict(self.leases)
             complete_manifests = await self._whole([*versions.values(), *leases.values()])
@@ -144,6 +147,7 @@ class StoreRecovery:
             leases = {name: manifest for name, manifest in leases.items() if manifest in complete_manifests}
             index_state = tuple(versions.values()), leases, Holder.this_process(), self.epoch
             await replica.call("restore", *index_state, deadline_s=_CALL_S)
+            # Hosts free copies of all other buckets: nobody will ask for them.
             known_keys = tuple({key for manifest in complete_manifests for key in manifest.keys})
         await self._introduce(host, replica, known_keys)
 
@@ -151,6 +155,7 @@ class StoreRecovery:
         """Return the manifests whose buckets are all still held by their hosts."""
         bucket_keys: set[tuple[str, str]] = set()
         for index, host in enumerate(self._hosts):
+            # A key alone is not enough: the segment must be the very one that was committed.
             refs = {b.key: b.segment for manifest in manifests for b in manifest.buckets if b.host == host}
             if not refs:
                 continue
