@@ -44,17 +44,17 @@ _NAME_KEYS = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 
 
 class _Files(Protocol):
-    """The files of an image: of a folder, or of an archive."""
+    """The files of an image, in a folder or an archive."""
 
     def find(self, name: str) -> BlobPlace | None:
-        """Return where a file's bytes are, as long as this object lives; None without such a file."""
+        """Return the place of a file's bytes, open as long as this object lives; None if there is no such file."""
 
 
 class LocalSource:
     """An image in a folder or an archive, which is opened, or built, on first use.
 
     Args:
-        folder: a compressed archive is unpacked here, to a file without a name.
+        folder: where a compressed archive is unpacked, to a file without a name.
     """
 
     def __init__(self, reference: LocalReference, folder: Path) -> None:
@@ -189,6 +189,7 @@ class _FolderFiles:
 
     def find(self, name: str) -> BlobPlace | None:
         if name not in self._fds:
+            # As an absolute path first, so that `..` in a manifest's names leads to the folder itself at most.
             path = self._folder / posixpath.normpath(f"/{name}").lstrip("/")
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -234,6 +235,7 @@ def _read_members(fd: int) -> dict[str, BlobPlace | str]:
             raise tar_entries.TarError(f"a member has a name of {len(entry.name) + len(entry.target)} bytes")
         name = posixpath.normpath(entry.name.decode("utf-8", "replace"))
         if entry.kind == tar_entries.FILE:
+            # Content is skipped, never read: layers are later read at their place in this file.
             members[name] = BlobPlace(fd, headers.position, entry.size)
             headers.position += entry.size
         elif entry.kind == tar_entries.LINK:
@@ -289,6 +291,7 @@ def _built(path: Path, folder: Path) -> _TarFiles:
     with tempfile.TemporaryDirectory(dir=folder, suffix=".build") as scratch:
         archive, name = Path(scratch, "image.tar"), f"localhost/forge-rl-{os.urandom(6).hex()}"
         save = ["push", name, f"oci-archive:{archive}"]
+        # The builder keeps its own layers for the next build; the name is removed, as nobody else would do it.
         steps = [["build", "--layers", "--tag", name, *file_flags, str(context)], save, ["rmi", name]]
         for step in steps:
             try:

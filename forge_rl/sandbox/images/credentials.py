@@ -1,4 +1,4 @@
-"""Passwords for registries, from the files that docker, podman and skopeo keep."""
+"""Credentials for registries, from the files that docker, podman and skopeo keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Credentials:
 
 
 def credential_files() -> tuple[Path, ...]:
-    """Return the files in which credentials are looked up, the first first."""
+    """Return the files in which credentials are looked up, in order."""
     variable, runtime = value_of("REGISTRY_AUTH_FILE"), value_of("XDG_RUNTIME_DIR")
     config, docker = value_of("XDG_CONFIG_HOME") or "~/.config", value_of("DOCKER_CONFIG") or "~/.docker"
     places = [variable, f"{runtime}/containers/auth.json" if runtime else ""]
@@ -39,7 +39,7 @@ def credential_files() -> tuple[Path, ...]:
 
 
 def credentials_for(registry: str, repository: str, files: tuple[Path, ...]) -> Credentials | None:
-    """Return the credentials for a repository: of the longest name that is a start of its own.
+    """Return the credentials of the longest name that is a prefix of the repository's, of the first file that has one.
 
     Raises:
         ImageError: a file exists, but cannot be read.
@@ -92,6 +92,7 @@ def _keys(registry: str, repository: str) -> Iterator[str]:
 
 def _from_helper(helper: str, key: str) -> Credentials | None:
     """Ask the program docker-credential-HELPER, as docker does."""
+    # The name becomes part of a program's: a slash would run any file.
     if not _HELPER.fullmatch(helper):
         raise ImageError(f"{helper!r:.100} is not the name of a credential helper")
     program = f"docker-credential-{helper}"

@@ -1,4 +1,4 @@
-"""Shared by all pools of rented sandboxes and their sessions: places, closing, and refusals."""
+"""Base of all pools of rented sandboxes and their sessions: places, closing, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProviderPool(ABC, Generic[S]):
     """Holds at most `sessions` open sessions of a provider; a subclass opens and ends them by its API."""
 
     UNITS: ClassVar[str]
-    """What sessions run in, for errors, such as "Docker's containers"."""
+    """Name for what sessions run in, for errors, such as "Docker's containers"."""
     sessions: int
     client: WebClient
 
@@ -78,6 +78,7 @@ class ProviderPool(ABC, Generic[S]):
         """End a session; if the provider cannot be reached, the session ends after `idle_s` without use."""
         if session not in self._open:
             return
+        # Before the request: a session that is closed twice must not free two places.
         self._open.remove(session)
         try:
             with contextlib.suppress(SandboxError):
@@ -95,7 +96,7 @@ class ProviderPool(ABC, Generic[S]):
 
 
 class ProviderSession:
-    """A session of a `ProviderPool`. See `PoolSession`, whose methods a subclass has."""
+    """A session of a `ProviderPool`. A subclass has the methods of `PoolSession`."""
 
     def __init__(self, pool: ProviderPool[Any], limits: Limits) -> None:
         self.limits = limits
