@@ -136,6 +136,7 @@ class DurableSessions:
         Returns:
             The session, and how many of the actions its state includes; 0 for a fresh one.
         """
+        # From the latest state backwards. State 0 is a fresh session's, for which nothing needs to be forked.
         for place in range(len(keys) - 1, 0, -1):
             live = self._live.get(keys[place])
             # A session that is busy cannot be forked before its cell ends, and will not be in this state then.
@@ -325,6 +326,7 @@ class DurableSession:
         self._ended = self._ended or "it is closed"
         if self._live is not None:
             live, self._live = self._live, None
+            # A session that lacks the last actions is not in the state of its key.
             await self._sessions.end(live, park=self._done == len(self._log))
 
     async def __aenter__(self) -> DurableSession:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
 SHELL = frozenset({"", "sh", "bash", "shell", "zsh", "console"})
-"""What fences say of these languages."""
+"""Names that follow the opening fences of each language; "" for a fence without one."""
 _CHARACTERS = "`~"
 _LEAST = 3
 

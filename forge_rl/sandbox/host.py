@@ -28,7 +28,7 @@ _START_S, _END_S = 60.0, 20.0
 
 @dataclass(eq=False)
 class SessionStatus:
-    """What the server has reported about a session."""
+    """The server's reports about a session."""
 
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its first process has ended, or it failed to start."""
@@ -40,7 +40,7 @@ class SessionStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a fork server is started with; see `Pool`."""
+    """Settings that a fork server is started with; see `Pool`."""
 
     profile: str
     packages: Sequence[str]

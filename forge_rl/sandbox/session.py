@@ -345,6 +345,7 @@ class PoolSession:
                         body.channel, most_text=MOST_HARNESS_TEXT, most_data=self.limits.transfer_bytes
                     )
             except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+                # Its channel may be in the middle of a frame: no further answer could be read from it.
                 body.watched.cause = body.watched.cause or f"it did not transfer a file ({error})"
                 body.watched.exited.set()
                 await body.end()

@@ -76,6 +76,8 @@ class LocalSource:
 
     @functools.cached_property
     def _is_docker(self) -> bool:
+        # `docker save` may write both forms. The OCI layout is taken where there is one, as it has digests of stored
+        # layers.
         return self._reference.kind == "docker-archive" or self._files.find("index.json") is None
 
     @functools.cached_property
@@ -209,6 +211,7 @@ class _TarFiles:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ImageError(f"{path} is neither a file nor a folder")
+            # Members are read at their places in the file, and a compressed archive has none.
             if os.pread(fd, 4, 0).startswith((GZIP, ZSTD)):
                 compressed_fd, fd = fd, _decompressed(fd, folder)
                 os.close(compressed_fd)
@@ -276,6 +279,7 @@ def _decompressed(fd: int, folder: Path) -> int:
                 raise tar_entries.TarError(f"it has more than {max_bytes} bytes")
             file.write(chunk)
         file.flush()
+        # The file has no name, and lives as long as this copy of its descriptor.
         return os.dup(file.fileno())
 
 

@@ -1,4 +1,4 @@
-"""What an image is once it is on this machine: folders of layers, and the settings of the processes that run in it."""
+"""Images on this machine: folders of layers, and settings of the processes that run in them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _STALE_S = 7 * 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProgress:
-    """How far a layer is, for `ImageStore(progress=...)`."""
+    """Progress of a layer, for `ImageStore(progress=...)`."""
 
     digest: str
     done_bytes: int

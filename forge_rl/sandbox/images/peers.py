@@ -123,7 +123,7 @@ class _LayerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a peer that went away."""
+        """Print no traceback for a peer that went away."""
 
 
 class _LayerHandler(BaseHTTPRequestHandler):

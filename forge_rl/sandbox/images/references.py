@@ -33,7 +33,7 @@ class RegistryReference:
 
     @property
     def tag_or_digest(self) -> str:
-        """What a registry is asked for: the digest, or else the tag."""
+        """The name that a registry is asked for: the digest, or else the tag."""
         return self.digest or self.tag
 
     @property
@@ -51,7 +51,7 @@ class LocalReference:
     """"oci", "oci-archive", "docker-archive" or "dockerfile"."""
     path: Path
     tag: str
-    """Which image of several; "" for the only one."""
+    """Name of the image if the place has several; "" for the only one."""
 
 
 def parse_reference(text: str) -> RegistryReference | LocalReference:

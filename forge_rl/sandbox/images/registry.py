@@ -63,7 +63,7 @@ class _TryAgain(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryAccess:
-    """How registries are reached."""
+    """Access to registries: mirrors, credentials, tokens and connections."""
 
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses, such as "https://mirror.example", to ask before a registry; by its host, or "*" for all."""

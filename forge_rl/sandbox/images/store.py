@@ -35,7 +35,7 @@ _SCRATCH, _OLD_S = ".partial-", 3600.0
 _OF_INDEX = ".index"
 """Suffix of files, named after an index, with the digest of its manifest for this machine."""
 _TRIES = 3
-"""How often a layer is fetched again that others evict meanwhile."""
+"""Number of tries to hold a layer that other processes keep evicting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class StoredImage:
     references: Sequence[str]
     digest: str
     disk_bytes: int
-    """Of its layers that are there, which other images may share."""
+    """Bytes of its layers that are present; other images may share them."""
     is_complete: bool
-    """Whether all of its layers are there."""
+    """Whether all of its layers are present."""
 
 
 @dataclass
@@ -383,6 +383,7 @@ class ImageStore:
                 digest = check_digest(self._record(digest).with_suffix(_OF_INDEX).read_text(), f"the index {digest}")
             record = json.loads(self._record(digest).read_bytes())
             layers = [LayerBlob(**layer) for layer in record["layers"]]
+        # A record that cannot be read counts as missing: the registry is asked again.
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         return ImageContent(digest=digest, config=record["config"], layers=layers)

@@ -105,7 +105,7 @@ class ByteStream:
 
 
 class HeaderStream(Protocol):
-    """What archives are read from."""
+    """A stream from which an archive is read."""
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes.

@@ -64,7 +64,7 @@ class LayerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class UnpackedLayer:
-    """What was unpacked."""
+    """Facts about an unpacked layer."""
 
     diff_id: str
     """Digest of the uncompressed bytes."""

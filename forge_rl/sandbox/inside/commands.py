@@ -323,7 +323,7 @@ class Commands:
         )
 
     def _image_confinement(self, command: _Command) -> list[str]:
-        """Return bubblewrap's arguments for a command of an image: its root, with a /proc, /dev and /etc/hosts of ours.
+        """Return bubblewrap's arguments for a command of an image: its root with other /proc, /dev and /etc/hosts.
 
         Raises:
             OSError: the image does not know its user.

@@ -26,13 +26,13 @@ MOST_FILES = 1 << 20
 
 @dataclass(kw_only=True, eq=False)
 class Lineage:
-    """What a session shares with its forks."""
+    """State that a session shares with its forks."""
 
     folder: str
     """The scratch folder."""
     uid: int
     init: int = 0
-    """PID 1 of their own namespaces in the profile `strict`; 0 if there is none."""
+    """PID 1 of their own namespaces in the profile `strict`; 0 in others."""
     members: dict[str, list[str]] = field(default_factory=dict)
     """By session: the names of its folders in the scratch folder, its own and its workspace if it has one."""
     has_workspace: bool = False
@@ -41,7 +41,7 @@ class Lineage:
     space: int = -1
     """Descriptor of its mount namespace, if it has an image."""
     proc: str = "/proc"
-    """Where its first process can write to /proc until it is confined."""
+    """Path of a /proc that its first process can write to until it is confined."""
     to_copy: int = -1
     """Descriptor of the workspace's base if its first process has to copy it."""
 
@@ -53,11 +53,11 @@ class Lineage:
 
 
 class Confinement:
-    """How the sessions of a server are confined.
+    """Confines the sessions of a server.
 
     Args:
-        config: the server's.
-        has_cgroups: whether these bound what a session uses.
+        config: the server's settings.
+        has_cgroups: whether cgroups bound the resources of a session.
     """
 
     def __init__(self, config: dict[str, Any], *, has_cgroups: bool) -> None:
@@ -148,8 +148,7 @@ class Confinement:
             # Without capabilities, the kernel allows Landlock and seccomp only after this.
             kernel.forbid_privileges()
             if self.landlock:
-                # In an image, the folder is the root, and all that can be seen below it is the image's or meant to be
-                # read.
+                # In an image, the folder is the root: all that can be seen below it may be read.
                 rules = [*([] if runs_in_image else self.rules), (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
                 kernel.restrict_files(rules, self.landlock)
             # The fork has copied the server's random state: all sessions would draw the same numbers.

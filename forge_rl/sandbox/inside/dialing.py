@@ -1,7 +1,7 @@
-"""Connections of a session to its named addresses, through its owner. Runs inside of sessions, so nobody trusts it.
+"""Connects a session's Python code to its named addresses through the session's owner.
 
-It replaces `socket.socket` and `socket.getaddrinfo`, so that Python's clients work as they are: a stream socket is a
-local one until it is connected, which asks the owner for a connection.
+Runs inside of sessions: nothing outside trusts it. It replaces `socket.socket` and `socket.getaddrinfo`, so that
+Python's clients work unchanged: a stream socket is a local one until `connect` asks the owner for a connection.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def opened(gates: Sequence[Gate]) -> Passage:
 
 
 def pass_on(listener: int, gate: Gate, owner: socket.socket) -> None:
-    """Hand a connection that waits at a listener to the owner; one that he does not take is reset."""
+    """Hand a connection that waits at a listener to the owner; reset it if the owner has no room for it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as waiting:
         # Non-blocking: the command may have given up meanwhile, and the listener is empty then.
         connection, _ = waiting.accept()

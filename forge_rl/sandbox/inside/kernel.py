@@ -35,7 +35,7 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _held = ctypes.PyDLL(None, use_errno=True)
-"""The same, called without releasing the interpreter's lock, as a fork must be."""
+"""The same library, called without releasing the interpreter's lock, as a fork must be."""
 
 
 def _checked(result: int, call: str) -> int:

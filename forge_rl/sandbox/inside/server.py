@@ -93,7 +93,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            # Named here, before anything is forked: in a session it would be an unexplained end.
+            # A refusal that names the module, instead of a server that just ends.
             channel.send(json.dumps({"refused": f"a session cannot import {name}: {error}"}).encode())
             return
     hierarchies = [] if "cgroup" in config["missing"] else cgroups.here()

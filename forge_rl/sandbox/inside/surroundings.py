@@ -14,7 +14,7 @@ from forge_rl.sandbox.inside import commands, kernel, overlays
 from forge_rl.sandbox.inside.images import HOSTS
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""What a session can read and execute, besides Python."""
+"""Folders that a session can read and execute, besides Python's."""
 _ETC = (
     "ld.so.cache",
     "ld.so.conf",

@@ -39,6 +39,7 @@ class ProviderPool(ABC, Generic[S]):
         return self
 
     async def __aexit__(self, *raised: object) -> None:
+        # Of a copy, as each session that closes leaves the set.
         await asyncio.gather(*(session.close() for session in list(self._open)), return_exceptions=True)
         await self.client.close()
 

@@ -151,7 +151,7 @@ class DockerPool(ProviderPool["DockerSession"]):
     async def _created(self, limits: Limits) -> str:
         host = {
             "Memory": limits.memory_bytes,
-            # Memory and swap together: none of the latter.
+            # Memory and swap together, so that there is no swap.
             "MemorySwap": limits.memory_bytes,
             "NanoCpus": int(limits.cpus * 1e9),
             "PidsLimit": limits.processes,

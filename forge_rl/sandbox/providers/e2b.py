@@ -103,7 +103,7 @@ class RentedSandbox:
 
 def _rented(answer: dict[str, object]) -> RentedSandbox:
     name, domain = answer.get("sandboxID"), answer.get("domain") or "e2b.app"
-    # Name and domain become parts of addresses to which the key's tokens are sent.
+    # Name and domain become parts of addresses to which the sandbox's tokens are sent.
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise SandboxError("E2B's answer names no sandbox")
     if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
@@ -196,6 +196,7 @@ class E2BSession(ProviderSession):
                 )
                 return await self._pool.client.ask(request, most_bytes=most_bytes, limit_s=_FILE_S)
             except HttpError as error:
+                # 404 is a missing file here; 502 says that the sandbox is gone.
                 if error.status == 502:
                     raise await self._failed(error) from None
                 raise SandboxError(

@@ -63,7 +63,7 @@ class E2BContainers:
         return E2BContainer(self._sdk, sandbox)
 
     async def _template(self, image: str, cpus: int, memory_mib: int) -> str:
-        """Return the name of the template of an image, which is built if there is none."""
+        """Return the name of an image's template; build the template if it does not exist."""
         # CPUs and memory belong to a template, so that each combination needs its own.
         about = hashlib.sha256(f"{image} {cpus} {memory_mib}".encode()).hexdigest()[:24]
         name = f"forge-rl-{about}"

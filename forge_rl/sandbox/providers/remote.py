@@ -37,7 +37,6 @@ class RemotePool:
 
     def __init__(self, url: str, *, api_key_env: str = "FORGE_RL_API_KEY") -> None:
         parts = urlsplit(url)
-        # A password in the URL would end up in messages.
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ConfigError("RemotePool's url is not one", hint="give it as http://HOST:PORT")
         self.url = f"{url.rstrip('/')}/v1"

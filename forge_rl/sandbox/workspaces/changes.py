@@ -24,7 +24,7 @@ _MOUNTED = ("proc", "dev", "etc/hosts")
 
 
 class FolderDescriptor:
-    """A descriptor of a folder, closed when nobody refers to the object any more.
+    """A descriptor of a folder, closed with the last reference to this object.
 
     Args:
         fd: the descriptor.
@@ -42,8 +42,8 @@ class Entry:
     """A file, link, folder or special file."""
 
     mode: int
-    """As in git: 0o100644 or 0o100755 for a file, 0o120000 for a link, 0o040000 for a folder. A special file has the
-    number of its kind, such as 0o010000 for a FIFO."""
+    """Mode as in git: 0o100644 or 0o100755 for a file, 0o120000 for a link, 0o040000 for a folder. A special file has
+    the number of its kind, such as 0o010000 for a FIFO."""
     data: bytes | None = field(default=None, repr=False)
     """Content of a file, or target of a link; None if it has none, or was too large to be read."""
 
@@ -66,7 +66,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What a session has changed, a folder before its content. A renamed file is deleted and added."""
+    """Changes of a session, a folder before its content. A renamed file is deleted and added."""
 
     changes: Sequence[Change]
     left_out: Sequence[str] = ()

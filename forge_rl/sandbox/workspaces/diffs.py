@@ -95,6 +95,7 @@ def _hunks(old: list[str], new: list[str], steps: list[int]) -> Iterator[str]:
     """Yield the hunks of a unified diff, each without its last line's end."""
     group = list[tuple[int, int, int, int]]()
     for edit in _edits(old, new, steps):
+        # Edits whose lines of context would touch belong to one hunk.
         if group and edit[0] - group[-1][1] > 2 * _CONTEXT:
             yield _hunk(old, new, group)
             group = []
@@ -163,6 +164,7 @@ def _common(a: list[str], b: list[str], steps: list[int]) -> Sequence[tuple[int,
 
 def _walked_back(trace: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
     matches = list[tuple[int, int]]()
+    # From the end to the start: each round undoes the equal lines that followed an edit, and then the edit.
     for edits in range(len(trace) - 1, -1, -1):
         furthest, k = trace[edits], x - y
         down = k == -edits or (k != edits and furthest[k - 1] < furthest[k + 1])

@@ -42,7 +42,7 @@ _RUNNERS = (
 """Programs by which test scripts start tests: none is added where the image has none."""
 _LIBRARIES = ("lib", "lib64")
 _MODULE_FOLDERS = ("", "lib-dynload", "site-packages", "dist-packages")
-"""Where modules are looked up in the folder of a Python."""
+"""Folders in the library of a Python in which modules are looked up."""
 _DEFAULT_HOMES = ("root", "home/*")
 
 
@@ -137,6 +137,7 @@ class _PythonModules:
             return False
         folder, name = posixpath.split(change.path)
         stem = name.partition(".")[0]
+        # In these folders, a new module hides its namesake in any other of them. Deeper, only one of its own package.
         is_looked_up = posixpath.dirname(inner) in _MODULE_FOLDERS
         return stem in (self._all_stems if is_looked_up else self._stems_in(folder))
 
@@ -193,6 +194,7 @@ def _counts(change: Change, programs: _ProgramFolders) -> bool:
     # The image's own programs and libraries stay; the model may install new ones next to them.
     if parts[0] in _SYSTEM and change.before is not None and not (is_folder and stat.S_ISDIR(change.before.mode)):
         return False
+    # A link in place of a folder of programs would replace all of them.
     if programs.holds(path) and not is_folder:
         return False
     is_hidden = any(_matches(part, _LOADED) for part in parts) or (len(parts) == 1 and _matches(name, _AT_ROOT))

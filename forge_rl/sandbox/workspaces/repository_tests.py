@@ -145,7 +145,9 @@ class RepositoryTests:
         hidden, text, expected_outcomes = _hidden_tests()
         await session.put(hidden, text.encode())
         await session.put("../0/run_tests.py", _INSIDE.read_bytes())
+        # The hidden tests come last: whatever the tested code has patched by then holds for them too.
         arguments = json.dumps([list(self.packages), [*_OPTIONS, *map(_normal, self.tests), hidden]])
+        # A name that the tested code cannot guess, so that it cannot put a file or link there first.
         results = f"../0/{uuid.uuid4().hex}"
         cell = _cell(["PYTHON", "-I", "../0/run_tests.py", arguments], results)
         result = await session.run(cell, wall_s=self.timeout_s)
