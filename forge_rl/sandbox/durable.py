@@ -258,6 +258,7 @@ class DurableSession:
             else:
                 key = content_key(self._keys[-1].hex(), *action.about)
                 text, self.was_kept = await cache.get(key, compute)
+                # Answered from the cache: `compute` did not run.
                 if not results:
                     try:
                         results.append(result_from_json(json.loads(text), self.limits))

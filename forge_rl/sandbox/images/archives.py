@@ -123,6 +123,7 @@ class LocalSource:
         digests = {check_digest(entry.get("digest"), f"{path}: a manifest") for entry in matches}
         if len(digests) == 1:
             return digests.pop()
+        # Several entries of one name are one image if each is for a platform.
         if digests and all("platform" in entry for entry in matches):
             return choose_manifest({"manifests": matches}, str(path))
         listed = ", ".join(sorted({name for entry_names in names for name in entry_names}))

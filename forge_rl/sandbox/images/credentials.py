@@ -76,6 +76,7 @@ def _of_file(values: Mapping[str, object], registry: str, repository: str, path:
                 colon = ""
             if not colon:
                 raise ImageError(f"{path}: the entry {key!r} is damaged", hint="log in again")
+            # docker trims NULs as well.
             return Credentials(user, password.rstrip("\0"))
     if isinstance(store := values.get("credsStore"), str) and store:
         keys = _HUB_KEYS[1:2] if registry == DOCKER_HUB else (registry,)
@@ -84,6 +85,7 @@ def _of_file(values: Mapping[str, object], registry: str, repository: str, path:
 
 
 def _keys(registry: str, repository: str) -> Iterator[str]:
+    # From the whole name to its first part, and then the registry in the forms that tools write.
     parts = repository.split("/")
     for count in range(len(parts), 0, -1):
         yield f"{registry}/{'/'.join(parts[:count])}"

@@ -243,6 +243,7 @@ def packed_changes(changes: Sequence[Change]) -> tuple[bytes, bytes, bytes]:
             else:
                 member.mode, member.size = after.mode & 0o777, len(after.data or b"")
                 file.addfile(member, io.BytesIO(after.data or b""))
+    # Folders from the inside out, as rmdir takes empty ones only.
     return archive.getvalue(), _terminated(files), _terminated(reversed(folders))
 
 

@@ -49,7 +49,7 @@ class Entry:
 
 
 _WHITEOUT = Entry(mode=stat.S_IFCHR)
-"""The mark of a deletion in overlays and layers. Sessions cannot make devices."""
+"""The mark of a deletion in overlays and layers. Sessions cannot make a device in an overlay."""
 
 
 @dataclass(frozen=True, kw_only=True)

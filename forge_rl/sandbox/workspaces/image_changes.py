@@ -147,6 +147,7 @@ class _PythonModules:
             if path.startswith(f"{folder}/"):
                 return path[len(folder) + 1 :]
         parts = path.split("/")
+        # PREFIX/lib/pythonX.Y/REST, where PREFIX must have a Python of the image: a project's own `lib` does not count.
         for place in range(len(parts) - 2):
             if parts[place] in _LIBRARIES and "/".join(parts[:place]) in self._prefixes:
                 return "/".join(parts[place + 2 :]) if parts[place + 1].startswith("python") else ""

@@ -232,6 +232,7 @@ def _passed(test: str, outcomes: Mapping[str, str]) -> bool:
     test_outcomes = [
         outcome for name, outcome in outcomes.items() if name == test or name.startswith((f"{test}::", f"{test}/"))
     ]
+    # A test with parameters reports one outcome for each, as NAME[PARAMETERS].
     test_outcomes += [outcome for name, outcome in outcomes.items() if name.startswith(f"{test}[")]
     return "passed" in test_outcomes and "failed" not in test_outcomes
 

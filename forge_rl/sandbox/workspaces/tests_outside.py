@@ -88,6 +88,7 @@ def run(command: Sequence[str], results: str = "") -> int:
         process.kill()
         raise
     with contextlib.suppress(ProcessLookupError):
+        # Before the outcomes are written, as what the tests left running could write to the file.
         os.kill(-1, signal.SIGKILL)
     if results:
         with open(results, "w") as file:
