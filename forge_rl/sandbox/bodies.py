@@ -65,7 +65,7 @@ class Body:
             if self.network is not None:
                 await self.network.close()
             await self.host.end(self.name)
-            await asyncio.sleep(0)  # who waits for the channel sees the shutdown; a closed socket wakes nobody
+            await asyncio.sleep(0)  # lets waiters see the shutdown, as the event loop reports no closed sockets
         finally:
             self.channel.close()
 
@@ -227,7 +227,7 @@ async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
             answer, _ = await receive(parent.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
         failure = answer.get("failed")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
-        # Nobody knows what such a session would answer next.
+        # No later answer of such a session could be matched with its request.
         failure = f"it broke the protocol ({error}) and was killed"
         parent.watched.cause = failure
         parent.watched.exited.set()

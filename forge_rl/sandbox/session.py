@@ -441,7 +441,7 @@ def _result(message: dict[str, object], image: bytes, max_chars: int, wall_s: fl
             raise frames.FrameError(f"its {name} is not a size")
         numbers.append(number)
     kind = message.get("image")
-    # The type is believed only if the bytes begin like it: nobody is to be handed HTML as a PNG.
+    # The type is believed only if the bytes begin like it: a session must not pass HTML off as a PNG.
     if image and not (isinstance(kind, str) and kind in MEDIA_TYPES and image.startswith(MEDIA_TYPES[kind])):
         raise frames.FrameError("its image is not of its type")
     status = message.get("status")

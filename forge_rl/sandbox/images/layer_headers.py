@@ -61,7 +61,7 @@ def archive_parts(folder: str, files: str) -> Iterator[bytes]:
     """Yield the uncompressed archive that a layer was unpacked from.
 
     Args:
-        folder: of the layer.
+        folder: folder of the layer.
         files: name of the folder in it with the unpacked files.
 
     Raises:

@@ -22,7 +22,7 @@ def layer_chunks(fd: int, start: int, size: int) -> Iterator[bytes]:
 
     Args:
         fd: an open file; its position is neither used nor changed.
-        start, size: of the layer in the file.
+        start, size: place and length of the layer in the file.
 
     Raises:
         CompressionError: they are damaged or cut off.

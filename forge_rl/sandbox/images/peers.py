@@ -53,7 +53,7 @@ class LayerPeers:
         """Return a layer's bytes from the first peer that has them; None if none has, or it sends others.
 
         Args:
-            max_bytes: of the uncompressed layer.
+            max_bytes: largest uncompressed layer to accept.
         """
         digest = layer.diff_id.removeprefix("sha256:")
         # Each layer has an order of its own, so that hosts share the work.
@@ -94,7 +94,7 @@ def serve_layers(
         folder: folder of layers, named by their digest's digits.
         hold: keeps a layer, by its digest, from being evicted; its context is False if the layer is not there.
         address: host and port to listen at; port 0 for any.
-        key: what peers must send.
+        key: secret that peers must send.
     """
 
     class BoundLayerHandler(_LayerHandler):

@@ -73,7 +73,7 @@ class ImageStore:
 
     Args:
         folder: made if it does not exist; only this user may enter it.
-        max_bytes: of unpacked layers. What was used longest ago is evicted, but nothing that is held.
+        max_bytes: bytes of all unpacked layers. What was used longest ago is evicted, but nothing that is held.
         mirrors: addresses to ask before a registry, by its host, or "*" for all: {"docker.io": ["https://mirror"]};
             None for the mirrors in `registries.conf`, as podman and skopeo find it.
         limits: largest layer that is unpacked.

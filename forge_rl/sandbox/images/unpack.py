@@ -88,7 +88,7 @@ class LayerFolder:
 
     Args:
         root: descriptor of an empty folder that nobody else writes to.
-        headers: told where the content of files is.
+        headers: records where the content of files belongs in the archive.
     """
 
     def __init__(self, root: int, limits: LayerLimits, headers: LayerHeaders) -> None:

@@ -415,7 +415,7 @@ def enter_image(folders: Mapping[str, str]) -> None:
     """Make imports work inside of an image's root: modules of this machine's Python have other paths there.
 
     Args:
-        folders: where each folder of modules is in the image's root, by its path outside.
+        folders: path of each folder of modules in the image's root, by its path outside.
     """
     for old_path, new_path in folders.items():
         _import_from(old_path, new_path)

@@ -36,7 +36,7 @@ class Root:
     """The root folder of an image's session. Its content is hostile: it may be anything, and change at any time.
 
     Args:
-        path: of the folder.
+        path: path of the folder, as this process sees it.
     """
 
     def __init__(self, path: str) -> None:

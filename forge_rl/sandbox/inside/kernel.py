@@ -171,7 +171,7 @@ def enter_user_namespace(inside: int, namespaces: int = 0, proc: str = "/proc") 
     Args:
         inside: number of the user and of its group in there.
         namespaces: flags of further namespaces to create, which belong to it.
-        proc: where /proc can be written.
+        proc: path of a /proc that can be written.
     """
     uid, gid = os.getuid(), os.getgid()
     unshare(NEW_USER | namespaces)
@@ -216,7 +216,7 @@ def restrict_files(rules: Iterable[tuple[int, int]], version: int) -> None:
 
     Args:
         rules: descriptors opened with O_PATH, and the access granted below them; -1 grants all.
-        version: of Landlock, 1 or more.
+        version: version of Landlock, 1 or more.
     """
     # Everything that this version can handle is handled, and so refused unless a rule grants it.
     all_rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
@@ -277,7 +277,7 @@ def fork_into(cgroup: int | None, namespaces: int = 0) -> int:
         namespaces | (_CHILD_SETTID | _CHILD_CLEARTID if address else 0) | (_INTO_CGROUP if cgroup is not None else 0)
     )
     # struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid,
-    # set_tid_size, cgroup. No stack: the child goes on with its copy of this one, as after fork(2).
+    # set_tid_size, cgroup. Without a stack, the child continues on its copy of this one, as after fork(2).
     arguments = struct.pack("11Q", flags, 0, address, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, cgroup or 0)
     buffer = ctypes.create_string_buffer(arguments, len(arguments))
     _held.PyOS_BeforeFork()

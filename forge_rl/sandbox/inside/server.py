@@ -119,8 +119,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         server = os.fork()
         if server == 0:
             config["number"] = keeper
-            # A keeper that is killed takes the server with it, which would otherwise serve on without anybody to remove
-            # its cgroups.
+            # A keeper that is killed takes the server with it: nobody would be left to remove its cgroups.
             kernel.end_with_parent()
             os.close(lifeline)
             _serve(channel, tree, config)

@@ -108,7 +108,7 @@ def enter_image(root: str, scratch: str, uid: int, folders: Sequence[str]) -> in
     Nothing of the image runs here yet, or ever did. What sessions read of the machine is below CARRIED.
 
     Args:
-        folders: of Python's modules, each shown at its number below CARRIED.
+        folders: folders of Python's modules, each shown at its number below CARRIED.
 
     Returns:
         A descriptor of /proc, which is read-only by its path from here on.

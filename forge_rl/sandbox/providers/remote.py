@@ -28,7 +28,7 @@ class RemotePool:
             print((await session.run("2 + 2")).value)
 
     Args:
-        url: of the server; plain HTTP shows keys and code to the network.
+        url: address of the server; plain HTTP shows keys and code to the network.
         api_key_env: environment variable with the server's key.
 
     Raises:

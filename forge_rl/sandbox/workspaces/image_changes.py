@@ -117,7 +117,7 @@ class _PythonModules:
     """The modules of an image's Pythons.
 
     Args:
-        folders: of the image's programs; each Python has its modules next to them.
+        folders: folders of the image's programs; each Python has its modules next to them.
     """
 
     def __init__(self, root: RootNames, folders: Sequence[str]) -> None:
