@@ -250,8 +250,8 @@ class PoolSession:
     async def fork(self) -> PoolSession:
         """Return an independent copy of the session: its variables, and its folder and workspace under other names.
 
-        Threads and programs that the session has started are not copied. The copy has the same limits for itself, but
-        files of both count against the same space. The caller closes the copy.
+        Threads and programs that the session has started are not copied. Both have the same limits, each its own;
+        files count against the same space. The caller closes the copy.
 
         Raises:
             SandboxError: the pool is full, or the session cannot fork.

@@ -152,7 +152,7 @@ class Cells:
                 error = _described(raised)
             finally:
                 self.running = False
-        except CellOverrun as raised:  # the time ran out while the error was described, by code of the cell's own class
+        except CellOverrun as raised:  # the time ran out while the error was described
             error = ["CellOverrun", str(raised), ""]
         # The cell has called os.fork, and this is the child: two processes would answer on one channel.
         if os.getpid() != self.pid:

@@ -194,8 +194,8 @@ class Commands:
         elif ended.status is None and error is None:
             stderr_text = ended.err.decode("utf-8", "replace").strip()
             error = ["Ended", "bubblewrap was killed", ""]
-            # Bubblewrap's own complaint, such as a missing program. Without a status, no line of the command's can be
-            # taken for it.
+            # Bubblewrap's own complaint, such as a missing program. With a status, the same text would be the
+            # command's.
             if stderr_text.startswith(_SAYS):
                 error, ended.err = ["NotStarted", stderr_text.removeprefix(_SAYS), ""], b""
         max_bytes = self.output_bytes

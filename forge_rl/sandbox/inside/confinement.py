@@ -105,7 +105,8 @@ class Confinement:
                 may wait long for its first turns.
             meters: meters of its cgroups, for commands.
         """
-        # In one piece, as the order of its steps is what confines: each is allowed by those before it.
+        # This function is not split, as the order of its steps is what confines: each is allowed by those before it.
+
         # Programs that cells start must not get the channel: what they wrote to it would be read as the session's
         # answers.
         os.set_inheritable(control, False)
@@ -120,7 +121,7 @@ class Confinement:
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             # A machine out of memory kills sessions first. Raising the score needs no privilege, lowering it does.
             score = os.open(f"{lineage.proc}/self/oom_score_adj", os.O_WRONLY)
-            os.write(score, b"500" if self.process else b"1000")  # and commands before what reports of them
+            os.write(score, b"500" if self.process else b"1000")  # commands get 1000, and end before this process
             os.close(score)
             _limit_resources(limits, memory_too=not self.has_cgroups)
             os.umask(0o077)
@@ -159,8 +160,8 @@ class Confinement:
                 kernel.filter_calls(self.filter)
             for door in last:
                 os.write(door, b"0")
-            # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
-            # Ranges between the kept descriptors, from 3 on: 0 to 2 are /dev/null.
+            # Nothing of the server's is left open: not its channel, its cgroups or its pipe. Closed are the ranges
+            # between the kept descriptors, from 3 on: 0 to 2 are /dev/null.
             kept_fds = sorted([control, *(meter.fd for meter in meters)])
             for low, high in zip([2, *kept_fds], [*kept_fds, MOST_FILES], strict=True):
                 os.closerange(low + 1, high)

@@ -235,8 +235,8 @@ class _SessionServer:
     def _answer_all(self) -> bool:
         """Answer the pending requests; return False if the owner has closed the channel.
 
-        All sessions that are to start are prepared before the first is forked: after a fork, each page that this
-        process writes is copied: 200 for each session if they were prepared one by one.
+        All sessions that are to start are prepared before the first is forked, as each page that this process writes
+        after a fork is copied: 200 for each session if they were prepared one by one.
         """
         prepared: list[Iterator[None]] = []
         while len(prepared) < _MOST_AT_ONCE and select.select([self.channel], [], [], 0)[0]:

@@ -55,8 +55,8 @@ def build_root(folders: list[str], profile: str, rootless: bool, images: str = "
     Args:
         images: the store of images, for `overlays.mount_image`; "" for none.
     """
-    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     # Private first: systemd shares mounts by default, so that those made below would appear on the machine too.
+    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     root = "/tmp"  # exists everywhere; the tmpfs hides what it holds
     # Java does not start without its folders in /etc.
     etc_names = [*_ETC, *(name for name in os.listdir("/etc") if name.startswith("java"))]
