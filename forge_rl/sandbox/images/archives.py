@@ -47,7 +47,7 @@ class _Files(Protocol):
     """The files of an image, in a folder or an archive."""
 
     def find(self, name: str) -> BlobPlace | None:
-        """Return the place of a file's bytes, open as long as this object lives; None if there is no such file."""
+        """Return the place of a file's bytes, open as long as this object lives; None if the file is missing."""
 
 
 class LocalSource:

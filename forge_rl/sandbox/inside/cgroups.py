@@ -316,7 +316,7 @@ class CgroupTree:
         return [meter for meter, _ in self._open_meters(session)]
 
     def find_meters(self, session: str) -> None:
-        """Find out which files work as meters here, by opening those of one session; all others have the same."""
+        """Find out which files work as meters here, by opening one session's files; all others have the same."""
         if self._counting:
             return
         opened_meters = list(self._open_meters(session))

@@ -186,5 +186,5 @@ def _table(root: Root, path: str, columns: int) -> list[list[str]]:
 
 
 def _number(text: str) -> int | None:
-    """Return the number that a text is, of a user or group; None if it is not one."""
+    """Return the number of a user or group from its text; None if the text is not a number."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None

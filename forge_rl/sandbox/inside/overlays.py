@@ -34,7 +34,7 @@ _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 
 
 class Lower(NamedTuple):
-    """The lower part of an overlay: what it shows where nothing has changed."""
+    """The lower part of an overlay, which shows wherever nothing has changed."""
 
     tree: int
     """Descriptor from `kernel.detached` of the folder, or of the store that has the layers."""

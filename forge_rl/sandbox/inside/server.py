@@ -77,7 +77,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     """Run the keeper until the owner closes its end of the lifeline, or the server ends.
 
     Args:
-        channel_fd: socket for requests and answers; it goes on to the server.
+        channel_fd: socket for requests and answers; the server takes it over.
         lifeline_fd: read end of a pipe whose write end only the owner has.
     """
     # Interrupts are the owner's to handle; this process ends by the lifeline.
@@ -471,7 +471,7 @@ class _SessionServer:
             self._ended(self.pids.pop(pid, ""), os.waitstatus_to_exitcode(status))
 
     def _ended(self, name: str, status: int | None) -> None:
-        """Report the unexpected end of a session's first process, and start to end what it left running."""
+        """Report the unexpected end of a session's first process, and start to end the processes that it left."""
         if name in self.sessions and name not in self.ending:
             self.ending.add(name)
             self._tell(session=name, exit=status, memory=self.tree.kills_for_memory(name))

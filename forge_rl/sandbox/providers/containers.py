@@ -1,7 +1,7 @@
 """Sessions of images in containers that others run: of a Docker daemon, or rented from Daytona, E2B or Modal.
 
 A provider is one file: it starts a container of an image, runs a program in it, writes and reads files, and ends it.
-This file has what they share: shells, time limits, variables, bounded outputs, changes and their application.
+All of them share this file: shells, time limits, variables, bounded outputs, changes and their application.
 """
 
 from __future__ import annotations
