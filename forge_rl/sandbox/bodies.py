@@ -1,4 +1,4 @@
-"""The processes of a session as their owner has them: how they start, fork and end, and frames to and from them."""
+"""The owner's side of a session's processes: how they start, fork and end, and frames to and from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OpenWorkspace:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """The processes that a session is at present, reached by a channel."""
+    """The processes of a session at present, reached by a channel."""
 
     name: str
     host: Host
@@ -47,9 +47,9 @@ class Body:
     workspace: OpenWorkspace | None = None
     network: SessionNetwork | None = None
     image: ContainerImage | None = None
-    """What its commands see as their root."""
+    """The image that its commands see as their root, or None."""
     folder: str = "0"
-    """Name of its own folder, a neighbour of its workspace."""
+    """Name of its own folder, next to its workspace."""
 
     @property
     def alive(self) -> bool:
@@ -59,12 +59,13 @@ class Body:
     async def end(self) -> None:
         """Kill it; return when nothing of it is left. Whoever waits for its answer learns that it has ended."""
         with contextlib.suppress(OSError):
+            # Ends a wait for an answer in another task, which closing alone would not.
             self.channel.shutdown(socket.SHUT_RDWR)
         try:
             if self.network is not None:
                 await self.network.close()
             await self.host.end(self.name)
-            await asyncio.sleep(0)  # the event loop tells nobody about a closed socket
+            await asyncio.sleep(0)  # lets waiters see the shutdown, as the event loop reports no closed sockets
         finally:
             self.channel.close()
 
@@ -73,7 +74,7 @@ async def start_body(name: str, host: Host, limits: Limits, *workspace: int, lay
     """Start a session on a server.
 
     Args:
-        workspace, layers: see `Host.begin`.
+        workspace, layers: as for `Host.begin`.
 
     Raises:
         SandboxError: the machine is full, or the server is gone.
@@ -96,7 +97,7 @@ async def start_body_in(
     """Start a session on a server with a folder as its workspace, or an image as the root of its commands.
 
     Args:
-        layers: of the image; see `Host.begin`.
+        layers: layers of the image, as for `Host.begin`.
 
     Raises:
         SandboxError: the folder does not exist, the machine is full or cannot mount images, or the server is gone.
@@ -132,6 +133,7 @@ async def _begin_in(image: ContainerImage, body: Body) -> None:
     """
     settings = image.settings
     folder = posixpath.normpath(posixpath.join("/", settings.working_folder))
+    # Names and values that no environment can hold are the image's mistake, not a reason to refuse it.
     env = {name: value for name, value in settings.env.items() if name and "=" not in name and "\0" not in name + value}
     try:
         async with asyncio.timeout(_FORK_S):
@@ -158,6 +160,7 @@ def _given_workspace(channel: socket.socket) -> tuple[str, int]:
     channel.setblocking(False)
     message, fds, _, _ = socket.recv_fds(channel, 4096, 1)
     text = message.decode("utf-8", "replace")
+    # The server sent a descriptor, which the kernel dropped: this process has no room for another.
     if not fds and text.startswith(_WORKSPACE):
         raise SandboxError("too many files are open", hint="raise `ulimit -n`, or open fewer sessions")
     if not fds:
@@ -177,7 +180,11 @@ def _detached(folder: str) -> int:
 
 
 async def _ready(body: Body, limit_s: float) -> None:
-    """Wait for a body's first frame; end the body if it does not come."""
+    """Wait for a body's first frame; end the body if it does not come.
+
+    Raises:
+        SandboxError: the session did not start; says why.
+    """
     try:
         async with asyncio.timeout(limit_s):
             hello, _ = await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
@@ -197,11 +204,12 @@ async def _ready(body: Body, limit_s: float) -> None:
 
 
 async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
-    """Fork the process of a session, whose channel must be quiet.
+    """Fork the process of a session, on whose channel no request may be pending.
 
     Raises:
         SandboxError: the machine is full or the session refuses; it continues unless it has broken the protocol.
     """
+    # Three parties: the server makes cgroups and workspace, the session forks, and the fork reports to the server.
     our_birth, birth = frames.birth_channel()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -219,6 +227,7 @@ async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
             answer, _ = await receive(parent.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
         failure = answer.get("failed")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        # No later answer of such a session could be matched with its request.
         failure = f"it broke the protocol ({error}) and was killed"
         parent.watched.cause = failure
         parent.watched.exited.set()
@@ -237,7 +246,7 @@ async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
 
 
 async def _prepared(fork: Body, parent: Body, limits: Limits, birth: socket.socket) -> Body:
-    """Return a fork with the cgroups and the workspace that the server has made for it, before its process starts.
+    """Have the server make a fork's cgroups and workspace before its process starts; return the fork with them.
 
     Raises:
         SandboxError: the machine is full, or the server is gone.
@@ -271,10 +280,10 @@ async def _prepared(fork: Body, parent: Body, limits: Limits, birth: socket.sock
 
 
 async def with_network(body: Body, addresses: frozenset[str]) -> Body:
-    """Give a quiet session access to named addresses.
+    """Give a session access to named addresses; no request of it may be pending.
 
     Raises:
-        SandboxError: it does not take it, and was killed.
+        SandboxError: it did not take its channel, and was killed.
     """
     network = SessionNetwork(addresses)
     new_body = replace(body, network=network)
@@ -296,7 +305,8 @@ async def with_network(body: Body, addresses: frozenset[str]) -> Body:
 
 
 async def why_ended(body: Body) -> CellError:
-    """Say why a session ended in the middle of a cell."""
+    """Return why a session ended in the middle of a cell, as an error of that cell."""
+    # The channel closes a moment before the server reports the end and its cause.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CAUSE_S):
             await body.watched.exited.wait()
@@ -315,6 +325,7 @@ async def send(
     if fds:
         while True:
             try:
+                # asyncio sends no descriptors: they go with the first bytes, and the rest follows as usual.
                 frame = frame[socket.send_fds(channel, [frame], fds) :]
                 break
             except BlockingIOError:
@@ -330,6 +341,7 @@ async def receive(channel: socket.socket, *, most_text: int, most_data: int) -> 
         frames.FrameError: the frame exceeds a limit or is not a JSON object.
     """
     head = await _exactly(channel, frames.HEAD.size)
+    # Checked before anything is read or allocated: a hostile head may claim 8 GiB.
     text, data = frames.sizes(head, most_text=most_text, most_data=most_data)
     return frames.decode(await _exactly(channel, text)), await _exactly(channel, data)
 

@@ -26,11 +26,11 @@ from forge_rl.system.result_cache import ResultCache, content_key
 
 T = TypeVar("T")
 _BY_SANDBOX = frozenset({"CellOverrun", "OutOfMemory", "Ended", "BadFrame"})
-"""Errors that may depend on the machine: results with them are not kept."""
+"""Errors that may depend on the machine: results with them are not cached."""
 _MAX_FAILURES = 16
 """Failures of the sandbox that one cell survives."""
 MAX_DEATHS = 3
-"""Deaths of its session in one cell at which they count as its own doing; before, another may have killed it."""
+"""Deaths of a session in one cell that count as the cell's own doing; fewer may be somebody else's."""
 _PLACE_S = 0.2
 
 
@@ -39,7 +39,7 @@ class DivergedError(SandboxError):
 
 
 class _LostError(SandboxError):
-    """The session was lost, or a command was killed from outside, while its cells were run again."""
+    """A session that was lost, or a command that was killed from outside, while cells were run again."""
 
 
 @dataclass(eq=False)
@@ -63,12 +63,12 @@ class _Action:
     """Other arguments of a command; see `PoolSession.run`."""
     result_text: str = ""
     path: str = ""
-    """For a file that was put, its name."""
+    """Name of the file that was put; "" for a cell."""
     data: bytes = b""
 
     @property
     def about(self) -> list[object]:
-        """The action itself as JSON values; its result depends on this and on the history."""
+        """The action as JSON values, without its result, which depends on these and on the history."""
         if self.path:
             return ["put", self.path, base64.b64encode(self.data).decode()]
         code = self.code if isinstance(self.code, str) else list(self.code)
@@ -91,10 +91,10 @@ class DurableSessions:
 
     Args:
         pool: opens the sessions; its owner closes it after these.
-        cache: of results of cells; with None, each cell is run.
-        parked: how many sessions that were closed are kept to be forked, by sessions with the same history.
-        version: change it when something changes that cells depend on, and that is not seen. Python's version, the
-            names in the folders of packages, the preloaded modules and the limits are.
+        cache: results of cells; with None, each cell is run.
+        parked: how many closed sessions are kept, to be forked by sessions with the same history.
+        version: part of each result's key. Change it when something changes that cells depend on, unless it is Python's
+            version, a name in the folders of packages, a preloaded module or a limit, which are part of the key.
     """
 
     def __init__(self, pool: Pool, *, cache: ResultCache | None = None, parked: int = 8, version: str = "") -> None:
@@ -104,16 +104,17 @@ class DurableSessions:
         """Sessions "opened", "forked" from another's, and "rebuilt" after a loss; cells "run" and run again
         ("repeated")."""
         self._most_parked = parked if cache is not None else 0
+        # The code that runs cells is part of the key: another version of it may give other results.
         self._root = [version, sys.version, Path(cells.__file__).read_text(), pool.signature()]
         self._live: OrderedDict[bytes, _SessionState] = OrderedDict()
-        """By key, a session in that state, also those in use."""
+        """By key: a session in that state, which may be in use."""
         self._parked: OrderedDict[_SessionState, None] = OrderedDict()
 
     def open(self, *, limits: Limits | None = None, image: ContainerImage | None = None) -> DurableSession:
         """Return a session, which starts nothing before a cell must run; its caller closes it.
 
         Args:
-            limits, image: as of `Pool.open`.
+            limits, image: as for `Pool.open`.
         """
         limits = limits or self.pool.limits
         about = [self._root, asdict(limits), *([] if image is None else [image.digest])]
@@ -130,16 +131,19 @@ class DurableSessions:
         """Return a new session whose state includes as many of the actions as possible.
 
         Args:
-            keys: key of the state before each action, and of the one after the last.
+            keys: key of the state before each action, and of the state after the last one.
 
         Returns:
             The session, and how many of the actions its state includes; 0 for a fresh one.
         """
+        # From the latest state backwards. State 0 is a fresh session's, for which nothing needs to be forked.
         for place in range(len(keys) - 1, 0, -1):
             live = self._live.get(keys[place])
+            # A session that is busy cannot be forked before its cell ends, and will not be in this state then.
             if live is None or live.lock.locked() or not live.session.alive:
                 continue
             async with live.lock:
+                # Its state may have changed while the lock was waited for.
                 if live.key == keys[place]:
                     with contextlib.suppress(SandboxError):  # full, or gone: a fresh one then
                         fork = await live.session.fork()
@@ -147,6 +151,7 @@ class DurableSessions:
                         return fork, place
         self.counts["opened"] += 1
         session_limits = None if limits == self.pool.limits else limits
+        # Parked sessions hold places of the pool: they are given up one by one until a place is free.
         while self._parked:
             with contextlib.suppress(SandboxError):
                 return await self.pool.open(limits=session_limits, image=image, wait_s=_PLACE_S), 0
@@ -244,6 +249,7 @@ class DurableSession:
             async def compute() -> tuple[str, bool]:
                 results.append(await self._run(action))
                 error = results[0].error
+                # Without its usage: who is answered from the cache has used nothing.
                 text = json.dumps(result_to_json(replace(results[0], usage=Usage(wall_s=0.0))))
                 return text, not self._ended and (error is None or error.name not in _BY_SANDBOX)
 
@@ -252,17 +258,19 @@ class DurableSession:
             else:
                 key = content_key(self._keys[-1].hex(), *action.about)
                 text, self.was_kept = await cache.get(key, compute)
+                # Answered from the cache: `compute` did not run.
                 if not results:
                     try:
                         results.append(result_from_json(json.loads(text), self.limits))
                     except (ValueError, RecursionError, SandboxWireError):  # not by this version
                         cache.forget(key)
                         await compute()
+            # The result is part of the history: a rebuilt session is compared with it, cell by cell.
             self._append(replace(action, result_text=_shown(results[0])))
             return results[0]
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file, once a cell is run.
+        """Note a file, which is written before the next cell runs.
 
         Raises:
             SandboxError: it is too large, or the session has ended.
@@ -287,7 +295,7 @@ class DurableSession:
             return data
 
     async def fork(self) -> DurableSession:
-        """Return an independent copy, which starts nothing before it must run a cell. The caller closes it."""
+        """Return an independent copy, which starts no processes before a cell must run. The caller closes it."""
         async with self._lock:
             self._check()
             return DurableSession(self._sessions, self.limits, tuple(self._keys), tuple(self._log), self.image)
@@ -315,10 +323,11 @@ class DurableSession:
             return session
 
     async def close(self) -> None:
-        """End the session; its state may be kept for others that come to the same."""
+        """End the session; its processes may be kept for other sessions that reach the same state."""
         self._ended = self._ended or "it is closed"
         if self._live is not None:
             live, self._live = self._live, None
+            # A session that lacks the last actions is not in the state of its key.
             await self._sessions.end(live, park=self._done == len(self._log))
 
     async def __aenter__(self) -> DurableSession:
@@ -338,7 +347,7 @@ class DurableSession:
             self._sessions.is_at(self._live, self._keys[-1])
 
     async def _run(self, action: _Action) -> Result:
-        """Run the next cell, in another session if that one is lost or killed."""
+        """Run the next cell; run it again in another session if the first is lost or killed."""
 
         async def run(live: _SessionState) -> Result:
             self._sessions.counts["run"] += 1
@@ -355,12 +364,13 @@ class DurableSession:
             if result.error is None or result.error.name not in _BY_SANDBOX:  # it was lost after the cell
                 return result
             deaths += 1
+            # Anybody may have killed a session that just ended; time and memory are the cell's own doing at once.
             if result.error.name != "Ended" or deaths == MAX_DEATHS:
                 self._ended = result.error.message
                 return result
 
     async def _surviving(self, use: Callable[[_SessionState], Awaitable[T]]) -> tuple[_SessionState, T]:
-        """Use the session's processes, and new ones if they are lost; return the processes and the result."""
+        """Use the session's processes, or new ones if they are lost; return the processes and the result."""
         failures = 0
         while True:
             try:
@@ -379,7 +389,7 @@ class DurableSession:
                 await self._lose()
 
     async def _caught_up(self) -> _SessionState:
-        """Return the session's processes in the state after all of its actions."""
+        """Return the session's processes in the state after all of its actions; rebuild them if they are lost."""
         live = self._live
         if live is not None and not live.session.alive:
             await self._lose()
@@ -410,6 +420,7 @@ class DurableSession:
         if (result_text := _shown(result)) == action.result_text:
             return
         if (cache := self._sessions.cache) is not None:
+            # Its kept result would lead other sessions into the same difference.
             cache.forget(content_key(self._keys[self._done].hex(), *action.about))
         raise DivergedError(
             f"cell {self._done + 1} of a session gave {result_text:.200}, not {action.result_text:.200}, when it was "
@@ -424,12 +435,12 @@ class DurableSession:
 
 
 def _killed(result: Result) -> bool:
-    """Whether the processes of a cell were killed from outside; in profile `process`, its session lives on."""
+    """Return True if a cell's processes were killed from outside; in the profile `process`, its session lives on."""
     return result.error is not None and result.error.name == "Ended"
 
 
 def _shown(result: Result) -> str:
-    """Return what a cell showed, without what differs each time."""
+    """Return all that a cell showed as one text, without what differs each time."""
     error = result.error and (result.error.name, result.error.message, result.error.traceback)
     image = result.image and base64.b64encode(result.image.data).decode()
     return repeatable(json.dumps([result.stdout, result.stderr, result.value, image, error, result.status]))

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
 SHELL = frozenset({"", "sh", "bash", "shell", "zsh", "console"})
-"""What fences say of these languages."""
+"""Names that follow the opening fences of each language; "" for a fence without one."""
 _CHARACTERS = "`~"
 _LEAST = 3
 
@@ -25,6 +25,7 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
         if not fence:
             if mark:
                 fence, language, lines = mark, line.strip()[len(mark) :].strip().lower(), []
+        # Markdown's rule: at least as many marks as the opening fence, and nothing behind them.
         elif mark.startswith(fence) and line.strip() == mark:
             if language in languages:
                 blocks.append("\n".join(lines))

@@ -28,7 +28,7 @@ _START_S, _END_S = 60.0, 20.0
 
 @dataclass(eq=False)
 class SessionStatus:
-    """What the server has said about a session."""
+    """The server's reports about a session."""
 
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its first process has ended, or it failed to start."""
@@ -40,7 +40,7 @@ class SessionStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a fork server is started with; see `Pool`."""
+    """Settings that a fork server is started with; see `Pool`."""
 
     profile: str
     packages: Sequence[str]
@@ -82,6 +82,7 @@ class Host:
         missing = check_layers(settings.profile, settings.without)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        # Closed by the kernel however this process ends: the keeper then ends the server and removes its cgroups.
         lifeline_reader, lifeline = os.pipe()
         # Not the environment's interpreter: its packages are the owner's, and a session sees only what it is given.
         python = getattr(sys, "_base_executable", None) or sys.executable
@@ -129,9 +130,9 @@ class Host:
         """Ask for a session that answers on a channel; its descriptor, and the others, may be closed afterwards.
 
         Args:
-            workspace: descriptors of a channel by which the server sends where changes are kept, and of the folder,
-                from `kernel.detached`. None for a session without a workspace, the channel alone for an image.
-            layers: of its image, relative to the settings' folder, the lowest first.
+            workspace: descriptors of a channel by which the server sends the folder of changes, and of the base folder,
+                from `kernel.detached`. None for a session without a workspace, only the channel for an image.
+            layers: paths of its image's layers, relative to the settings' folder, the lowest first.
         """
         watched = self.sessions[name] = SessionStatus()
         message = {"do": "start", "session": name, "limits": _as_json(limits), "layers": list(layers)}
@@ -141,11 +142,11 @@ class Host:
     async def prepare_fork(
         self, name: str, parent: str, limits: Limits, birth: socket.socket, *workspace: int, is_overlay: bool = False
     ) -> SessionStatus:
-        """Ask for the cgroups of a fork, which it enters by the other end of a birth channel; closes this one.
+        """Ask for the cgroups of a fork, which reports at the other end of a birth channel; close this end.
 
         Args:
-            workspace: descriptors of the owner's channel, of the folder with the parent's changes, and of the base if
-                there is one; none without a workspace.
+            workspace: descriptors of the owner's channel, of the folder with the parent's changes, and of the base
+                folder if there is one; none without a workspace.
             is_overlay: True if the server copies the changes, False if the fork copies its whole workspace.
         """
         watched = self.sessions[name] = SessionStatus()
@@ -161,7 +162,7 @@ class Host:
         return watched
 
     async def end(self, name: str) -> None:
-        """Kill a session, and return once nothing of it is left, or the server is gone or takes longer than 20 s."""
+        """Kill a session; return once nothing of it is left, the server is gone, or 20 s have passed."""
         watched = self.sessions.get(name)
         if watched is None:
             return
@@ -200,6 +201,7 @@ class Host:
         self._loop.remove_reader(self._channel)
         self._channel.close()
         os.close(self._lifeline)
+        # The server's end is the end of its sessions: whoever waits for one of them must not wait for its timeout.
         for watched in self.sessions.values():
             watched.cause = watched.cause or cause
             watched.exited.set()
@@ -212,6 +214,7 @@ class Host:
                 if self.lost:
                     raise SandboxError(f"the sandbox server is gone: {self.lost}")
                 try:
+                    # A packet socket: a message and its descriptors arrive whole, or not at all.
                     socket.send_fds(self._channel, [data], list(fds))
                     return
                 except BlockingIOError:
@@ -258,6 +261,7 @@ def check_layers(profile: str, without: Collection[str] = ()) -> dict[str, str]:
         SandboxError: it lacks some that `without` does not name.
     """
     missing = missing_layers(profile)
+    # A weaker sandbox is never chosen silently: each missing layer has to be named by the caller.
     if not missing.keys() <= set(without):
         reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
         if "uid" in missing:

@@ -32,6 +32,7 @@ class Language:
         return frozenset({"", self.file.rpartition(".")[2]})
 
 
+# -p=1: one compiler process at a time. GOTOOLCHAIN=local: no download of another version.
 _GO = "GOCACHE=/tmp/go-build GOFLAGS=-p=1 GOTOOLCHAIN=local"
 LANGUAGES: Mapping[str, Language] = MappingProxyType(
     {
@@ -83,6 +84,7 @@ def check_language(name: str) -> None:
     Raises:
         ConfigError: it is unknown, or its compiler or interpreter is not installed.
     """
+    # Without pipefail, `head` would hide that the compiler is missing.
     command = ["bash", "-c", f"set -o pipefail; {_named(name).version}"]
     if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
         raise ConfigError(

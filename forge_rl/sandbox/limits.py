@@ -1,4 +1,4 @@
-"""What a session may use, and what its cells return."""
+"""Limits of sessions, and results of their cells."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class CellError:
-    """How a cell failed. Its texts were written by the cell: they may contain anything, terminal escapes included."""
+    """How a cell failed. The cell wrote the texts: they may contain anything, terminal escapes included."""
 
     name: str
     """Class of the exception; `CellOverrun`, `OutOfMemory`, `Ended` or `BadFrame` if the sandbox ended the cell;
@@ -66,7 +66,7 @@ class CellError:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a cell used."""
+    """Resources that a cell used."""
 
     wall_s: float
     """Seconds, measured outside of the session."""
@@ -91,7 +91,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a cell did. All texts were written by the cell."""
+    """Result of a cell, which wrote all texts in it."""
 
     stdout: str = ""
     stderr: str = ""

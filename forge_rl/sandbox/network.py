@@ -58,7 +58,10 @@ def named_addresses(addresses: Iterable[str]) -> frozenset[str]:
 
 
 class _GivenSocket(socket.socket):
-    """A connection of which the session may hold the other descriptors, and so may let it block again at any time."""
+    """A connection of which the session may hold another descriptor: it can make both block again at any time.
+
+    Each read and write therefore says for itself that it does not wait.
+    """
 
     @classmethod
     def of(cls, fd: int) -> _GivenSocket | None:
@@ -96,7 +99,7 @@ class SessionNetwork:
     def __init__(self, addresses: frozenset[str]) -> None:
         self.addresses = addresses
         self._channel, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        """`theirs` is the session's end, to be sent and then closed."""
+        """`theirs` is the session's end, to be sent to it and then closed here."""
         self._channel.setblocking(False)
         self._relays: set[asyncio.Task[None]] = set()
         self._serving = asyncio.create_task(self._serve())
@@ -111,6 +114,7 @@ class SessionNetwork:
     async def _serve(self) -> None:
         """Answer requests, one after another, until the session has ended or does not take its answers."""
         loop = asyncio.get_running_loop()
+        # A session that does not take its answers makes `send` fail, as the channel never blocks: its service ends.
         with self._channel, contextlib.suppress(OSError), self._relays_end():
             while True:
                 await readable(loop, self._channel)
@@ -132,13 +136,13 @@ class SessionNetwork:
                     socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
 
     def _keep(self, relay: Coroutine[None, None, None]) -> None:
-        """Run what serves a connection, which counts until it has ended."""
+        """Run the task that serves a connection; it counts against the session's connections until it ends."""
         task = asyncio.create_task(relay)
         self._relays.add(task)
         task.add_done_callback(self._relays.discard)
 
     def _connect(self, address: str, descriptors: list[int]) -> None:
-        """Serve a connection that a command has made, of whose descriptor nothing is known."""
+        """Serve a connection that a command has made; the descriptor may be anything."""
         for fd in descriptors[1:]:
             os.close(fd)
         inside = _GivenSocket.of(descriptors[0])
@@ -173,7 +177,7 @@ class SessionNetwork:
         """Connect to an address.
 
         Args:
-            places: of the session's connections, how many it counts as already.
+            places: how many of the session's connections are this one already.
 
         Raises:
             _RefusedConnectionError: it was not named, or cannot be reached; says why.
@@ -186,6 +190,8 @@ class SessionNetwork:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_DIAL_S):
+                # Looked up once: what was checked is what is connected to, so that a name cannot lead elsewhere in
+                # between.
                 address_infos = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
                 reachable = [info for info in address_infos if _may_lead_to(host, str(info[4][0]))]
                 if not reachable:
@@ -205,7 +211,7 @@ class SessionNetwork:
             raise _RefusedConnectionError(f"no connection within {_DIAL_S:g} s") from None
         except (socket.gaierror, UnicodeError):
             raise _RefusedConnectionError("it cannot be reached: unknown name") from None
-        except OSError as error:  # asyncio's own text would tell the address
+        except OSError as error:  # asyncio's own text would disclose the resolved address to the session
             raise _RefusedConnectionError(f"it cannot be reached: {os.strerror(error.errno or 0)}") from None
 
 
@@ -221,9 +227,11 @@ def _may_lead_to(host: str, address: str) -> bool:
     """Return whether a host may lead to an IP address: a name only to a public one, a literal address to any."""
     if _is_address(host):
         return True
+    # A zone, as in fe80::1%eth0, is no part of the address.
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and any(ip in network for network in _TRANSLATED):
         return False
+    # ::ffff:10.0.0.1 reaches 10.0.0.1.
     mapped = getattr(ip, "ipv4_mapped", None) or ip
     return mapped.is_global and not mapped.is_multicast
 
@@ -249,4 +257,5 @@ async def _copy(source: socket.socket, target: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     while part := await loop.sock_recv(source, _CHUNK):
         await loop.sock_sendall(target, part)
+    # Half closed, as the source is: the other direction may still have bytes to carry.
     target.shutdown(socket.SHUT_WR)

@@ -36,12 +36,13 @@ and shutil, tempfile and uuid, whose shared libraries would be a fifth of the ma
 """
 Profile: TypeAlias = Literal["standard", "strict", "process"]
 _OPTIONAL = ("cgroup", "landlock", "seccomp")
+# An idle session costs about 1.5 MiB of its own, a strict one about 3.3; some are at work.
 _BYTES_PER_SESSION = 4 << 20
 _SPARE_FILES = 128
 _STARTING = 16
 """Sessions that start at a time."""
 _ASKED_FOR = 16
-"""Latest sessions whose limits say which ones to keep warm."""
+"""Number of latest sessions whose limits decide which ones are kept warm."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -109,9 +110,9 @@ class Pool:
         self._warming: Counter[Limits] = Counter()
         self._most_warm = self.warm
         self._asked_for: deque[Limits] = deque([self.limits], maxlen=_ASKED_FOR)
-        """Limits of the latest sessions, in whose proportions warm ones are kept."""
+        """Limits of the latest sessions; warm ones are kept in their proportions."""
         self._told = set[str]()
-        """Reasons for copying workspaces that were warned of."""
+        """Reasons for copying a workspace that this pool has warned of."""
         self._tasks = TaskGroup()
 
     async def __aenter__(self) -> Pool:
@@ -129,6 +130,7 @@ class Pool:
         try:
             await self._tasks.__aexit__(None, None, None)
         finally:
+            # Also when this task is cancelled: what is left of a server would hold memory and cgroups.
             await asyncio.shield(asyncio.gather(*(host.close() for host in self.hosts)))
             for _, body in self._warm:
                 body.channel.close()
@@ -160,10 +162,10 @@ class Pool:
         network: Sequence[str] = (),
         wait_s: float | None = None,
     ) -> PoolSession:
-        """Open a session, which its caller closes. Those who wait for a place get it in the order in which they came.
+        """Open a session, which its caller closes. Callers that wait for a place get it in order of arrival.
 
         Args:
-            limits: instead of the pool's.
+            limits: limits of the session instead of the pool's.
             undo: keep the state before each cell, for `PoolSession.restore`; takes a second place.
             workspace: a folder in which the session works as if it was its own, with its owner's files as the
                 session's. The folder never changes, and nobody should change it meanwhile; many sessions share it.
@@ -198,6 +200,8 @@ class Pool:
             ) from None
         try:
             limits = limits or self.limits
+            # A warm session is already running in the pool's plain root: it cannot be given a workspace or an image any
+            # more.
             body = self._take_warm(limits) if folder is None and image is None else None
             if body is None:
                 body = await self._start(limits, folder if image is None else image)
@@ -219,6 +223,7 @@ class Pool:
         return [settings.profile, packages, list(settings.preload)]
 
     def _take_warm(self, limits: Limits) -> Body | None:
+        # Fresh opens count as well, so that limits which are asked for more often become warm.
         self._asked_for.append(limits)
         for place in [place for place, (warm_limits, _) in enumerate(self._warm) if warm_limits == limits]:
             body = self._warm[place][1]
@@ -250,9 +255,11 @@ class Pool:
 
     async def _start(self, limits: Limits, workspace: str | ContainerImage | None = None) -> Body:
         async with self._starting:
+            # A server that was killed is replaced by the next session that starts.
             if len(self.hosts) < self._num_servers or any(host.lost for host in self.hosts):
                 await self._start_servers()
             host = min(self.hosts, key=lambda host: len(host.sessions))
+            # Names of a pool are numbers, of which the server makes the session's user id.
             name = str(next(self._names))
             if workspace is None:
                 return await start_body(name, host, limits)
@@ -306,6 +313,7 @@ class Pool:
         self._warm = live
         for limits, missing in (num_wanted - self._warming).items():
             for _ in range(missing):
+                # Warm sessions take no place, but are not started either once all places are taken.
                 if not self._places.locked():
                     self._warming[limits] += 1
                     self._tasks.create_task(self._warm_up(limits))
@@ -316,6 +324,7 @@ class Pool:
         num_wanted: Counter[Limits] = Counter()
         recent = Counter(self._asked_for)
         for limits, times in recent.most_common(self._most_warm):
+            # The very first entry is the pool's own limits, before anybody has asked for any.
             if times > 1 or recent.total() == 1:
                 share = max(1, round(self._most_warm * times / recent.total()))
                 num_wanted[limits] = min(share, self._most_warm - num_wanted.total())
@@ -324,7 +333,7 @@ class Pool:
     async def _warm_up(self, limits: Limits) -> None:
         try:
             body = await self._start(limits)
-        except (SandboxError, OSError):  # whoever opens a session next is told
+        except (SandboxError, OSError):  # the next `open` starts one itself, and reports what fails
             return
         finally:
             self._warming[limits] -= 1
@@ -333,6 +342,7 @@ class Pool:
 
 def _packages(folder: str | Path) -> str:
     path = Path(folder).resolve()
+    # A session's own /tmp would hide them.
     if not path.is_dir() or path.is_relative_to("/tmp"):
         cause = "is in /tmp, of which sessions have their own" if path.is_dir() else "is not a folder"
         raise ConfigError(f"Pool(packages=...): {path} {cause}", hint="name a site-packages folder elsewhere")
@@ -353,6 +363,7 @@ def _resolved(folder: str | Path) -> str:
 def _most_sessions() -> int:
     """Return how many sessions memory and open files have room for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # At least one descriptor here for each session: its channel.
     files = soft - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
     return min(_available_bytes() // _BYTES_PER_SESSION, files, 10_000)
 

@@ -1,4 +1,4 @@
-"""What a pool of sandboxes is, on this machine, behind HTTP or rented: two interfaces and nothing else."""
+"""Protocols of a pool of sandboxes and of its sessions, whether on this machine, behind HTTP or rented."""
 
 from __future__ import annotations
 

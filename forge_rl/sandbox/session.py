@@ -25,8 +25,9 @@ from forge_rl.system.tasks import TaskGroup
 _GRACE_S = 2.0
 """Time beyond a cell's limit in which the session may still interrupt it and keep its state."""
 _COMMAND_GRACE_S = 15.0
-"""The same for a command, whose processes have to be killed and to end."""
+"""Time beyond a command's limit, in which its processes are killed and end."""
 _FILE_S = 60.0
+# JSON's longest escape of one byte of output, as "\u0000".
 _BYTES_PER_ESCAPE = 6
 _TAKEN = ("/proc", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", HOME)
 """Places of the system, or of a session's own folders, where a command sees nothing else."""
@@ -41,8 +42,8 @@ class PoolSession:
 
     Args:
         body: the started processes.
-        limits: of the session and its cells.
-        fork_body: makes another body of one, within the pool's bounds.
+        limits: limits of the session and its cells.
+        fork_body: forks a body, within the pool's bounds.
         release: gives back a body's place in the pool.
         undo: keep the state before each cell for `restore`.
     """
@@ -132,10 +133,12 @@ class PoolSession:
             self._check_alive()
             if not self._undo:
                 return await self._run(message, data, wall_s)
+            # The fork is the way back: a process cannot return to an earlier state, but another can stay in it.
             snapshot, old_snapshot = await self._fork_body(self._body, self.limits), self._before
             self._before = snapshot
             async with TaskGroup() as group:
                 if old_snapshot is not None:
+                    # Ending takes a while, and happens next to the cell. Each cell can be undone once.
                     group.create_task(self._end(old_snapshot))
                 return await self._run(message, data, wall_s)
 
@@ -143,6 +146,7 @@ class PoolSession:
         body, start_time = self._body, time.perf_counter()
         try:
             grace_s = _COMMAND_GRACE_S if body.host.profile == "process" else _GRACE_S
+            # The session's own clocks can be disarmed by its code: this deadline is the one that holds.
             async with self._ending_on_cancel(body), asyncio.timeout(wall_s + grace_s):
                 await send(body.channel, message, data)
                 answer, image = await receive(
@@ -155,6 +159,7 @@ class PoolSession:
             error = await why_ended(body)
         except frames.FrameError as raised:
             error = CellError(name="BadFrame", message=f"the session broke the protocol ({raised}): killed")
+        # Timed out, ended or out of protocol: whatever state the session is in, no later answer could be believed.
         wall = time.perf_counter() - start_time
         body.watched.cause = body.watched.cause or error.message
         body.watched.exited.set()
@@ -186,10 +191,10 @@ class PoolSession:
     async def changes(self, *, leave_out: Collection[str] = LEFT_OUT) -> Changes:
         """Return what differs in the workspace from its base, also after the session was killed, until it is closed.
 
-        Read by this process, from the file system: the session has no part in it. Special files have no content.
+        Read by this process from the file system, without the session's help. Special files have no content.
 
         Args:
-            leave_out: names of files and folders to leave out wherever they are.
+            leave_out: names of files and folders to leave out, in any folder.
 
         Raises:
             SandboxError: the session has no workspace, or is closed.
@@ -225,10 +230,12 @@ class PoolSession:
             SandboxError: they do not fit, or something else is where they belong.
         """
         if self._body.image is not None:
+            # An image may have neither Python nor a shell: its session's own process makes the changes.
             await self._ask({"do": "apply", "path": "changes", "folder": "/"}, packed(changes))
             return
         runs_python = self._body.host.profile != "process"
         path = f"{'../' + self._body.folder if runs_python else '/tmp'}/.changes-{uuid.uuid4().hex}"
+        # By a cell, with the session's own rights and limits. Changes may be too large for one line of code.
         code = APPLY.format(path=path)
         await self.put(path, packed(changes))
         result = await self.run(code if runs_python else [getattr(sys, "_base_executable", ""), "-I", "-c", code])
@@ -243,7 +250,7 @@ class PoolSession:
     async def fork(self) -> PoolSession:
         """Return an independent copy of the session: its variables, and its folder and workspace under other names.
 
-        Threads and the programs that the session has started are not copied. Both have the same limits, each its own;
+        Threads and programs that the session has started are not copied. Both have the same limits, each its own;
         files count against the same space. The caller closes the copy.
 
         Raises:
@@ -276,6 +283,7 @@ class PoolSession:
         self._closed = True
         self._body.watched.cause = self._body.watched.cause or "the session was closed"
         await self._drop_before()
+        # Without the workspace, its descriptors close, and the session's memory is freed.
         body, self._body = self._body, replace(self._body, workspace=None)
         await self._end(body)
 
@@ -286,12 +294,13 @@ class PoolSession:
         await asyncio.shield(self.close())
 
     def _path(self, path: str) -> str:
-        """Return where a file is: of an image's, relative to its working folder."""
+        """Return the path of a file in the session: relative to an image's working folder if it has an image."""
         image = self._body.image
         return path if image is None else posixpath.join("/", image.settings.working_folder, path)
 
     @property
     def _most_text(self) -> int:
+        # stdout, stderr and value, each byte of which may be escaped.
         return MOST_HARNESS_TEXT + 3 * _BYTES_PER_ESCAPE * self.limits.output_bytes
 
     def _check_alive(self) -> None:
@@ -316,7 +325,7 @@ class PoolSession:
 
     @contextlib.asynccontextmanager
     async def _ending_on_cancel(self, body: Body) -> AsyncIterator[None]:
-        """Kill the session if its caller is cancelled, as its answer would be taken for the next request's."""
+        """Kill the session if its caller is cancelled: its late answer would be taken for the next request's."""
         try:
             yield
         except asyncio.CancelledError:
@@ -336,6 +345,7 @@ class PoolSession:
                         body.channel, most_text=MOST_HARNESS_TEXT, most_data=self.limits.transfer_bytes
                     )
             except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+                # Its channel may be in the middle of a frame: no further answer could be read from it.
                 body.watched.cause = body.watched.cause or f"it did not transfer a file ({error})"
                 body.watched.exited.set()
                 await body.end()
@@ -370,6 +380,7 @@ def _in_image(
     if folders:
         raise ConfigError("a session of an image has no further folders", hint="use the image's folders")
     settings = image.settings
+    # An image's author may have written a NUL, which no variable can hold.
     variables = {name: value for name, value in {**settings.env, **env}.items() if "\0" not in name + value}
     return {
         "env": _variables(variables),
@@ -406,7 +417,11 @@ def check_folders(folders: Mapping[str, str]) -> dict[str, str]:
 
 
 def _result(message: dict[str, object], image: bytes, max_chars: int, wall_s: float) -> Result:
-    """Check a message of a session, of which nothing is trusted, and make a result of it."""
+    """Check a message of a session, which is not trusted in any part, and make a result of it.
+
+    Raises:
+        FrameError: a part is missing, or of another type or size.
+    """
     error = message.get("error")
     if error is not None and not (
         isinstance(error, list) and len(error) == 3 and all(isinstance(text, str) for text in error)
@@ -421,10 +436,12 @@ def _result(message: dict[str, object], image: bytes, max_chars: int, wall_s: fl
     numbers = []
     for name in ("cpu_s", "memory_bytes"):
         number = message.get(name)
+        # NaN fails both comparisons, infinity the second.
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e18:
             raise frames.FrameError(f"its {name} is not a size")
         numbers.append(number)
     kind = message.get("image")
+    # The type is believed only if the bytes begin like it: a session must not pass HTML off as a PNG.
     if image and not (isinstance(kind, str) and kind in MEDIA_TYPES and image.startswith(MEDIA_TYPES[kind])):
         raise frames.FrameError("its image is not of its type")
     status = message.get("status")

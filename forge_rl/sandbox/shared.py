@@ -40,20 +40,23 @@ async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = No
     """Return the pool of the running event loop, opened on first use; it closes when the loop ends.
 
     Args:
-        packages: folders of packages, as of `Pool`; each set of them has a pool of its own.
-        profile: of the pool; each has its own. None for `default_profile()`.
-        images: folder of a store of images, as of `Pool`; each has a pool of its own.
+        packages: folders of packages, as for `Pool`; each set of them has a pool of its own.
+        profile: profile of the pool, each of which has its own; None for `default_profile()`.
+        images: folder of a store of images, as for `Pool`; each has a pool of its own.
 
     Raises:
         SandboxError: this machine cannot isolate sessions, or the pool did not start.
     """
     loop, pools, profile = asyncio.get_running_loop(), _pools(), profile or default_profile()
+    # A key holds its loop: entries of closed loops would keep their pools forever.
     for pool_key in [pool_key for pool_key in pools if pool_key[0].is_closed()]:
         pools.pop(pool_key, None)
     entry = pools.get(key := (loop, tuple(packages), profile, images))
+    # A pool that failed to start is tried again by the next caller.
     if entry is None or entry.holder.done():
         opened: asyncio.Future[Pool] = loop.create_future()
         entry = pools[key] = _PoolEntry(opened, loop.create_task(_hold(opened, packages, profile, images)))
+    # One caller that is cancelled must not cancel the start that all wait for.
     return await asyncio.shield(entry.opened)
 
 
@@ -114,6 +117,7 @@ async def _hold(opened: asyncio.Future[Pool], packages: Sequence[str], profile: 
     try:
         async with Pool(packages=packages, profile=profile, images=images) as pool:
             opened.set_result(pool)
+            # Never done: the pool stays open until the loop's end cancels this task.
             await asyncio.get_running_loop().create_future()
     except Exception as error:
         if opened.done():

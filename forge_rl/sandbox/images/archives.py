@@ -44,17 +44,17 @@ _NAME_KEYS = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 
 
 class _Files(Protocol):
-    """The files of an image: of a folder, or of an archive."""
+    """The files of an image, in a folder or an archive."""
 
     def find(self, name: str) -> BlobPlace | None:
-        """Return where a file's bytes are, as long as this object lives; None without such a file."""
+        """Return the place of a file's bytes, open as long as this object lives; None if the file is missing."""
 
 
 class LocalSource:
     """An image in a folder or an archive, which is opened, or built, on first use.
 
     Args:
-        folder: a compressed archive is unpacked here, to a file without a name.
+        folder: where a compressed archive is unpacked, to a file without a name.
     """
 
     def __init__(self, reference: LocalReference, folder: Path) -> None:
@@ -76,6 +76,8 @@ class LocalSource:
 
     @functools.cached_property
     def _is_docker(self) -> bool:
+        # `docker save` may write both forms. The OCI layout is taken where there is one, as it has digests of stored
+        # layers.
         return self._reference.kind == "docker-archive" or self._files.find("index.json") is None
 
     @functools.cached_property
@@ -121,6 +123,7 @@ class LocalSource:
         digests = {check_digest(entry.get("digest"), f"{path}: a manifest") for entry in matches}
         if len(digests) == 1:
             return digests.pop()
+        # Several entries of one name are one image if each is for a platform.
         if digests and all("platform" in entry for entry in matches):
             return choose_manifest({"manifests": matches}, str(path))
         listed = ", ".join(sorted({name for entry_names in names for name in entry_names}))
@@ -189,6 +192,7 @@ class _FolderFiles:
 
     def find(self, name: str) -> BlobPlace | None:
         if name not in self._fds:
+            # As an absolute path first, so that `..` in a manifest's names leads to the folder itself at most.
             path = self._folder / posixpath.normpath(f"/{name}").lstrip("/")
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -208,6 +212,7 @@ class _TarFiles:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ImageError(f"{path} is neither a file nor a folder")
+            # Members are read at their places in the file, and a compressed archive has none.
             if os.pread(fd, 4, 0).startswith((GZIP, ZSTD)):
                 compressed_fd, fd = fd, _decompressed(fd, folder)
                 os.close(compressed_fd)
@@ -234,6 +239,7 @@ def _read_members(fd: int) -> dict[str, BlobPlace | str]:
             raise tar_entries.TarError(f"a member has a name of {len(entry.name) + len(entry.target)} bytes")
         name = posixpath.normpath(entry.name.decode("utf-8", "replace"))
         if entry.kind == tar_entries.FILE:
+            # Content is skipped, never read: layers are later read at their place in this file.
             members[name] = BlobPlace(fd, headers.position, entry.size)
             headers.position += entry.size
         elif entry.kind == tar_entries.LINK:
@@ -274,6 +280,7 @@ def _decompressed(fd: int, folder: Path) -> int:
                 raise tar_entries.TarError(f"it has more than {max_bytes} bytes")
             file.write(chunk)
         file.flush()
+        # The file has no name, and lives as long as this copy of its descriptor.
         return os.dup(file.fileno())
 
 
@@ -289,6 +296,7 @@ def _built(path: Path, folder: Path) -> _TarFiles:
     with tempfile.TemporaryDirectory(dir=folder, suffix=".build") as scratch:
         archive, name = Path(scratch, "image.tar"), f"localhost/forge-rl-{os.urandom(6).hex()}"
         save = ["push", name, f"oci-archive:{archive}"]
+        # The builder keeps its own layers for the next build; the name is removed, as nobody else would do it.
         steps = [["build", "--layers", "--tag", name, *file_flags, str(context)], save, ["rmi", name]]
         for step in steps:
             try:

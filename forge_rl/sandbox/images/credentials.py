@@ -1,4 +1,4 @@
-"""Passwords for registries, from the files that docker, podman and skopeo keep."""
+"""Credentials for registries, from the files that docker, podman and skopeo keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Credentials:
 
 
 def credential_files() -> tuple[Path, ...]:
-    """Return the files in which credentials are looked up, the first first."""
+    """Return the files in which credentials are looked up, in order."""
     variable, runtime = value_of("REGISTRY_AUTH_FILE"), value_of("XDG_RUNTIME_DIR")
     config, docker = value_of("XDG_CONFIG_HOME") or "~/.config", value_of("DOCKER_CONFIG") or "~/.docker"
     places = [variable, f"{runtime}/containers/auth.json" if runtime else ""]
@@ -39,7 +39,7 @@ def credential_files() -> tuple[Path, ...]:
 
 
 def credentials_for(registry: str, repository: str, files: tuple[Path, ...]) -> Credentials | None:
-    """Return the credentials for a repository: of the longest name that is a start of its own.
+    """Return the credentials of the longest name that is a prefix of the repository's, of the first file that has one.
 
     Raises:
         ImageError: a file exists, but cannot be read.
@@ -76,6 +76,7 @@ def _of_file(values: Mapping[str, object], registry: str, repository: str, path:
                 colon = ""
             if not colon:
                 raise ImageError(f"{path}: the entry {key!r} is damaged", hint="log in again")
+            # docker trims NULs as well.
             return Credentials(user, password.rstrip("\0"))
     if isinstance(store := values.get("credsStore"), str) and store:
         keys = _HUB_KEYS[1:2] if registry == DOCKER_HUB else (registry,)
@@ -84,6 +85,7 @@ def _of_file(values: Mapping[str, object], registry: str, repository: str, path:
 
 
 def _keys(registry: str, repository: str) -> Iterator[str]:
+    # From the whole name to its first part, and then the registry in the forms that tools write.
     parts = repository.split("/")
     for count in range(len(parts), 0, -1):
         yield f"{registry}/{'/'.join(parts[:count])}"
@@ -92,6 +94,7 @@ def _keys(registry: str, repository: str) -> Iterator[str]:
 
 def _from_helper(helper: str, key: str) -> Credentials | None:
     """Ask the program docker-credential-HELPER, as docker does."""
+    # The name becomes part of a program's: a slash would run any file.
     if not _HELPER.fullmatch(helper):
         raise ImageError(f"{helper!r:.100} is not the name of a credential helper")
     program = f"docker-credential-{helper}"

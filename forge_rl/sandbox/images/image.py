@@ -1,4 +1,4 @@
-"""What an image is once it is on this machine: folders of layers, and the settings of the processes that run in it."""
+"""Images on this machine: folders of layers, and settings of the processes that run in them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class ContainerImage:
     """
 
     reference: str
-    """As the caller wrote it."""
+    """Its name, as the caller wrote it."""
     digest: str
-    """Of the manifest for this machine's kind of processor, or of the configuration if a `docker save` archive has
-    no manifest: "sha256:" and 64 digits."""
+    """Digest of the manifest for this machine's kind of processor, or of the configuration if a `docker save` archive
+    has no manifest: "sha256:" and 64 digits."""
     layers: tuple[Path, ...]
     """Read-only folders, the lowest first."""
     settings: ImageSettings
@@ -70,10 +70,10 @@ def settings_of(config: Mapping[str, object], name: str) -> ImageSettings:
     """Read an image's configuration, the JSON object that its manifest names.
 
     Args:
-        name: of the image, for errors.
+        name: name of the image, for errors.
 
     Raises:
-        ImageError: a value has another type than the specification of images says.
+        ImageError: a value has another type than in the specification of images.
     """
     values = config.get("config") or {}
     if not isinstance(values, dict):

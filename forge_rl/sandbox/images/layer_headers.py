@@ -17,7 +17,7 @@ _PART = 1 << 20
 
 
 class LayerHeaders:
-    """Writes the headers of a layer into its folder, which it leaves without them if the layer has bytes nowhere."""
+    """Writes the headers of a layer into its folder, unless content that they refer to is lost."""
 
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, _HEADERS)
@@ -48,7 +48,7 @@ class LayerHeaders:
             self._file.write(_FILE.pack(b"F", size, len(name)) + name)
 
     def forget(self) -> None:
-        """Note that a file was replaced, whose content is nowhere then."""
+        """Note that a file of the layer was replaced: its content is lost, and the archive cannot be rebuilt."""
         self._is_whole = False
 
 
@@ -61,7 +61,7 @@ def archive_parts(folder: str, files: str) -> Iterator[bytes]:
     """Yield the uncompressed archive that a layer was unpacked from.
 
     Args:
-        folder: of the layer.
+        folder: folder of the layer.
         files: name of the folder in it with the unpacked files.
 
     Raises:

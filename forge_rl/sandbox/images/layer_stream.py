@@ -22,7 +22,7 @@ def layer_chunks(fd: int, start: int, size: int) -> Iterator[bytes]:
 
     Args:
         fd: an open file; its position is neither used nor changed.
-        start, size: of the layer in the file.
+        start, size: place and length of the layer in the file.
 
     Raises:
         CompressionError: they are damaged or cut off.
@@ -56,6 +56,7 @@ def _gunzipped(pieces: Iterator[bytes]) -> Iterator[bytes]:
                 has_data = True
                 if part := decoder.decompress(data, _PART):
                     yield part
+                # The first: input left because the output is bounded. The second: input behind the end of a member.
                 data = decoder.unconsumed_tail or decoder.unused_data
                 if decoder.eof and not data.strip(b"\0"):
                     break  # some tools pad with zeros
@@ -79,7 +80,7 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _PieceFile:
-    """Pieces as a file for Arrow."""
+    """Pieces as a readable file, as Arrow wants one."""
 
     closed = False
 
@@ -97,6 +98,7 @@ class _PieceFile:
 
 def _ahead(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Yield parts that a thread makes meanwhile; both decompressing and writing leave the interpreter's lock."""
+    # Bounded: a slow disk must not let a bomb pile up in memory.
     queued: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=8)
 
     def make() -> None:

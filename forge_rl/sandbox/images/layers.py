@@ -26,14 +26,14 @@ _STATUS = "layer.json"
 _EVICTED, _PART = ".evicted-", ".part"
 _CHECK_S = 0.05
 _SLACK = 1 << 20
-"""Of compressed layers that are larger than uncompressed."""
+"""Bytes by which a compressed layer may be larger than an uncompressed one."""
 _STALE_S = 7 * 86_400.0
 """Age at which unused files of a fetch or a build are removed in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProgress:
-    """How far a layer is, for `ImageStore(progress=...)`."""
+    """Progress of a layer, for `ImageStore(progress=...)`."""
 
     digest: str
     done_bytes: int
@@ -43,7 +43,7 @@ class LayerProgress:
 
 @dataclass
 class LayerWork:
-    """Work on a layer, in a thread, for all in this process who wait for it."""
+    """Work on a layer in a thread, for all in this process that wait for it."""
 
     blob: LayerBlob
     progress: Callable[[LayerProgress], None] | None
@@ -61,7 +61,7 @@ class LayerWork:
         self.check_wanted()
 
     def tell(self, done_bytes: int, *, is_unpacked: bool = False) -> None:
-        """Tell how far it is."""
+        """Report how far it is."""
         if self.progress is not None:
             name = self.blob.digest or self.blob.diff_id
             self.progress(
@@ -101,7 +101,7 @@ class LayerStore:
             self._spare = self._spare or Unpacker()
 
     def dismiss(self) -> None:
-        """End what `prepare` started, and no layer took."""
+        """End the process that `prepare` started, if no layer took it."""
         if (spare := self._taken_spare()) is not None:
             spare.close()
 
@@ -129,6 +129,7 @@ class LayerStore:
             if not _is_same(fd, path):  # evicted meanwhile
                 os.close(fd)
                 return False
+            # The time of last use, by which layers are evicted.
             os.utime(fd)
             self._holds[diff_id] = _LayerHold(fd)
             return True
@@ -157,12 +158,13 @@ class LayerStore:
             raise ImageError(f"the layer {name} has {blob.size} bytes, more than a layer may have here: {most_bytes}")
         try:
             with self._locked(self.partial / f"{_hex(diff_id)}{_PART}", work) as fd:
+                # Another process may have unpacked it while the lock was waited for.
                 if self.hold(diff_id):
                     return
                 work.partial_fd = fd
                 unpacker = self._taken_spare() or Unpacker()
                 with contextlib.closing(unpacker):
-                    # What a registry sent before is gone on from there.
+                    # A download that broke off resumes at its source; peers send layers from the start.
                     place = None
                     if peers is not None and not os.fstat(fd).st_size:
                         place = peers.fetch(blob, work, self._limits.max_bytes(blob.size))
@@ -184,9 +186,9 @@ class LayerStore:
             raise ImageError(f"the layer {diff_id} cannot be kept: {error.strerror}", hint="free space") from error
 
     def evict(self, max_bytes: int | None) -> int:
-        """Delete the layers that were used longest ago, but none that is in use; returns how many bytes are freed.
+        """Delete the layers that were used longest ago, but none in use; return how many bytes are freed.
 
-        What was fetched of layers that nobody fetches any more counts as they do.
+        Abandoned downloads count, and are deleted, like layers.
         """
         self._sweep()
         if max_bytes is None:
@@ -256,6 +258,7 @@ class LayerStore:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same(fd, path):
                 return False
+            # Renamed under the lock, which takes no time: who looks the layer up from here on does not find it.
             path.rename(trash)
         except BlockingIOError:
             return False
@@ -265,7 +268,7 @@ class LayerStore:
         return True
 
     def _sweep(self) -> None:
-        """Remove what processes left that were killed while they evicted or unpacked."""
+        """Remove the leftovers of processes that were killed while they evicted or unpacked."""
         for path in self.partial.iterdir():
             if _EVICTED in path.name:
                 remove(path)
@@ -281,6 +284,7 @@ class LayerStore:
                         remove(path)
 
     def _sweep_unpacked(self, path: Path) -> None:
+        # The lock of a half unpacked folder is the file of its bytes, made here if the process removed it.
         part = path.with_suffix(_PART)
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -296,7 +300,7 @@ class LayerStore:
 
     @contextlib.contextmanager
     def _locked(self, path: Path, work: LayerWork) -> Iterator[int]:
-        """Yield a descriptor of a layer's partial file, which no other process has meanwhile."""
+        """Lock a layer's partial file against other processes; yield its descriptor."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -324,6 +328,7 @@ class LayerStore:
                 raise ImageError(
                     f"the process that unpacks the layer {diff_id} is killed again and again", hint="free memory"
                 )
+            # The last check, of the uncompressed bytes: whatever sent them, they are what the image names.
             if result.get("diff_id") != diff_id:
                 raise ImageError(f"the layer {diff_id} has other content, of digest {result.get('diff_id')}")
             write_whole(folder / _STATUS, json.dumps(result))

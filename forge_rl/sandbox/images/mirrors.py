@@ -17,7 +17,7 @@ def mirrors_file() -> Path | None:
     """Return the file with the mirrors of this user, or else of this machine; None if there is none.
 
     Raises:
-        ConfigError: CONTAINERS_REGISTRIES_CONF names something else than a file.
+        ConfigError: CONTAINERS_REGISTRIES_CONF does not name a file.
     """
     if (named := value_of("CONTAINERS_REGISTRIES_CONF")) and not Path(named).expanduser().is_file():
         raise ConfigError(
@@ -32,7 +32,7 @@ def mirrors_file() -> Path | None:
 def mirrors_of(path: Path) -> dict[str, tuple[str, ...]]:
     """Return the addresses to ask before a registry, by its host.
 
-    What is said of parts of a registry, and of mirrors below a path, has no equivalent here: it is left out, with a
+    Entries for parts of a registry, and mirrors below a path, have no equivalent here: they are left out with a
     warning.
 
     Raises:

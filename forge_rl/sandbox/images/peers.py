@@ -46,14 +46,14 @@ class LayerPeers:
 
     @functools.cached_property
     def _client(self) -> httpx.Client:
-        """Connections, but not by a proxy that variables name, which would learn the key."""
+        """Connections, never through a proxy that variables name: it would learn the key."""
         return httpx.Client(timeout=httpx.Timeout(_IDLE_S, connect=3.0), trust_env=False)
 
     def fetch(self, layer: LayerBlob, job: LayerJob, max_bytes: int) -> BlobPlace | None:
         """Return a layer's bytes from the first peer that has them; None if none has, or it sends others.
 
         Args:
-            max_bytes: of the uncompressed layer.
+            max_bytes: largest uncompressed layer to accept.
         """
         digest = layer.diff_id.removeprefix("sha256:")
         # Each layer has an order of its own, so that hosts share the work.
@@ -67,7 +67,7 @@ class LayerPeers:
         return None
 
     def _receive(self, url: str, digest: str, job: LayerJob, max_bytes: int) -> int:
-        """Write a layer into the job's file; returns its size, 0 if the peer does not have it."""
+        """Write a layer into the job's file; return its size, 0 if the peer lacks it, is slow or sent other bytes."""
         headers = {"authorization": f"Bearer {self.key}", "accept-encoding": "identity"}
         received, size, began_s = hashlib.sha256(), 0, time.monotonic()
         with self._client.stream("GET", url, headers=headers) as response:
@@ -75,6 +75,7 @@ class LayerPeers:
                 return 0
             for part in response.iter_raw():
                 job.check_wanted()
+                # A peer saves time or is of no use: the registry has the same layer.
                 is_slow = time.monotonic() - began_s > _IDLE_S + size / _MIN_BYTES_S
                 if is_slow or size + len(part) > max_bytes:
                     return 0
@@ -90,10 +91,10 @@ def serve_layers(
     """Serve the layers of a folder to peers for a block of code; yields the port.
 
     Args:
-        folder: of layers by their digest's digits.
-        hold: keeps a layer, by its digest, from being evicted; its context is False if it is not there.
+        folder: folder of layers, named by their digest's digits.
+        hold: keeps a layer, by its digest, from being evicted; its context is False if the layer is not there.
         address: host and port to listen at; port 0 for any.
-        key: what peers must send.
+        key: secret that peers must send.
     """
 
     class BoundLayerHandler(_LayerHandler):
@@ -122,7 +123,7 @@ class _LayerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a peer that went away."""
+        """Print no traceback for a peer that went away."""
 
 
 class _LayerHandler(BaseHTTPRequestHandler):
@@ -136,6 +137,8 @@ class _LayerHandler(BaseHTTPRequestHandler):
         """Send a layer."""
         match = _PATH.fullmatch(self.path)
         authorization = self.headers.get("authorization", "").encode()
+        # Before the path is looked at: without the key, nobody learns which layers are here. Its time does not depend
+        # on where it differs.
         if not hmac.compare_digest(authorization, f"Bearer {self.layers.key}".encode()):
             self.send_error(401)
         elif match is None or not has_archive(str(self.layers.folder / match[1])):

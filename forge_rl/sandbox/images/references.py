@@ -33,7 +33,7 @@ class RegistryReference:
 
     @property
     def tag_or_digest(self) -> str:
-        """What a registry is asked for: the digest, or else the tag."""
+        """The name that a registry is asked for: the digest, or else the tag."""
         return self.digest or self.tag
 
     @property
@@ -51,7 +51,7 @@ class LocalReference:
     """"oci", "oci-archive", "docker-archive" or "dockerfile"."""
     path: Path
     tag: str
-    """Which image of several; "" for the only one."""
+    """Name of the image if the place has several; "" for the only one."""
 
 
 def parse_reference(text: str) -> RegistryReference | LocalReference:
@@ -69,12 +69,14 @@ def parse_reference(text: str) -> RegistryReference | LocalReference:
         if not path or (tag and kind == "dockerfile"):
             raise ImageError(f"the image {text!r:.200} names no {'folder' if kind == 'oci' else 'file'}", hint=_HINT)
         return LocalReference(kind=kind, path=Path(path).expanduser().absolute(), tag=tag)
+    # The text may hold a password, so that the error does not show it.
     if "://" in text or "@" in text.partition("@sha256:")[0]:
         raise ImageError("the name of an image is a URL or has a user in it", hint=_HINT)
     name, at_sign, digest = text.partition("@")
     if at_sign:
         check_digest(digest, f"the digest of {name!r:.200}")
     host, slash, repository = name.partition("/")
+    # Docker's rule: the first part is a host only if it looks like one, and names without a slash are of its library.
     if not slash or not ("." in host or ":" in host or host == "localhost"):
         host, repository = DOCKER_HUB, name if slash else f"library/{name}"
     repository, colon, tag = repository.partition(":")

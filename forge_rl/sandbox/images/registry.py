@@ -1,4 +1,4 @@
-"""Fetches images by the distribution protocol: tokens, mirrors, and downloads that go on where they broke off."""
+"""Fetches images by the distribution protocol: tokens, mirrors, and downloads that resume where they broke off."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from forge_rl.sandbox.images.sources import (
 
 _TRIES, _FIRST_WAIT_S, _MAX_WAIT_S = 5, 0.25, 30.0
 _PROGRESS = 1 << 20
-"""Bytes that a download must gain, else it counts as a failed try."""
+"""Bytes that a download must gain; one that gains fewer counts as a failed try."""
 _MAX_TOKEN = 1 << 16
 _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
 _CHALLENGE = re.compile(r'\b(\w+)="([^"]*)"')
 _MAX_CHALLENGE = 1 << 12
 _MAX_REDIRECTS = 5
 _ANSWER_S = 120.0
-"""For a manifest, a configuration or a token, whole."""
+"""Time for a whole manifest, configuration or token."""
 _SLOW_S, _MIN_BYTES_S = 60.0, 1 << 10
-"""A download that has fewer bytes a second after so long counts as a failed try."""
+"""After this time, a download of fewer bytes a second counts as a failed try."""
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -63,17 +63,18 @@ class _TryAgain(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryAccess:
-    """How registries are reached."""
+    """Access to registries: mirrors, credentials, tokens and connections."""
 
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Addresses, such as "https://mirror.example", to ask before a registry; by its host, or "*" for all."""
     credential_files: tuple[Path, ...] = ()
     tokens: dict[tuple[str, str], str] = field(default_factory=dict, repr=False)
-    """Values of the authorization header, by address and repository."""
+    """Values of the authorization header by address and repository: a token for one is not sent to another."""
 
     @functools.cached_property
     def client(self) -> httpx.Client:
         """Connections, made on first use."""
+        # A layer is checked and unpacked as it is stored; a compressed transfer would change its bytes.
         headers = {"accept-encoding": "identity", "user-agent": "forge-rl"}
         return httpx.Client(timeout=_TIMEOUT, headers=headers, verify=_trusted_certificates())
 
@@ -101,6 +102,7 @@ class RegistrySource:
             digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
             manifest = json_object(data, f"the manifest of {name}")
             kind = str(manifest.get("mediaType") or kind).partition(";")[0]
+            # Registries may leave out the media type, or send another: the fields decide as well.
             if kind in INDEX_TYPES or "manifests" in manifest:
                 tag_or_digest = choose_manifest(manifest, name)
             elif kind in MANIFEST_TYPES or "layers" in manifest:
@@ -170,6 +172,7 @@ class RegistrySource:
                     received += len(part)
                     if time.monotonic() - began_s > _SLOW_S + received / _MIN_BYTES_S:
                         raise _TryAgain(f"{address} sent {received} bytes of a layer in {_SLOW_S:g} s")
+                    # The manifest has said the size: more than that is refused before it fills the disk.
                     if start + len(part) > layer.size:
                         raise ImageError(f"{layer.digest}: more than its {layer.size} bytes were sent")
                     start += os.pwrite(fd, part, start)
@@ -179,6 +182,7 @@ class RegistrySource:
                 f"{layer.digest} cannot be kept: {error.strerror}", hint="free space on the disk"
             ) from None
         except _TryAgain as error:
+            # Negative: it came further, which neither counts as a failure nor waits.
             error.wait_s = -1.0 if start - first_byte >= _PROGRESS else error.wait_s
             raise
         if start < layer.size:
@@ -218,6 +222,7 @@ class RegistrySource:
         """Send a request for a part of the repository, with a token if the registry wants one."""
         repository, tokens = self._reference.repository, self._access.tokens
         url, key = f"{address}/v2/{repository}/{path}", (address, repository)
+        # The first answer may be a challenge, or the token may have expired; the second try has a new one.
         for is_last in (False, True):
             token = tokens.get(key)
             sent_headers = {**headers, **({"authorization": token} if token else {})}
@@ -242,9 +247,11 @@ class RegistrySource:
                     if (next_request := response.next_request) is None:
                         yield response
                         return
+                # Everybody on the way could then change what is fetched, or read a token.
                 if request.url.scheme == "https" and next_request.url.scheme != "https":
                     raise ImageError(f"{address} redirects to an address without TLS")
-                request, auth = next_request, None  # whose headers have no password for another host
+                # httpx drops the authorization header of a request that is redirected to another host.
+                request, auth = next_request, None
             raise ImageError(f"{address} redirects in circles")
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise _TryAgain(f"{address} cannot be reached: {type(error).__name__}: {str(error)[:200]}") from None
@@ -280,6 +287,7 @@ class RegistrySource:
 
     def _token(self, values: Mapping[str, str], address: str, credentials: Credentials | None) -> str:
         realm = values.get("realm", "")
+        # The registry chooses where the password is sent.
         if not realm.startswith("https://") and not (realm.startswith("http://") and address.startswith("http://")):
             raise ImageError(
                 f"{address} sends for tokens to {realm!r:.100}", hint="only https is trusted with a password"

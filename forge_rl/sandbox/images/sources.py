@@ -1,4 +1,4 @@
-"""What an image consists of, wherever it comes from: its manifest, its configuration, and places of its layers."""
+"""The parts of an image, wherever it comes from: its manifest, its configuration, and the places of its layers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class LayerBlob:
     diff_id: str
     """Digest of its uncompressed bytes, which names the layer here."""
     digest: str
-    """Of its stored bytes; "" where nothing names them."""
+    """Digest of its stored bytes; "" where nothing names them."""
     size: int
-    """Stored bytes."""
+    """Number of stored bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageContent:
-    """What an image is made of."""
+    """The content of an image: its configuration and layers."""
 
     digest: str
     config: Mapping[str, object]
@@ -45,7 +45,7 @@ class ImageContent:
 
 @dataclass(frozen=True)
 class BlobPlace:
-    """Where a layer's bytes are in an open file."""
+    """The place of a layer's bytes in an open file."""
 
     fd: int
     start: int
@@ -53,11 +53,11 @@ class BlobPlace:
 
 
 class LayerJob(Protocol):
-    """What a source needs to know of the work on a layer."""
+    """The work on a layer, as a source sees it."""
 
     @property
     def partial_fd(self) -> int:
-        """An open file with the bytes fetched before; it survives the process."""
+        """An open file with the bytes fetched so far; it outlives this process."""
 
     def check_wanted(self) -> None:
         """Raise ImageError if nobody waits for the layer any more."""
@@ -66,14 +66,14 @@ class LayerJob(Protocol):
         """Wait before another try, as long as somebody waits for the layer."""
 
     def tell(self, done_bytes: int) -> None:
-        """Tell how many bytes are there."""
+        """Report how many bytes are there."""
 
 
 class ImageSource(Protocol):
     """An image somewhere: in a registry, a folder or an archive."""
 
     def content(self) -> ImageContent:
-        """Find out what the image is made of.
+        """Look up the image's content.
 
         Raises:
             ImageError: it does not exist, or cannot be read.
@@ -83,7 +83,7 @@ class ImageSource(Protocol):
         """Return a layer's bytes, checked against its digest; the file is open as long as the source lives.
 
         Raises:
-            ImageError: they cannot be had, or are others.
+            ImageError: they cannot be fetched, or have another digest.
         """
 
 
@@ -91,11 +91,11 @@ def content_of(manifest: Mapping[str, object], digest: str, read_config: Callabl
     """Read a manifest for one platform, and its configuration.
 
     Args:
-        digest: of the manifest.
+        digest: digest of the manifest.
         read_config: returns the checked blob of a digest and size.
 
     Raises:
-        ImageError: it is not as the specification says.
+        ImageError: it does not follow the specification.
     """
     config_blob = _object(manifest.get("config"), f"the config of the manifest {digest}")
     config_digest = check_digest(config_blob.get("digest"), "the configuration")
@@ -140,6 +140,7 @@ def choose_manifest(index: Mapping[str, object], name: str) -> str:
         values = _object(entry.get("platform") or {}, "a platform")
         platforms.append(f"{values.get('os')}/{values.get('architecture')}")
         if values.get("os") == "linux" and values.get("architecture") == architecture:
+            # True sorts above False: an entry with another variant is taken only if there is no better one.
             matches.append((values.get("variant") in (None, "", variant), check_digest(entry.get("digest"), name)))
     if not matches:
         raise ImageError(f"{name} has nothing for linux/{architecture}: {', '.join(platforms)[:300]}")
@@ -156,6 +157,7 @@ def json_object(data: bytes, title: str) -> dict[str, object]:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
+    # Level by level, without recursion, which a deep document would exhaust.
     level: list[object] = [value]
     for _ in range(_MAX_DEPTH):  # what is deeper could be neither shown nor written
         level = [inner for item in level for inner in _inside(item)]

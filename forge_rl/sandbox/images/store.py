@@ -35,7 +35,7 @@ _SCRATCH, _OLD_S = ".partial-", 3600.0
 _OF_INDEX = ".index"
 """Suffix of files, named after an index, with the digest of its manifest for this machine."""
 _TRIES = 3
-"""How often a layer is fetched again that others evict meanwhile."""
+"""Number of tries to hold a layer that other processes keep evicting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class StoredImage:
     references: Sequence[str]
     digest: str
     disk_bytes: int
-    """Of its layers that are there, which other images may share."""
+    """Bytes of its layers that are present; other images may share them."""
     is_complete: bool
-    """Whether all of its layers are there."""
+    """Whether all of its layers are present."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _JoinedWork:
     future: Future[None]
     work: LayerWork
     reference: str
-    """Of the image whose source has the layer."""
+    """Reference of the image whose source is asked for the layer."""
     waiters: int = 0
 
 
@@ -73,7 +73,7 @@ class ImageStore:
 
     Args:
         folder: made if it does not exist; only this user may enter it.
-        max_bytes: of unpacked layers. What was used longest ago is evicted, but nothing that is held.
+        max_bytes: bytes of all unpacked layers. What was used longest ago is evicted, but nothing that is held.
         mirrors: addresses to ask before a registry, by its host, or "*" for all: {"docker.io": ["https://mirror"]};
             None for the mirrors in `registries.conf`, as podman and skopeo find it.
         limits: largest layer that is unpacked.
@@ -131,7 +131,7 @@ class ImageStore:
 
     @contextlib.asynccontextmanager
     async def use(self, reference: str) -> AsyncIterator[ContainerImage]:
-        """Keep an image in place for a block of code. See `get`."""
+        """Keep an image in place for a block of code; see `get`."""
         parsed = parse_reference(reference)
         holds: list[str] = []
         try:
@@ -145,6 +145,7 @@ class ImageStore:
                     content = await self._looked_up(_key(reference, parsed), source)
                 settings = settings_of(content.config, reference)
                 async with task_group() as group:
+                    # An image may have the same layer twice; it is fetched once.
                     for blob in {blob.diff_id: blob for blob in content.layers}.values():
                         group.create_task(self._hold_layer(blob, source, reference, holds))
             finally:
@@ -152,7 +153,8 @@ class ImageStore:
             image = self._image(reference, content, settings)
             self._note(reference, parsed, content)
             yield image
-        except ImageError:  # its tag may have moved since, or its Dockerfile make other layers
+        except ImageError:
+            # Looked up again next time: its tag may have moved since, or its Dockerfile make other layers.
             self._contents.pop(_key(reference, parsed), None)
             raise
         finally:
@@ -181,10 +183,10 @@ class ImageStore:
                 self._layers.release(diff_id)
 
     async def prefetch(self, references: Sequence[str]) -> None:
-        """Fetch images that will be needed, one after another, so that those needed now come first.
+        """Fetch images that will be needed later, one after another, so that they do not delay those needed now.
 
         Raises:
-            ImageError: for the first that cannot be had, once the others are there.
+            ImageError: the first image that could not be fetched, once the others are there.
         """
         failure: ImageError | None = None
         for reference in dict.fromkeys(references):
@@ -199,7 +201,7 @@ class ImageStore:
         """Return the images that were fetched, by name."""
         images = []
         for path in self._images.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError, ValueError):  # cut off with the machine's power
+            with contextlib.suppress(FileNotFoundError, ValueError):  # evicted meanwhile, or cut off by a power failure
                 record = json.loads(path.read_bytes())
                 sizes = [self._layers.status(diff_id).get("disk_bytes") for diff_id in set(record["diff_ids"])]
                 images.append(
@@ -216,7 +218,7 @@ class ImageStore:
         """Evict layers that nobody uses, those used longest ago first, until all have at most `max_bytes`.
 
         Returns:
-            Bytes that are free now.
+            Number of bytes freed.
         """
         freed = await asyncio.to_thread(self._layers.evict, max_bytes)
         for path in self._images.glob("*.json"):
@@ -260,14 +262,14 @@ class ImageStore:
         return self._layers.disk_bytes()
 
     def _known(self, reference: str, parsed: RegistryReference | LocalReference) -> ImageContent | None:
-        """Return what an image is made of if that was found out before, and cannot have changed."""
+        """Return the content of an image if it was looked up before and cannot have changed; else None."""
         content = self._contents.get(_key(reference, parsed))
         if content is None and isinstance(parsed, RegistryReference) and parsed.digest:
             return self._noted(parsed.digest)
         return content
 
     async def _looked_up(self, key: tuple[object, ...], source: ImageSource) -> ImageContent:
-        """Find out what an image is made of; all who ask at the same time wait for one answer."""
+        """Look up the content of an image; all who ask at the same time wait for one answer."""
         with self._guard:
             future = self._lookups.get(key)
             if future is None or (future.done() and key not in self._contents):
@@ -279,12 +281,14 @@ class ImageStore:
                 self._lookups.pop(key, None)
 
     def _look_up(self, key: tuple[object, ...], source: ImageSource) -> ImageContent:
+        # A process that unpacks takes a while to start: it does so while the registry is asked.
         self._layers.prepare()
         content = self._contents[key] = source.content()
         return content
 
     async def _hold_layer(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
-        """Hold a layer, and fetch it before if it is not there."""
+        """Hold a layer; fetch it first if it is not there."""
+        # Between the end of a fetch and the hold, another process may evict the layer.
         for _ in range(_TRIES):
             if not self._layers.hold(blob.diff_id):
                 await self._obtained(blob, source, reference, holds)
@@ -295,7 +299,7 @@ class ImageStore:
         raise ImageError(f"{reference}: others evict its layers, or fail to fetch them", hint="allow more bytes")
 
     async def _obtained(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
-        """Wait for the work on a layer, which all in this process share; it ends when nobody waits any more."""
+        """Wait for the work on a layer, which all waiters of this process share; it ends when nobody waits any more."""
         with self._guard:
             shared = self._work.get(blob.diff_id)
             if shared is None or shared.work.is_unwanted.is_set() or shared.future.done():
@@ -322,7 +326,7 @@ class ImageStore:
             shared.work.is_unwanted.set()
             if self._work.get(diff_id) is shared:
                 del self._work[diff_id]
-        # The work itself holds the layer until its last waiter does, or has left.
+        # The work itself holds the layer until its last waiter holds it, or has left.
         shared.future.add_done_callback(functools.partial(self._release_work, diff_id))
         shared.future.cancel()
 
@@ -341,7 +345,7 @@ class ImageStore:
         )
 
     def _note(self, reference: str, parsed: RegistryReference | LocalReference, content: ImageContent) -> None:
-        """Write down what an image is made of, so that it needs no registry again."""
+        """Record the content of an image, so that the registry need not be asked again."""
         if (reference, content.digest) in self._written:
             return
         path = self._record(content.digest)
@@ -364,7 +368,7 @@ class ImageStore:
         self._written.add((reference, content.digest))
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a file whole, which other processes may be writing too."""
+        """Replace a file as a whole, as other processes may write it at the same time."""
         scratch = self._images / f"{_SCRATCH}{os.urandom(8).hex()}"
         try:
             scratch.write_text(text)
@@ -379,6 +383,7 @@ class ImageStore:
                 digest = check_digest(self._record(digest).with_suffix(_OF_INDEX).read_text(), f"the index {digest}")
             record = json.loads(self._record(digest).read_bytes())
             layers = [LayerBlob(**layer) for layer in record["layers"]]
+        # A record that cannot be read counts as missing: the registry is asked again.
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
         return ImageContent(digest=digest, config=record["config"], layers=layers)
@@ -388,7 +393,7 @@ class ImageStore:
 
 
 def _key(reference: str, parsed: RegistryReference | LocalReference) -> tuple[object, ...]:
-    """Return what tells images apart: their name, and the state of files that may change."""
+    """Return the key of an image: its name, and the state of a file on disk, which may change under that name."""
     if isinstance(parsed, RegistryReference) or parsed.kind == "dockerfile":
         return (reference,)
     path = parsed.path

@@ -37,7 +37,7 @@ class TarEntry:
     """Bytes of a file's content, which follows in the stream."""
     mtime_ns: int
     target: bytes
-    """Of a link or hard link."""
+    """Target of a link or hard link."""
     device: tuple[int, int]
 
 
@@ -58,6 +58,7 @@ class ByteStream:
         chunk = next(self._chunks, None)
         if chunk is None:
             return False
+        # Before it is handed on: a bomb fails at the limit, whatever its archive claims about sizes.
         if len(chunk) > self.left_bytes:
             raise TarError("it has more bytes than a layer may have")
         self.left_bytes -= len(chunk)
@@ -79,7 +80,7 @@ class ByteStream:
             yield part
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes, which are few."""
+        """Return the next `size` bytes as one object; for headers, which are short."""
         end = self._start + size
         if end <= len(self._chunk):
             data = bytes(self._chunk[self._start : end])
@@ -104,7 +105,7 @@ class ByteStream:
 
 
 class HeaderStream(Protocol):
-    """What archives are read from."""
+    """A stream from which an archive is read."""
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes.
@@ -130,12 +131,14 @@ def read_entries(stream: HeaderStream) -> Iterator[TarEntry]:
             if not stream.is_at_end() and any(stream.read(BLOCK)):
                 raise TarError("its end is followed by entries")
             return
+        # x: PAX headers of the next entry, g: of all that follow, L and K: GNU's long name and long target.
         kind = _kind(header)
         if kind in "xgLK":
             extension.add(kind, stream, _number(header[124:136], "size"))
             continue
         entry = extension.entry(header, kind)
         extension = _Extension()
+        # The caller reads the content; the rest of its last block follows.
         yield entry
         stream.read(-entry.size % BLOCK)
     if not extension.is_empty():
@@ -165,6 +168,7 @@ class _Extension:
             self.target = data.partition(b"\0")[0]
         elif kind == "x":
             self.records.update(_records(data))
+        # Readers differ in whether these hold for all entries: what one of them checks, another would unpack elsewhere.
         elif _records(data).keys() & {"path", "linkpath", "size"}:
             raise TarError("a global header names or sizes entries")
 
@@ -172,15 +176,18 @@ class _Extension:
         records = self.records
         if kind == "S" or any(key.startswith("GNU.sparse.") for key in records):
             raise TarError(_SPARSE)
+        # NUL is a file in the oldest archives, 7 one that was to be contiguous.
         if kind in "\0" + "7":
             kind = FILE
         if kind not in (FILE, HARD_LINK, LINK, CHARACTER_DEVICE, BLOCK_DEVICE, FOLDER, PIPE):
             raise TarError(f"an entry is of the unknown kind {kind!r}")
         name = header[:100].partition(b"\0")[0]
+        # GNU's format has times where ustar has the prefix: "ustar" and a space.
         if header[257:263] == b"ustar\0" and (prefix := header[345:500].partition(b"\0")[0]):
             name = prefix + b"/" + name
         name = records.get("path", self.name or name)
         target = records.get("linkpath", self.target or header[157:257].partition(b"\0")[0])
+        # PAX records may contain one, where the kernel's paths would end.
         if b"\0" in name or b"\0" in target:
             raise TarError("a name has a zero byte")
         size = _decimal(records["size"], "size") if "size" in records else _number(header[124:136], "size")
@@ -189,6 +196,7 @@ class _Extension:
             if "mtime" in records
             else _number(header[136:148], "time", signed=True) * 1_000_000_000
         )
+        # Old archives have no kind for folders.
         if kind == FILE and name.endswith(b"/"):
             kind = FOLDER
         is_device = kind in (CHARACTER_DEVICE, BLOCK_DEVICE)

@@ -29,9 +29,11 @@ FILES, OWNERS = "files", "owners.json"
 OPAQUE = "user.overlay.opaque"
 _WHITEOUT, _RESERVED, _OPAQUE_MARK = ".wh.", ".wh..wh.", ".wh..wh..opq"
 _MAX_NAME, _MAX_PATH, _MAX_TARGET = 255, 4095, 4095
+# Twice LayerLimits.depth: opening the folders above a hard link's target never closes the link's own folder.
 _MAX_DESCRIPTORS = 200
 _MAX_OMITTED = 100
 _MAX_MARK = 1 << 16
+# Bytes of address space: an end to what a hostile stream can make this process allocate.
 _MAX_MEMORY = 8 << 30
 _PAGE = 4096
 _MAX_CHUNK = 1 << 20
@@ -62,7 +64,7 @@ class LayerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class UnpackedLayer:
-    """What was unpacked."""
+    """Facts about an unpacked layer."""
 
     diff_id: str
     """Digest of the uncompressed bytes."""
@@ -86,7 +88,7 @@ class LayerFolder:
 
     Args:
         root: descriptor of an empty folder that nobody else writes to.
-        headers: told where the content of files is.
+        headers: records where the content of files belongs in the archive.
     """
 
     def __init__(self, root: int, limits: LayerLimits, headers: LayerHeaders) -> None:
@@ -94,7 +96,7 @@ class LayerFolder:
         self._headers = headers
         self.counts = _EntryCounts()
         self.owners: dict[str, list[int]] = {}
-        """User, group and mode of files that have others in the image than here."""
+        """User, group and mode of files by path, where those in the image differ from those here."""
         self._root = root
         self._folders: OrderedDict[str, int] = OrderedDict()
         self._folder_status: dict[str, tuple[int, int]] = {}
@@ -113,6 +115,7 @@ class LayerFolder:
             if entry.size > _MAX_MARK:
                 raise TarError(f"the mark {path!r} has {entry.size} bytes")
             if name == _OPAQUE_MARK:
+                # With `userxattr`, overlays read this mark, which needs no privilege to write.
                 os.setxattr(self._folder(parent), OPAQUE, b"y")
             stream.read(entry.size)
         elif name.startswith(_WHITEOUT):
@@ -120,9 +123,12 @@ class LayerFolder:
             if hidden in ("", ".", "..") or entry.size:
                 raise TarError(f"{path!r} deletes nothing that can exist")
             self._folder(parent)
+            # Kept until the end: a layer deletes only from layers below it, wherever the mark stands among its own
+            # entries.
             self._deleted[f"{parent}/{hidden}" if parent else hidden] = None
         elif entry.kind == tar_entries.FOLDER:
             self._add_folder(path)
+            # Without set-user-id and set-group-id.
             self._folder_status[path] = (entry.mode & 0o1777, entry.mtime_ns)
             self._note_owner(path, entry)
         elif entry.kind in (tar_entries.CHARACTER_DEVICE, tar_entries.BLOCK_DEVICE):
@@ -134,7 +140,7 @@ class LayerFolder:
             self._add_other(path, entry, stream)
 
     def finish(self) -> None:
-        """Delete what the layer deletes, and give folders their modes and times, which writing would have changed."""
+        """Mark what the layer deletes; give folders their modes and times, which writing into them changes."""
         for path in self._deleted:
             parent, _, name = path.rpartition("/")
             try:
@@ -166,6 +172,7 @@ class LayerFolder:
 
     def _write(self, name: str, folder: int, path: str, entry: TarEntry, stream: ByteStream) -> None:
         if entry.kind == tar_entries.FILE:
+            # Before anything is written: the bytes that are still allowed, and the chunk that has been counted already.
             if entry.size > stream.left_bytes + _MAX_CHUNK:
                 raise TarError(f"{path!r} has {entry.size} bytes, more than a layer may have")
             fd = os.open(name, _NEW_FILE, entry.mode & 0o777, dir_fd=folder)
@@ -177,6 +184,7 @@ class LayerFolder:
             finally:
                 os.close(fd)
             self._headers.add_content(path, entry.size)
+            # Rounded up to whole blocks, as disks keep files.
             self.counts.disk_bytes += -(-entry.size // _PAGE) * _PAGE
             return
         if entry.kind == tar_entries.HARD_LINK:
@@ -197,9 +205,12 @@ class LayerFolder:
             raise TarError(f"{path!r} is a hard link to itself")
         parent, _, target_name = target.rpartition("/")
         try:
+            # A target that does not exist must be an error, and not make folders on the way.
             target_folder = self._folder(parent, make=False)
             if stat.S_ISDIR(os.stat(target_name, dir_fd=target_folder, follow_symlinks=False).st_mode):
                 raise TarError(f"{path!r} is a hard link to the folder {target!r}")
+            # follow_symlinks=False: a hard link to a symbolic link is to the link itself, not to a file of this
+            # machine.
             os.link(target_name, name, src_dir_fd=target_folder, dst_dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             raise TarError(f"{path!r} is a hard link to {target!r}, which is not in the layer") from None
@@ -210,6 +221,7 @@ class LayerFolder:
 
     def _add_folder(self, path: str) -> None:
         parent, _, name = path.rpartition("/")
+        # Open, so it exists already, or is the layer's top.
         if not name or path in self._folders:
             return
         folder = self._folder(parent)
@@ -243,10 +255,12 @@ class LayerFolder:
             fd = os.open(name, _FOLDER, dir_fd=parent_fd)
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                # The classic escape: a link to /etc, then an entry below it.
                 raise TarError(f"{path!r} is a link or file, and entries are inside of it") from None
             raise
         self._folders[path] = fd
         if len(self._folders) > _MAX_DESCRIPTORS:
+            # The longest unused: those in use now were moved to the end.
             os.close(self._folders.popitem(last=False)[1])
         return fd
 
@@ -294,6 +308,7 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
         layer = LayerFolder(os.open(os.path.join(folder, FILES), _FOLDER), limits, headers)
         for entry in read_entries(stream):
             layer.add(entry, stream)
+        # The digest is of all bytes, also of those behind the archive's end.
         stream.drain()
         layer.finish()
     with open(os.path.join(folder, OWNERS), "w") as file:
@@ -316,9 +331,9 @@ def _hashed(chunks: Iterator[bytes], digest: hashlib._Hash) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Unpack what standard input, a socket, says, and print a JSON object: an UnpackedLayer, or an error.
+    """Unpack a layer as requested on standard input, a socket; print a JSON object: an UnpackedLayer, or an error.
 
-    It says a JSON object, and hands over the file with the layer, and others to keep open.
+    The request is a JSON object, with descriptors of the file that has the layer and of others to keep open.
     """
     with socket.socket(fileno=0) as orders:
         message, fds, *_ = socket.recv_fds(orders, _MAX_ORDERS, _MAX_FDS)
@@ -329,8 +344,10 @@ def main() -> None:
     if os.pread(fd, len(ZSTD), arguments["start"]) == ZSTD:
         site.main()  # installed packages, without which Python starts in a third of the time
         import pyarrow  # noqa: F401  before its files are out of reach
+    # Modes are the archive's own.
     os.umask(0)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
+    # From here on the process can reach the layer's folder, the open descriptors and nothing else.
     if version := kernel.landlock_version():
         kernel.forbid_privileges()
         kernel.restrict_files([(os.open(folder, os.O_PATH | os.O_DIRECTORY), -1)], version)

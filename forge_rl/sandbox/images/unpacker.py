@@ -24,7 +24,7 @@ _CHECK_S = 0.05
 
 
 class Unpacker:
-    """A process that unpacks one layer; it ends with this one, unless it has begun.
+    """A process that unpacks one layer; before it has begun, it ends with this process.
 
     unpacker = Unpacker()
     status, output, errors = unpacker.unpack({"start": 0, "size": 99, "folder": "/x", "limits": {}}, [fd], lambda: None)
@@ -47,8 +47,8 @@ class Unpacker:
         """Unpack; return the exit status, stdout and stderr.
 
         Args:
-            arguments: of `unpack.main`.
-            fds: the file with the layer, and those whose locks the process shares: it may outlive this one.
+            arguments: request for `unpack.main`.
+            fds: the file with the layer, and files whose locks the process shares, as it may outlive this one.
             check_wanted: called again and again; raises if nobody waits any more, which ends the process.
         """
         try:

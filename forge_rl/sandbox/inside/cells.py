@@ -38,19 +38,23 @@ class CellOverrun(BaseException):
 
 
 class _OutputFile(io.RawIOBase):
-    """A stream into a file in memory that drops what exceeds a limit. Programs that a cell starts write to the file."""
+    """A stream into a file in memory, which drops what exceeds a limit.
+
+    It replaces a descriptor, so that what programs of a cell print is in the same file.
+    """
 
     def __init__(self, fd: int, max_bytes: int) -> None:
         file = os.memfd_create(f"output {fd}", 0)
         os.dup2(file, fd)
         os.close(file)
+        # Programs share the file, and `take` empties it: each write must go to its current end.
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         self._fd, self._max_bytes, self._left = fd, max_bytes, max_bytes
         self.text = io.TextIOWrapper(self, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[type-var]
 
     def write(self, data: Any) -> int:
         if self._left > 0:
-            chunk = bytes(data[: self._left + 1])  # one byte more says that there was more
+            chunk = bytes(data[: self._left + 1])  # one byte beyond the limit shows that output was cut
             self._left -= len(chunk)
             while chunk:
                 chunk = chunk[os.write(self._fd, chunk) :]
@@ -71,7 +75,7 @@ class _OutputFile(io.RawIOBase):
 
 
 class Cells:
-    """State and streams of a session; `serve` answers its owner until that closes."""
+    """State and streams of a session; `serve` answers its owner until the channel closes."""
 
     def __init__(self, channel: socket.socket, output_bytes: int, image_bytes: int, workspace: str = "") -> None:
         self.channel = channel
@@ -81,6 +85,7 @@ class Cells:
         self.workspace = workspace
         self.output_bytes = output_bytes
         self.image_bytes = image_bytes
+        # Cells run in a module of their own, so that this file's names are not theirs.
         self.module = types.ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         self.count = 0
@@ -88,6 +93,7 @@ class Cells:
         self.pid = os.getpid()
 
     def serve(self) -> NoReturn:
+        # pickle and inspect look up what cells define in `__main__`.
         sys.modules["__main__"] = self.module
         self._open_streams()
         for number in _TOOK_TOO_LONG:
@@ -96,11 +102,12 @@ class Cells:
         serve(self, answers | ({"image": self._begin_in_image, "apply": self._apply} if self.has_image else {}))
 
     def _begin_in_image(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        """Begin in an image's working folder, with its variables."""
+        """Move to an image's working folder, and take over its variables."""
         folder = str(message["folder"])
         # Hostile variables reach only this confined process and its programs: the loader and Python have read theirs.
         os.environ.update({"PATH": images.PATH, "HOME": "/", "TMPDIR": "/tmp", **message["env"]})
         try:
+            # An image may lack both.
             for path in ("/tmp", folder):
                 os.makedirs(path, exist_ok=True)
             enter_workspace(folder)
@@ -121,11 +128,13 @@ class Cells:
         sys.stdout, sys.stderr = self.out.text, self.err.text
 
     def _overrun(self, number: int, frame: object) -> None:
+        # A signal that arrives between cells, or while an answer is made, must not break the session's own code.
         if self.running:
             self.running = False
             raise CellOverrun(f"the cell exceeded its {_TOOK_TOO_LONG[signal.Signals(number)]} limit")
 
     def _run(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        # Tracebacks show lines of cells from linecache, where each cell has a file name of its own.
         self.count += 1
         name = f"<cell {self.count}>"
         linecache.cache[name] = (len(data), None, data.decode("utf-8", "replace").splitlines(True), name)
@@ -138,14 +147,15 @@ class Cells:
             try:
                 self.running = True
                 value, image = self._execute(data.decode("utf-8"), name)
-            except BaseException as raised:  # also SystemExit and KeyboardInterrupt: the session goes on
+            except BaseException as raised:  # SystemExit and KeyboardInterrupt too: the session survives them
                 self.running = False
                 error = _described(raised)
             finally:
                 self.running = False
-        except CellOverrun as raised:  # while the error was looked at
+        except CellOverrun as raised:  # the time ran out while the error was described
             error = ["CellOverrun", str(raised), ""]
-        if os.getpid() != self.pid:  # the cell has forked, and this is the child
+        # The cell has called os.fork, and this is the child: two processes would answer on one channel.
+        if os.getpid() != self.pid:
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -175,12 +185,13 @@ class Cells:
         signal.setitimer(signal.ITIMER_REAL, wall_s)
         if cpu_s is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
-            # For code that never returns to the interpreter: the kernel ends the process a second later.
+            # SIGPROF only reaches code that returns to the interpreter. For other code, the kernel's own limit ends the
+            # process a second later.
             _, hard = resource.getrlimit(resource.RLIMIT_CPU)
             resource.setrlimit(resource.RLIMIT_CPU, (int(_cpu_s() + cpu_s) + 2, hard))
 
     def _execute(self, source: str, name: str) -> tuple[str | None, tuple[str, bytes]]:
-        """Run statements; return the last one's value if it is an expression: its representation, and as an image."""
+        """Run statements; return the last one's value if it is an expression: its `repr`, and its bytes as an image."""
         tree = ast.parse(source, name)
         space = self.module.__dict__
         last_statement = tree.body[-1] if tree.body else None
@@ -195,7 +206,7 @@ class Cells:
         return str(repr(value))[: self.output_bytes], _image(value)
 
     def _put(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        """Write a file, with this session's own rights: a link leads nowhere that its code could not go."""
+        """Write a file with this session's own rights: a link leads nowhere that its code could not go."""
         path = str(message["path"])
         try:
             if folder := os.path.dirname(path):
@@ -208,6 +219,7 @@ class Cells:
 
     def _get(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         try:
+            # A pipe that nobody writes to would block a plain open, and so the owner's transfer.
             fd = os.open(str(message["path"]), os.O_RDONLY | os.O_NONBLOCK)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
@@ -229,6 +241,7 @@ class Cells:
     def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         def settle(server_fds: list[int]) -> None:
             self.pid = os.getpid()
+            # Without streams of its own, the fork would write into the files of its session's output.
             self._open_streams()
             fresh_random()
 
@@ -249,7 +262,7 @@ Answer = Callable[[dict[str, Any], bytes, list[int]], bytes]
 
 
 def serve(serving: ChannelServer, answers: Mapping[str, Answer]) -> NoReturn:
-    """Say that the session is ready, and answer its owner until he closes the channel."""
+    """Report that the session is ready, and answer its owner until the channel closes."""
     serving.channel.sendall(frames.encode({"ready": True}))
     try:
         while True:
@@ -269,6 +282,7 @@ def become_two(
         settle: called in the child with the descriptors that the server gave it.
     """
     try:
+        # A sibling, whose parent is the server or the init: it outlives its session, and is reaped there.
         pid = kernel.fork_sibling()
     except OSError as error:
         return frames.encode({"failed": str(error)})
@@ -279,12 +293,14 @@ def become_two(
     for fd in descriptors:
         os.set_inheritable(fd, False)
     channel, birth = descriptors
+    # The fork gets a network channel of its own later; its session's answers must not reach it.
     dialing.forget()
     serving.channel.close()
     serving.channel = socket.socket(fileno=channel)
     try:
         with socket.socket(fileno=birth) as server:  # learns from the kernel who this is, and moves it
             server.send(b"?")
+            # Nothing is copied before this answer, so that the copy counts against the fork's own limits.
             let_in, server_fds, _, _ = socket.recv_fds(server, 1, _MOST_GIVEN)
             for fd in server_fds:
                 os.set_inheritable(fd, False)
@@ -299,7 +315,7 @@ def become_two(
 
 
 def _move(serving: ChannelServer, folder: str, workspace: str, *, is_copied: bool) -> None:
-    """Move this process to a copy of the session's folder and workspace, and to the same current folder there."""
+    """Move this process to copies of the session's folder and workspace, and to the same current folder in there."""
     scratch, current_folder = os.path.dirname(serving.home), _current_folder(serving.workspace or serving.home)
     new_paths = {serving.home: os.path.join(scratch, folder)}
     _copy_folder(serving.home, new_paths[serving.home])
@@ -326,12 +342,13 @@ def _current_folder(otherwise: str) -> str:
 
 
 def _import_from(old_path: str, new_path: str) -> None:
-    """Import further modules from another folder, also modules of packages that are already imported."""
+    """Import further modules from another folder, including submodules of packages that are already imported."""
     sys.path[:] = [
         new_path + path[len(old_path) :] if f"{path}/".startswith(f"{old_path}/") else path for path in sys.path
     ]
     for module in list(sys.modules.values()):
         paths = getattr(module, "__path__", None)
+        # Cells can put any object into sys.modules: only a plain list is written to.
         if type(paths) is list:
             paths[:] = [new_path + path[len(old_path) :] if path.startswith(f"{old_path}/") else path for path in paths]
 
@@ -351,18 +368,20 @@ def _described(raised: BaseException) -> list[str]:
         while frame is not None and not frame.tb_frame.f_code.co_filename.startswith("<cell "):
             frame = frame.tb_next
         lines = traceback.format_exception(type(raised), raised, frame)
-        if isinstance(raised, CellOverrun):  # without the handler's own line
+        if isinstance(raised, CellOverrun):  # leave out the signal handler's own frame
             lines = [*lines[:-2], lines[-1]]
         return [type(raised).__name__, str(raised)[:_MOST_TRACEBACK], "".join(lines)[-_MOST_TRACEBACK:]]
+    # `str` of an error may be the cell's own code.
     except Exception as second:
         return [type(raised).__name__, f"its description raised {type(second).__name__}", ""]
 
 
 def _image(value: object) -> tuple[str, bytes]:
-    """Return the media type and the bytes of a value that is an image or can be shown as one."""
+    """Return the media type and bytes of a value that is an image or can be shown as one; "" and b"" of any other."""
     if isinstance(value, bytes):
         starts = (("image/png", b"\x89PNG\r\n\x1a\n"), ("image/jpeg", b"\xff\xd8\xff"))
         return next(((kind, value) for kind, start in starts if value.startswith(start)), ("", b""))
+    # By name: importing matplotlib to compare classes would cost each session that never draws.
     kind = type(value)
     if kind.__module__ == "matplotlib.figure" and kind.__name__ == "Figure":
         file = io.BytesIO()
@@ -381,32 +400,39 @@ def enter_folder(folder: str) -> None:
     os.chdir(folder)
     os.environ["HOME"] = os.environ["TMPDIR"] = os.environ["PWD"] = folder
     if (tempfile := sys.modules.get("tempfile")) is not None:
+        # It keeps the folder that it found first, which in a fork is the parent session's.
         tempfile.tempdir = None  # type: ignore[attr-defined]
 
 
 def enter_workspace(folder: str) -> None:
-    """Begin in a folder other than the session's own, whose modules can be imported."""
+    """Move to a workspace, whose modules can be imported from here on."""
     os.chdir(folder)
     os.environ["PWD"] = folder
     sys.path.insert(0, folder)
 
 
 def enter_image(folders: Mapping[str, str]) -> None:
-    """Import modules of this machine's Python, and of its packages, from other places, in a root that has no others."""
+    """Make imports work inside of an image's root: modules of this machine's Python have other paths there.
+
+    Args:
+        folders: path of each folder of modules in the image's root, by its path outside.
+    """
     for old_path, new_path in folders.items():
         _import_from(old_path, new_path)
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
             if type(path) is str and path.startswith(f"{old_path}/"):
+                # Tracebacks and inspect read sources by this name.
                 module.__file__ = new_path + path[len(old_path) :]
     sys.path[:] = [path for path in sys.path if path.startswith(tuple(folders.values()))]
+    # Its finders have cached listings of folders that this root does not have.
     sys.path_importer_cache.clear()
     sys.executable = ""  # programs are the image's
     enter_folder("/")
 
 
 def load_extensions() -> None:
-    """Import the standard library's modules in C, whose libraries would be looked up in the image later."""
+    """Import the standard library's C extensions now, as their libraries would be looked up in the image later."""
     folder = next((path for path in sys.path if path.endswith("lib-dynload")), "")
     for name in sorted({file.partition(".")[0] for file in os.listdir(folder)} if folder else ()):
         if not (name.startswith("xx") or "test" in name or name in _NO_MATTER):
@@ -456,7 +482,7 @@ def _give_mode(path: str, status: os.stat_result) -> None:
 
 
 def rehearse() -> None:
-    """Run some cells in the process that sessions are forked from, so that they share what cells make on first use."""
+    """Run some cells in the process that sessions are forked from, so that they share what a first use writes."""
     ours, theirs = socket.socketpair()
     saved_fds = [os.dup(fd) for fd in (1, 2)]
     streams = sys.stdout, sys.stderr
@@ -469,6 +495,7 @@ def rehearse() -> None:
     for fd, original in zip((1, 2), saved_fds, strict=True):
         os.dup2(original, fd)
         os.close(original)
+    # The first cell of a session must not show a rehearsed line.
     linecache.clearcache()
     ours.close()
     theirs.close()

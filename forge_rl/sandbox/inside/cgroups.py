@@ -26,9 +26,9 @@ class GroupFds(NamedTuple):
 
     doors: list[int]
     last_doors: list[int]
-    """Entered when all is ready: next to busy processes, a new cpu group may wait long for its first turns."""
+    """Entered when all else is done: next to busy processes, a new cpu group may wait long for its first turns."""
     unified: int | None
-    """The group of version 2, which a process can be forked into; None if there is none."""
+    """Folder of the cgroup of version 2, into which a process can be forked; None without that version."""
 
     def close(self) -> None:
         """Close them in this process."""
@@ -55,14 +55,17 @@ def hierarchies(mounts: str, memberships: str) -> list[Hierarchy]:
     paths: dict[str, str] = {}
     for line in memberships.splitlines():
         _, names, path = line.split(":", 2)
+        # Lines are ID:CONTROLLERS:PATH; version 2 has no controllers there, and so the key "".
         paths |= dict.fromkeys(names.split(","), path)
     session_hierarchies: list[Hierarchy] = []
     for line in mounts.splitlines():
+        # Optional fields of unknown number come before the dash: see proc_pid_mountinfo(5).
         before, _, after = line.partition(" - ")
         root, folder = before.split()[3:5]
         kind, _, options = after.split()[:3]
         if kind == "cgroup":
             controllers = frozenset(options.split(",")) & set(CONTROLLERS)
+            # A container may see one hierarchy at several places: the first mount is taken.
             if controllers and not any(controllers & hierarchy.controllers for hierarchy in session_hierarchies):
                 session_hierarchies.append(
                     Hierarchy(1, controllers, _below(folder, root, paths.get(min(controllers), "/")))
@@ -82,6 +85,7 @@ def _below(mount_point: str, root: str, path: str) -> str:
 def _enabled(mount_point: str, folder: str) -> tuple[str, frozenset[str]]:
     """Return the nearest cgroup of version 2 whose children get all controllers, or else the process's own."""
     candidate = folder
+    # Up to the mount: a cgroup with processes of its own cannot hand out controllers, one above it may do so.
     while candidate.startswith(mount_point):
         with contextlib.suppress(OSError), open(os.path.join(candidate, "cgroup.subtree_control")) as file:
             enabled = frozenset(file.read().split()) & set(CONTROLLERS)
@@ -109,12 +113,15 @@ def lacking(hierarchies: list[Hierarchy]) -> str:
 def name_of(pid: int) -> str:
     """Return the name of a process's tree; unique on the machine, also among containers that share its cgroups."""
     with open(f"/proc/{pid}/stat") as file:
+        # A command's name may contain spaces and brackets. Field 22 is the start time, which tells apart users of one
+        # PID.
         start_time = file.read().rpartition(")")[2].split()[19]
     return f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{start_time}"
 
 
 def remove_abandoned(hierarchies: list[Hierarchy]) -> None:
     """Remove trees whose server was killed together with everything that watched it."""
+    # Only trees of this process namespace: PIDs of another cannot be checked from here.
     space = f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-"
     for hierarchy in hierarchies:
         for name in os.listdir(hierarchy.folder) if os.path.isdir(hierarchy.folder) else ():
@@ -142,6 +149,7 @@ class Meter:
         Raises:
             ValueError: the kernel does not count it here.
         """
+        # From the start each time: the same open file counts again and again.
         text = os.pread(self.fd, 1 << 14, 0).decode()
         if not self.key:
             return int(text) * self.unit
@@ -172,11 +180,12 @@ class CgroupTree:
     folders: list[int] = field(default_factory=list)
     """A descriptor of the tree's folder for each hierarchy."""
     _counting: list[tuple[int, _MeterFile]] = field(default_factory=list)
-    """Files with meters, by the folder of their hierarchy; empty until they are looked for."""
+    """Files that work as meters here, each with its hierarchy's folder; empty until `find_meters`."""
 
     def __post_init__(self) -> None:
         for hierarchy in self.hierarchies:
             path = os.path.join(hierarchy.folder, self.name)
+            # A tree that its server left can be opened here again, to be removed.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o755)
             if hierarchy.version == 2 and hierarchy.controllers:
@@ -189,7 +198,7 @@ class CgroupTree:
             self.folders.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def bound(self, *, memory_bytes: int, processes: int) -> None:
-        """Limit what all sessions use together, so that they take nothing from the rest of the machine."""
+        """Limit what all sessions use together, as their own limits may add up to more than the machine has."""
         for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
             if "memory" in hierarchy.controllers:
                 _write(folder, "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes", str(memory_bytes))
@@ -214,12 +223,16 @@ class CgroupTree:
                     folder, f"{session}/{'memory.max' if is_unified else 'memory.limit_in_bytes'}", str(memory_bytes)
                 )
                 if is_unified:
+                    # Otherwise, the kernel kills the session's largest process, and the rest goes on in an unknown
+                    # state.
                     _write(folder, f"{session}/memory.oom.group", "1" if as_one else "0")
                     with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+                        # Swapped pages would not count against its memory.
                         _write(folder, f"{session}/memory.swap.max", "0")
             if "pids" in hierarchy.controllers:
                 _write(folder, f"{session}/pids.max", str(processes))
             if "cpu" in hierarchy.controllers:
+                # Microseconds of CPU time in each period, over all CPUs.
                 name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if is_unified else ("cpu.cfs_quota_us", str(quota))
                 _write(folder, f"{session}/{name}", value)
 
@@ -230,8 +243,8 @@ class CgroupTree:
     def _doors(self, session: str, *controllers: str) -> list[int]:
         """Open the files by which a process enters a session's cgroups of version 1, by writing 0.
 
-        A thread that moves itself takes no lock that all forks of the machine need. Whoever holds one of these can
-        move any process that he sees, so nobody but this library's own code may.
+        A thread that moves itself takes no lock that all forks of the machine need. Who holds one of these can move any
+        process that it sees, so that only this library's own code may have them.
         """
         return [
             os.open(f"{session}/tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
@@ -267,6 +280,7 @@ class CgroupTree:
         for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
             if hierarchy.version == 2:
                 with contextlib.suppress(OSError):
+                    # At once and with whatever is being forked, unlike signals to a list of processes.
                     _write(folder, f"{session}/cgroup.kill", "1")
                     return
         for pid in self.processes(session):  # called again until none is left: pids.max bounds them
@@ -302,7 +316,7 @@ class CgroupTree:
         return [meter for meter, _ in self._open_meters(session)]
 
     def find_meters(self, session: str) -> None:
-        """Note by a session which files count here, as for all others: looking for them again would cost time."""
+        """Find out which files work as meters here, by opening one session's files; all others have the same."""
         if self._counting:
             return
         opened_meters = list(self._open_meters(session))
@@ -314,6 +328,7 @@ class CgroupTree:
         kinds = set[str]()
         for place in self._counting or [(folder, file) for folder in self.folders for file in _METERS]:
             folder, (name, kind, key, unit) = place
+            # Version 1 and 2 may both count a kind: the first file that works is the meter.
             if kind not in kinds:
                 with contextlib.suppress(OSError):
                     fd = os.open(f"{session}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
@@ -334,6 +349,7 @@ class CgroupTree:
 
     def remove_all(self) -> None:
         """Kill all remaining processes and remove the tree."""
+        # A process in the middle of a system call may take a while to die; one that never does must not hang its owner.
         deadline = time.monotonic() + 10
         sessions = {entry for folder in self.folders for entry in os.listdir(folder) if _is_folder(folder, entry)}
         for session in sessions:

@@ -67,18 +67,19 @@ class _RunningCommand:
     """A command that runs."""
 
     pid: int
-    """Of bubblewrap."""
+    """PID of bubblewrap."""
     streams: dict[int, tuple[bytearray, int]]
-    """What came from each descriptor, and how much of it is kept."""
+    """By descriptor: the bytes that came from it, and the most that are kept."""
     status: int
     """The descriptor by which bubblewrap reports."""
     began: float
     first: int | None = None
-    """Descriptor of the first process of the command's namespace: with it, all of them end."""
+    """Pidfd of the first process of the command's namespace, whose end ends all; None until bubblewrap names it."""
     overran: str = ""
 
     def kill(self) -> None:
         """Kill the command with all that it has started."""
+        # Not reported yet: killing bubblewrap ends what it has started, by `--die-with-parent`.
         if self.first is None:
             os.kill(self.pid, signal.SIGKILL)
         else:
@@ -98,11 +99,11 @@ class _Command:
     cpu_s: float | None = None
     env: dict[str, str] = field(default_factory=dict)
     folder: str = ""
-    """Where it starts, below the workspace or its home."""
+    """Current folder at its start, relative to the workspace or the home."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Folders of the session to mount: the name of each, by the path at which the command sees it."""
     user: str = ""
-    """User of an image that it is."""
+    """Name of the image's user that it runs as."""
 
 
 @dataclass
@@ -121,21 +122,21 @@ class _CommandEnd:
 
 @dataclass
 class Commands:
-    """A session's commands; `serve` answers its owner until that closes."""
+    """Runs a session's commands; `serve` answers its owner until the channel closes."""
 
     channel: socket.socket
     output_bytes: int
     filter: bytes
-    """Seccomp program of the commands; b"" for none."""
+    """Seccomp program for commands; b"" for none."""
     network_filter: bytes
-    """The same for commands of a session with named addresses, or of an image."""
+    """Seccomp program for commands of a session with named addresses, or of an image."""
     folders: list[str]
-    """What commands can read besides the system; programs in a folder `bin` of one are found."""
+    """Folders that commands can read besides the system's; programs in their `bin` are found."""
     meters: dict[str, cgroups.Meter] = field(default_factory=dict)
     workspace: str = ""
     """The folder in which commands start instead of their home; "" for none."""
     home: str = field(default_factory=os.getcwd)
-    """The folder with what commands see as their home and as /tmp."""
+    """The folder that holds the commands' home and /tmp."""
     has_image: bool = False
     """Whether the workspace is what commands see as their root."""
 
@@ -143,7 +144,7 @@ class Commands:
         self._users: dict[str, images.User] = {}
         self._gates: list[gates.Gate] = []
         self._owner: socket.socket | None = None
-        """Takes the connections that commands make to named addresses."""
+        """Channel to the owner, who takes the connections that commands make to named addresses."""
         self._hosts = images.HOSTS
         if self.has_image:
             self.filter = self.network_filter
@@ -193,6 +194,8 @@ class Commands:
         elif ended.status is None and error is None:
             stderr_text = ended.err.decode("utf-8", "replace").strip()
             error = ["Ended", "bubblewrap was killed", ""]
+            # Bubblewrap's own complaint, such as a missing program. With a status, the same text would be the
+            # command's.
             if stderr_text.startswith(_SAYS):
                 error, ended.err = ["NotStarted", stderr_text.removeprefix(_SAYS), ""], b""
         max_bytes = self.output_bytes
@@ -210,7 +213,7 @@ class Commands:
         )
 
     def _put(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        """Write a file by a command, which has the rights of commands: a link leads nowhere that they could not go."""
+        """Write a file by a command, with the rights of commands: a link leads nowhere that they could not go."""
         argv = ["/bin/sh", "-c", _PUT, "sh", str(message["path"])]
         ended = self._execute(_Command(argv=argv, stdin=data, wall_s=_FILE_S, output_bytes=1 << 12))
         return frames.encode({} if ended.status == 0 else {"failed": _complaint(ended)})
@@ -229,7 +232,7 @@ class Commands:
         return images.Root(self.workspace)
 
     def _put_in_image(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        """Write a file of the image's root by this process: the image may have no program that could."""
+        """Write a file of the image's root from this process, as the image may have no program that could."""
         try:
             self._root().write(str(message["path"]), data)
         except (OSError, ValueError) as error:
@@ -255,6 +258,7 @@ class Commands:
                 self._owner.close()
             self._owner, self._gates = None, []
             old = list(self.meters.values())
+            # Meters of the fork's own cgroups, so that it does not report its session's use as its own.
             self.meters = {
                 meter.kind: cgroups.Meter(fd, meter.kind, meter.key, meter.unit)
                 for fd, meter in zip(fds, old, strict=True)
@@ -265,7 +269,7 @@ class Commands:
         return cells.become_two(self, message, descriptors, settle)
 
     def _network(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        """Take the channel to the owner, who connects to named addresses, and try whether commands could reach them."""
+        """Take the channel to the owner, who connects to named addresses; check that a network for them can be made."""
         os.set_inheritable(descriptors[0], False)
         self._owner = socket.socket(fileno=descriptors[0])
         self._gates, lines = gates.gates_of(message["names"])
@@ -277,7 +281,7 @@ class Commands:
         return frames.encode({})
 
     def _execute(self, command: _Command) -> _CommandEnd:
-        """Run a command to its end, and to the end of all that it has started.
+        """Run a command, and return when it and all that it has started have ended.
 
         Raises:
             OSError: no process can be started.
@@ -295,6 +299,7 @@ class Commands:
         passage = gates.opened(self._gates) if self._gates else None
         try:
             running, stdin = self._start(arguments, command.output_bytes, command.cpu_s, passage)
+            # The session's meter counts earlier commands too: the limit is where it stands plus this command's share.
             end_cpu_s = None if command.cpu_s is None else start_cpu_s + command.cpu_s
             listeners = passage.listeners if passage is not None else {}
             try:
@@ -305,6 +310,7 @@ class Commands:
             if passage is not None:
                 passage.close()
         out, err, report = (bytes(buffer) for buffer, _ in running.streams.values())
+        # Without a cgroup's meter: the largest child so far, in KiB.
         memory = self._count("memory_bytes") or resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         return _CommandEnd(
             status=_told(report, "exit-code"),
@@ -317,11 +323,12 @@ class Commands:
         )
 
     def _image_confinement(self, command: _Command) -> list[str]:
-        """Return bubblewrap's arguments for a command of an image: the image's root, with /proc, /dev and /etc/hosts.
+        """Return bubblewrap's arguments for a command of an image: its root with other /proc, /dev and /etc/hosts.
 
         Raises:
             OSError: the image does not know its user.
         """
+        # Looked up once for each name: commands may write to /etc/passwd afterwards.
         if command.user not in self._users:
             self._users[command.user] = images.user(self._root(), command.user)
         user = self._users[command.user]
@@ -334,6 +341,7 @@ class Commands:
         for target, place in LINKS:
             arguments += ["--symlink", target, place]
         arguments += ["--bind", f"{self.home}/tmp", "/dev/shm", *self._hosts_arguments()]
+        # An image may lack them.
         arguments += ["--dir", "/tmp", "--dir", command.folder]
         return [*arguments, "--remount-ro", "/proc", "--remount-ro", "/dev", "--chdir", command.folder]
 
@@ -346,11 +354,12 @@ class Commands:
         return ["--ro-bind", path, "/etc/hosts"]
 
     def _confinement(self, env: dict[str, str], folder: str, folders: Mapping[str, str]) -> list[str]:
-        """Return bubblewrap's arguments: what a command sees, and nothing else."""
+        """Return bubblewrap's arguments without an image: all that a command sees."""
         arguments = ["bwrap", *_CONFINED, "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)]
         path = ":".join([_SEARCHED, *self._programs])
         for name, value in {**_ENVIRONMENT, "PATH": path, **env}.items():
             arguments += ["--setenv", name, value]
+        # This process's root is the fork server's, which has nothing else of the machine to begin with.
         for entry in sorted(os.listdir("/")):
             if os.path.islink(f"/{entry}"):
                 arguments += ["--symlink", os.readlink(f"/{entry}"), f"/{entry}"]
@@ -371,6 +380,7 @@ class Commands:
         if self.workspace:
             arguments += ["--bind", self.workspace, WORKSPACE]
         for place, name in folders.items():
+            # In the session's folder, where no command sees it unless it names it.
             os.makedirs(f"{home}/folders/{name}", 0o700, exist_ok=True)
             arguments += ["--bind", f"{home}/folders/{name}", place]
         # A command that lowered its oom_score_adj there would outlive others on a machine without memory.
@@ -380,13 +390,14 @@ class Commands:
     def _start(
         self, arguments: list[str], output_bytes: int, cpu_s: float | None, passage: gates.Passage | None
     ) -> tuple[_RunningCommand, int]:
-        """Start bubblewrap; return it and the descriptor of the command's standard input."""
+        """Start bubblewrap; return the running command and the write end of its standard input."""
         pipes = [os.pipe() for _ in range(4)]
         their_ends = [pipes[0][0], *(writer for _, writer in pipes[1:])]
         our_ends = [pipes[0][1], *(reader for reader, _ in pipes[1:])]
         program = None
         try:
             if self.filter:
+                # A file in memory: bubblewrap reads its filter from a descriptor to the end.
                 program = os.memfd_create("filter", os.MFD_CLOEXEC)
                 os.write(program, self.filter)
                 os.lseek(program, 0, os.SEEK_SET)
@@ -423,6 +434,7 @@ class Commands:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and programs inherit that
             for place, fd in enumerate(streams[:3]):
                 os.dup2(fd, place)
+            # Since the change of user, this process's files in /proc are root's, one of which the next line writes.
             kernel.open_to_own_user(True)
             with open("/proc/self/oom_score_adj", "w") as file:  # commands are killed before this session's own process
                 file.write("1000")
@@ -433,6 +445,8 @@ class Commands:
                 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             extra = ["--json-status-fd", str(streams[3])]
             if passage is None:
+                # Without named addresses, bubblewrap makes an empty network. Otherwise the one with the listeners is
+                # entered here.
                 extra.append("--unshare-net")
             else:
                 passage.enter()
@@ -460,9 +474,9 @@ class Commands:
         cpu_end: float | None,
         listeners: Mapping[int, gates.Gate],
     ) -> None:
-        """Feed and read a command until it and all that it started have closed their outputs, or exceed a limit.
+        """Feed and read a command until it and all that it started have closed their outputs, or it exceeds a limit.
 
-        Its connections to named addresses go to the owner meanwhile.
+        Connections that it makes to named addresses are handed to the owner meanwhile.
         """
         waiting, data = select.poll(), command.stdin
         for fd in (*running.streams, *listeners):
@@ -477,6 +491,7 @@ class Commands:
             while open_streams:
                 current_time = time.monotonic()
                 if current_time >= deadline:
+                    # The second deadline: even killed, something keeps an output open. `_end` kills the rest.
                     if running.overran:
                         return
                     running.overran, deadline = "wall-clock", current_time + _LAST_WORDS_S
@@ -484,6 +499,7 @@ class Commands:
                 elif cpu_end is not None and not running.overran and self._cpu_s() > cpu_end:
                     running.overran, deadline = "CPU", current_time + _LAST_WORDS_S
                     running.kill()
+                # CPU time wakes nobody, and is looked at every tick.
                 pause = deadline - current_time
                 for fd, _ in waiting.poll(1000 * max(0.001, pause if cpu_end is None else min(pause, _TICK_S))):
                     if fd in listeners:
@@ -510,12 +526,13 @@ class Commands:
                 os.close(stdin)
 
     def _take(self, running: _RunningCommand, fd: int) -> bool:
-        """Read what there is; return False at the end."""
+        """Read the available output; return False at its end."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return True
         buffer, max_bytes = running.streams[fd]
+        # What exceeds the limit is read and dropped: a command whose output nobody reads would hang.
         buffer += data[: max_bytes + 1 - len(buffer)]
         if fd == running.status and running.first is None and (pid := _told(bytes(buffer), "child-pid")):
             with contextlib.suppress(OSError):
@@ -541,6 +558,8 @@ def _end(running: _RunningCommand) -> None:
     os.kill(running.pid, signal.SIGKILL)
     os.waitpid(running.pid, 0)
     if running.first is not None:
+        # The first process ends last in its namespace: after it, nothing of the command is left to write to the
+        # session's files.
         poll = select.poll()
         poll.register(running.first, select.POLLIN)
         poll.poll(1000 * _LAST_WORDS_S)

@@ -1,7 +1,7 @@
-"""Connections of a session to its named addresses, through its owner. Runs inside of sessions, so nobody trusts it.
+"""Connects a session's Python code to its named addresses through the session's owner.
 
-It replaces `socket.socket` and `socket.getaddrinfo`, so that Python's clients work as they are: a stream socket is a
-local one until it is connected, which asks the owner for a connection.
+Runs inside of sessions: nothing outside trusts it. It replaces `socket.socket` and `socket.getaddrinfo`, so that
+Python's clients work unchanged: a stream socket is a local one until `connect` asks the owner for a connection.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class _Socket(_Plain):
     def __init__(self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None) -> None:
         kind = socket.SOCK_STREAM if type == -1 else type & ~(socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         if fileno is None and family in (-1, socket.AF_INET, socket.AF_INET6) and kind == socket.SOCK_STREAM:
+            # The filter refuses sockets of the network. A local one with a closed peer holds the descriptor until
+            # `connect`.
             end, other_end = _pair()
             other_end.close()
             super().__init__(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=end.detach())
@@ -39,6 +41,7 @@ class _Socket(_Plain):
         if self._peer is not None:
             raise OSError(106, "Transport endpoint is already connected")
         timeout = self.gettimeout()
+        # The connection takes over this socket's number: event loops and TLS may have noted it already.
         connection_fd = _ask(str(address[0]), int(address[1]))
         os.dup2(connection_fd, self.fileno(), inheritable=False)
         os.close(connection_fd)
@@ -61,6 +64,7 @@ class _Socket(_Plain):
 
 def _pair() -> tuple[socket.socket, socket.socket]:
     """Make a local connection of plain sockets."""
+    # `socket.socketpair` would return sockets of the class that replaces `socket.socket`.
     import _socket
 
     first, second = _socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -68,7 +72,11 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _ask(host: str, port: int) -> int:
-    """Return the descriptor of a connection to an address."""
+    """Ask the owner for a connection to an address; return its descriptor.
+
+    Raises:
+        OSError: this session has no network, or the owner refuses; says why.
+    """
     if _channel is None:
         raise OSError(101, "Network is unreachable")
     request = f"{host.lower().rstrip('.')}:{port}".encode("ascii", "replace")[:MOST_ADDRESS]
@@ -85,6 +93,7 @@ def _find(host: Any, port: Any, family: int = 0, type: int = 0, proto: int = 0, 
     name = host.decode() if isinstance(host, bytes) else str(host)
     number = {"http": 80, "https": 443}.get(str(port), port)
     if f"{name.lower().rstrip('.')}:{number}" not in _names:
+        # Refused here only for a clear message: the owner checks each request itself.
         raise socket.gaierror(socket.EAI_NONAME, f"{name}:{number} is not one of the session's network=(...)")
     return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (name, int(number)))]
 
@@ -98,7 +107,7 @@ def give(channel: int, names: list[str]) -> None:
 
 
 def forget() -> None:
-    """Close the channel, which a fork must not share."""
+    """Close the channel: two processes that read from it would get each other's answers."""
     global _channel
     if _channel is not None:
         _channel.close()

@@ -21,6 +21,7 @@ class FrameError(Exception):
 
 def encode(message: dict[str, object], data: bytes = b"") -> bytes:
     """Return a message as a frame."""
+    # Escapes of ensure_ascii would take 6 to 12 bytes for a character. Lone surrogates become question marks.
     text = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
     return HEAD.pack(len(text), len(data)) + text + data
 
@@ -67,7 +68,10 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], bytes, list[int]
 
 
 def birth_channel() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a channel by which a new process says that it is there; the first tells who has sent."""
+    """Return both ends of a channel by which a new process reports that it exists.
+
+    The kernel attaches the sender's credentials to what arrives at the first end.
+    """
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before anything is sent
     return ours, theirs

@@ -1,7 +1,7 @@
-"""Network namespaces of commands whose loopback has a session's named addresses, each with a listener.
+"""Network namespaces for commands, whose loopback has a listener for each of a session's named addresses.
 
-Programs connect as they always do, by a name of /etc/hosts or an address. What a listener accepts goes to the session's
-owner, who alone connects to the outside. Runs out of the commands' reach; imports only modules of this folder.
+Programs connect as usual, by a name of /etc/hosts or an address. What a listener accepts goes to the session's owner,
+who alone connects to the outside. Runs out of the commands' reach; imports only modules of this folder.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def gates_of(names: Sequence[str]) -> tuple[list[Gate], str]:
             _packed(host)
             address = host
         except OSError:
+            # Not 127.0.0.1, at whose ports a command's own servers listen.
             address = places.setdefault(host, f"127.1.0.{len(places) + 1}")
         gates.append(Gate(name, address, int(port)))
     return gates, "".join(f"{address} {host}\n" for host, address in places.items())
@@ -77,6 +78,8 @@ def opened(gates: Sequence[Gate]) -> Passage:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
+        # A child enters the namespaces and sends them here: this process must stay outside, to start bubblewrap for the
+        # next command.
         child = os.fork()
         if child == 0:
             try:
@@ -88,6 +91,7 @@ def opened(gates: Sequence[Gate]) -> Passage:
         theirs.close()
         text, descriptors, _, _ = socket.recv_fds(ours, 1024, MOST_ADDRESSES + 2)
         os.waitpid(child, 0)
+    # The kernel drops descriptors without an error where a process has no room for more.
     if len(descriptors) != len(gates) + 2:
         for fd in descriptors:
             os.close(fd)
@@ -99,13 +103,15 @@ def opened(gates: Sequence[Gate]) -> Passage:
 
 
 def pass_on(listener: int, gate: Gate, owner: socket.socket) -> None:
-    """Hand a connection that waits at a listener to the owner; one that he does not take is reset."""
+    """Hand a connection that waits at a listener to the owner; reset it if the owner has no room for it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as waiting:
+        # Non-blocking: the command may have given up meanwhile, and the listener is empty then.
         connection, _ = waiting.accept()
         with connection:
             try:
                 socket.send_fds(owner, [gate.name.encode()], [connection.fileno()], socket.MSG_DONTWAIT)
             except OSError:
+                # A linger of 0 s makes closing send a reset.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -113,6 +119,7 @@ def _send_passage(channel: socket.socket, gates: Sequence[Gate]) -> None:
     uid = os.getuid()
     kernel.enter_user_namespace(uid, kernel.NEW_NETWORK)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        # struct ifreq: 16 bytes of name, flags, and the rest of 40 bytes. A new network's loopback is down.
         fcntl.ioctl(control, _SET_FLAGS, struct.pack("16sh22x", b"lo", _UP))
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as route:
         for address in {gate.address for gate in gates}:
@@ -121,6 +128,8 @@ def _send_passage(channel: socket.socket, gates: Sequence[Gate]) -> None:
     for gate in gates:
         listener = socket.socket(_packed(gate.address)[0], socket.SOCK_STREAM)
         try:
+            # Ports below 1024 too: this process has all capabilities in its own user namespace, to which the network
+            # belongs.
             listener.bind((gate.address, gate.port))
         except OSError as error:
             raise OSError(f"{gate.name}: {error}") from None
@@ -143,11 +152,14 @@ def _packed(address: str) -> tuple[int, bytes]:
 def _add_address(route: socket.socket, address: str) -> None:
     """Give the loopback of this process's network one more address."""
     family, packed = _packed(address)
+    # struct ifaddrmsg: family, length of the prefix in bits, flags, scope, index; then an rtattr for each address.
     body = struct.pack("BBBBI", family, 8 * len(packed), _NO_DETECTION, 0, _LOOPBACK)
     for kind in (_LOCAL, _ADDRESS):
         body += struct.pack("HH", 4 + len(packed), kind) + packed
+    # struct nlmsghdr: length, type, flags, sequence, port.
     head = struct.pack("IHHII", 16 + len(body), _NEW_ADDRESS, _REQUEST | _ACKNOWLEDGE | _CREATE, 1, 0)
     route.send(head + body)
+    # An NLMSG_ERROR, also for success: a header of 16 bytes, then 0 or a negative errno.
     [code] = struct.unpack_from("i", route.recv(4096), 16)
     if code not in (0, _EXISTS):
         raise OSError(-code, f"{address}: {os.strerror(-code)}")

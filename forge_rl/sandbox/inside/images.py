@@ -1,7 +1,7 @@
-"""Files of the root of an image's session, reached from outside of it: no program of the image runs for that.
+"""Reads and writes files of an image's root from outside of it, without running any program of the image.
 
 Runs in the session's own process, with its user's rights. Links and `..` lead nowhere outside of the root, as the
-kernel looks paths up in it. Imports nothing of this library but its neighbour.
+kernel resolves paths within it. Imports nothing of this library but its neighbour.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from forge_rl.sandbox.inside import kernel
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Of images that name none."""
+"""PATH of images that set none."""
 HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh", "/usr/bin/sh")
 _MOST_PASSWD = 1 << 20
@@ -25,7 +25,7 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY
 
 @dataclass(frozen=True)
 class User:
-    """The user that an image's commands are, as they see it."""
+    """The user as whom an image's commands run, as they see it."""
 
     uid: int
     gid: int
@@ -36,7 +36,7 @@ class Root:
     """The root folder of an image's session. Its content is hostile: it may be anything, and change at any time.
 
     Args:
-        path: of the folder.
+        path: path of the folder, as this process sees it.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,8 +58,9 @@ class Root:
         """Read a regular file.
 
         Raises:
-            OSError: it is none, or has more bytes.
+            OSError: it is something else, or has more than `max_bytes`.
         """
+        # A pipe in the image would block the open until somebody writes to it.
         with open(self.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError("not a regular file")
@@ -75,6 +76,7 @@ class Root:
             OSError: something else is there, or it does not fit.
         """
         os.close(self.make_folder(os.path.dirname(path)))
+        # For writing, O_NONBLOCK makes the open of a pipe fail instead of waiting for a reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
         with open(self.open(path, flags, 0o644), "wb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -82,12 +84,13 @@ class Root:
             file.write(data)
 
     def make_folder(self, path: str) -> int:
-        """Open a folder, which is made if it does not exist, as are those above it."""
+        """Open a folder; make it, and those above it, if they do not exist."""
         try:
             return self.open(path or "/", _FOLDER)
         except FileNotFoundError:
             above = self.make_folder(os.path.dirname(path.rstrip("/")))
         try:
+            # A program of the session may have made it meanwhile; a link instead of a folder fails in the open below.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.basename(path.rstrip("/")), 0o755, dir_fd=above)
         finally:
@@ -106,6 +109,7 @@ class Root:
         start = packed.index(b"\n") + 1
         place = start + int(packed[:start])
         entries, content = json.loads(packed[start:place]), memoryview(packed)  # copies could exceed the memory limit
+        # Deletions first, what is inside of a folder before the folder; entries list a folder before its content.
         for path, kind, _, _ in reversed(entries):
             if kind:
                 parent = self.open(os.path.join(folder, os.path.dirname(path)), _FOLDER)
@@ -160,6 +164,7 @@ def user(root: Root, name: str) -> User:
     """
     owner, _, group = (name or "0").partition(":")
     lines = _table(root, "/etc/passwd", 6)
+    # A numeric user need not be in /etc/passwd, a name must be.
     line = next((line for line in lines if owner in (line[0], line[2])), None)
     uid = _number(owner if line is None else line[2])
     gid = _number("0" if line is None else line[3])
@@ -181,5 +186,5 @@ def _table(root: Root, path: str, columns: int) -> list[list[str]]:
 
 
 def _number(text: str) -> int | None:
-    """Return a user's or group's number; None if it is none."""
+    """Return the number of a user or group from its text; None if the text is not a number."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None

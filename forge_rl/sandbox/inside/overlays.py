@@ -22,8 +22,9 @@ LAYERS = "/layers"
 NAME = "workspace"
 """The folder inside of a session's scratch folder."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A renamed folder is copied by programs, as between disks: all changes are then plain files in one place.
+# Renaming a folder fails as between disks, so that programs copy it: all changes are then plain files in one place.
 _OPTIONS = "index=off"
+# Owners of the base may have set-user-id programs and devices: both are inert in a session's mount.
 _FLAGS = kernel.NO_SETUID | kernel.NO_DEVICES
 _CHANGES = ".changes"
 """The folder inside of an image's scratch folder with what its first session changes."""
@@ -33,14 +34,14 @@ _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 
 
 class Lower(NamedTuple):
-    """What an overlay shows where nothing has changed."""
+    """The lower part of an overlay, which shows wherever nothing has changed."""
 
     tree: int
-    """Descriptor from `kernel.detached`: the folder, or the one that has the layers."""
+    """Descriptor from `kernel.detached` of the folder, or of the store that has the layers."""
     users: int | None
-    """Descriptor of the user namespace that maps its owner to the session; None if they are the same."""
+    """Descriptor of the user namespace that maps the folder's owner to the session; None if they are the same user."""
     layers: Sequence[str] = ()
-    """Paths below `tree`, the lowest first, of an image; nothing if the tree itself is shown."""
+    """Paths of an image's layers below `tree`, the lowest first; empty if the tree itself is shown."""
 
 
 class ForkFolder(NamedTuple):
@@ -79,7 +80,7 @@ def mount_image(layers: Sequence[str], scratch: str, uid: int) -> int:
     """
     lower, mounted = image_lower(layers, uid), list[str]()
     changes = os.path.join(scratch, _CHANGES)
-    os.mkdir(changes, 0o700)  # whose owner no session is
+    os.mkdir(changes, 0o700)  # the server's own, so that no session reaches the parts of its overlay
     try:
         kernel.attach(lower.tree, "/base", lower.users)
         mounted.append("/base")
@@ -103,19 +104,21 @@ def mount_fork(
     Sessions run in the scratch folder meanwhile, and may do anything there. Leaves this process in their namespace.
 
     Args:
-        base: a descriptor of its own from `kernel.detached`; or the layers of an image, as of `mount_image`.
-        changes: the descriptor that `mount` returned for the other.
+        base: another descriptor from `kernel.detached`; or the layers of an image, as for `mount_image`.
+        changes: the descriptor that `mount` returned for the other session.
         space: descriptor of the mount namespace in which the scratch folder is seen.
 
     Raises:
         OSError: the changes do not fit, or the folder exists.
     """
-    # While /proc is this process's.
+    # Before this process enters the session's mounts: mapping users needs a /proc that shows its own children.
     lower = Lower(base, _user_namespace(base, place.uid)) if isinstance(base, int) else image_lower(base, place.uid)
     kernel.enter_mounts(space)
     folder = make_folder(*place)
     kernel.unshare(kernel.NEW_MOUNTS)  # others make overlays by the same hidden folders
     changes_fd = _mounted(lower, "/merged", place.uid, changes, most_bytes=most_bytes, most_files=most_files)
+    # Mounted out of the session's sight, then attached at an open descriptor: no path in the scratch folder is
+    # followed.
     overlay = kernel.detached("/merged")
     kernel.enter_mounts(space)
     kernel.attach_at(overlay, folder)
@@ -137,6 +140,7 @@ def make_folder(scratch: str, name: str, uid: int) -> int:
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
         folder = os.open(name, _FOLDER, dir_fd=parent)
+        # By descriptor: the session may have put a link in the folder's place since.
         os.fchown(folder, uid, uid)
         return folder
     finally:
@@ -177,6 +181,7 @@ def _overlaid(
     """
     for name in ("upper", "work"):
         os.mkdir(f"{changes}/{name}", 0o700)
+    # The overlay's root has the owner and mode of this folder.
     os.chown(f"{changes}/upper", uid, uid)
     os.chmod(f"{changes}/upper", mode | 0o700)
     upper = os.open(f"{changes}/upper", _FOLDER)
@@ -188,9 +193,10 @@ def _overlaid(
 
 
 def _let_go(lower: Lower, mounted: Sequence[str]) -> None:
-    """Unmount what an overlay keeps its own hold of."""
+    """Unmount the parts of an overlay from the hidden folders; the overlay itself keeps them alive."""
     if lower.users is not None:
         os.close(lower.users)
+    # `_lower_option` may have left the current folder in one of these.
     os.chdir("/")
     for path in mounted:
         kernel.unmount(path)
@@ -201,12 +207,14 @@ def _lower_option(layers: Sequence[str], mounted: list[str]) -> str:
     if not layers:
         return "redirect_dir=off,metacopy=off,lowerdir=/base"
     names = list(layers)
+    # Relative names, as the options of a mount must fit into one page and an image may have hundreds of layers.
     os.chdir("/base")
     if sum(len(name) + 1 for name in names) > _MOST_OPTIONS:
         kernel.mount("tmpfs", "/links", "tmpfs", _FLAGS, "mode=700")
         mounted.append("/links")
         os.chdir("/links")
         for place, name in enumerate(names):
+            # Too long even so: links with short names stand for the layers.
             os.symlink(f"/base/{name}", str(place))
         names = [str(place) for place in range(len(names))]
     # With marks in attributes of users, the kernel neither redirects folders nor copies metadata alone.
@@ -214,12 +222,16 @@ def _lower_option(layers: Sequence[str], mounted: list[str]) -> str:
 
 
 def _copy_changes(source: int, target: int, uid: int) -> None:
-    """Copy an overlay's changes in one open folder, with its marks of deleted files, to another."""
+    """Copy an overlay's changes from one open folder to another, with its marks of deleted files.
+
+    The session whose changes these are runs meanwhile: names may come to mean something else at any time.
+    """
     for name in os.listdir(source):
         status = os.stat(name, dir_fd=source, follow_symlinks=False)
         kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFDIR:
             os.mkdir(name, 0o700, dir_fd=target)
+            # By descriptors, and no link is followed: a folder may become a link between the two calls.
             with _opened(name, source) as inner_source, _opened(name, target) as inner_target:
                 _copy_changes(inner_source, inner_target, uid)
                 os.fchmod(inner_target, status.st_mode & 0o777)
@@ -246,10 +258,11 @@ def copy_image(layers: Sequence[str], scratch: str, uid: int) -> None:
 
 
 def _copy_merged(sources: Sequence[int], target: int, uid: int) -> None:
-    """Copy what open folders show together, each above those that follow."""
+    """Copy what open folders show when they are stacked, the uppermost first."""
     names = set[str]()
     for place, source in enumerate(sources):
         for name in set(os.listdir(source)) - names:
+            # A name counts as seen whatever it is here, a deletion too: it hides the same name in all folders below.
             names.add(name)
             status = os.stat(name, dir_fd=source, follow_symlinks=False)
             if stat.S_ISCHR(status.st_mode):
@@ -259,6 +272,7 @@ def _copy_merged(sources: Sequence[int], target: int, uid: int) -> None:
                 with contextlib.ExitStack() as stack:
                     folders = [stack.enter_context(_opened(name, source))]
                     for below in sources[place + 1 :]:
+                        # Layers below a hiding folder, or below a file of this name, contribute nothing to it.
                         if _is_opaque(folders[-1]) or ((mode := _mode(name, below)) and not stat.S_ISDIR(mode)):
                             break
                         if mode:
@@ -288,7 +302,7 @@ def _is_opaque(folder: int) -> bool:
 
 
 def _copy_entry(name: str, status: os.stat_result, source: int, target: int) -> bool:
-    """Copy a file, link or device; return False for a socket, at which nobody listens."""
+    """Copy a file, link or device; return False for a socket, which without its listener is of no use."""
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFLNK:
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
@@ -309,6 +323,7 @@ def _give(name: str, folder: int, status: os.stat_result, uid: int) -> None:
 
 def _copy_file(name: str, source: int, target: int, mode: int) -> None:
     source_fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)  # it may be a pipe by now
+    # Never through an existing name: the target may already be reachable for the session.
     target_fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
     with open(source_fd, "rb") as source_file, open(target_fd, "wb") as target_file:
         _copy_bytes(source_file, target_file)
@@ -332,6 +347,7 @@ def _opened(name: str, parent: int | None = None) -> Iterator[int]:
 def _user_namespace(base: int, session: int) -> int:
     """Return a descriptor of a user namespace in which files of a folder's user and group are a session's."""
     base_status = os.stat(base)
+    # A user namespace exists only with a process in it: this one sleeps until the descriptor below holds the namespace.
     child = kernel.fork_into(None, kernel.NEW_USER)
     if child == 0:
         while True:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """The kernel's number of each architecture, and its column in the tables."""
 _ALLOWED: dict[str, tuple[int, int]] = {
+    # Not here on purpose: whatever reaches much of the kernel (ptrace, bpf, io_uring, keyrings, mounts, namespaces),
+    # makes sockets, or watches files (inotify shows a session what happens to the machine's own).
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
     "close": (3, 57), "close_range": (436, 436), "open": (2, -1), "openat": (257, 56), "openat2": (437, 437),
@@ -58,6 +60,7 @@ _ALLOWED: dict[str, tuple[int, int]] = {
 """Calls that are allowed with any arguments; numbers on x86-64 and 64-bit ARM, -1 where it does not exist."""
 _NEWEST = 462
 """Calls above this number are unknown here and don't exist for a session: programs fall back."""
+# Calls that are allowed with some arguments only, below in `session_filter`.
 _CLONE, _CLONE3, _PRLIMIT, _PRCTL, _IOCTL = (56, 220), (435, 435), (302, 261), (157, 167), (16, 29)
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
 _SOCKET = (41, 198)
@@ -88,7 +91,7 @@ def _argument(index: int, *, high: bool = False) -> _Line:
 
 
 def _only(call: int, lines: list[_Line]) -> list[_Line]:
-    """Run lines that end in a verdict if the call in the accumulator is this one."""
+    """Run lines for one call only; they must end in a verdict, as they overwrite its number in the accumulator."""
     return [(_EQUAL, 0, len(lines), call), *lines]
 
 
@@ -110,11 +113,14 @@ def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _search(ranges: list[tuple[int, int]], after: int = 0) -> list[_Line]:
-    """Allow the numbers of sorted ranges by binary search: the kernel tries each filter on all calls when it is set.
+    """Allow the numbers of sorted ranges by binary search.
+
+    The kernel runs each new filter on every call's number when it is set, so that a long chain would slow down starts.
 
     Args:
-        after: lines behind these to skip if the number is in no range.
+        after: number of lines behind these to skip if the number is in no range.
     """
+    # A line's second and third field are how many lines to jump if its test holds, and if it does not.
     if len(ranges) == 1:
         [(low, high)] = ranges
         return [(_AT_LEAST, 0, 2 + after, low), (_ABOVE, 1 + after, 0, high), (_RETURN, 0, 0, _ALLOW)]
@@ -141,15 +147,20 @@ def session_filter(machine: str = platform.machine(), *, has_network: bool = Fal
     allow: _Line = (_RETURN, 0, 0, _ALLOW)
     deny = _refuse(errno.EPERM)
     # Offsets into seccomp_data: 0 is the call's number, 4 the architecture.
+    # First the architecture: 32-bit calls, which any program can make, have other numbers, so that a check of numbers
+    # alone would let through what it means to refuse.
     lines: list[_Line] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    lines += [(_AT_LEAST, 0, 1, 0x40000000), deny]  # x32's numbers
+    # x32 has the architecture of x86-64, and its own numbers for the same calls.
+    lines += [(_AT_LEAST, 0, 1, 0x40000000), deny]
     lines += [(_ABOVE, 0, 1, _NEWEST), _refuse(errno.ENOSYS)]
     allowed_calls = [*_ALLOWED.values(), *(_NETWORK if has_network else ())]
     lines += _search(list(_ranges(sorted(numbers[column] for numbers in allowed_calls if numbers[column] >= 0))))
+    # Its flags are behind a pointer, which a filter cannot follow.
     lines += _only(_CLONE3[column], [_refuse(errno.ENOSYS)])
     for call in _CHANGE_ATTRIBUTES:
         lines += _only(call[column], [_refuse(errno.ENOTSUP)])
     lines += _only(_CLONE[column], [_argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), deny, allow])
+    # setrlimit is allowed; this one would also reach other processes of the user, such as the session's forks.
     lines += _only(_PRLIMIT[column], [_argument(0), (_EQUAL, 0, 1, 0), allow, deny])  # of the caller only
     lines += _only(_PRCTL[column], _one_of(_PRCTLS, 0, errno.EPERM))
     lines += _only(_IOCTL[column], _one_of(_IOCTLS, 1, errno.ENOTTY))
@@ -160,6 +171,7 @@ def session_filter(machine: str = platform.machine(), *, has_network: bool = Fal
     kinds: list[_Line] = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 2, 0, socket.SOCK_STREAM)]
     kinds += [(_EQUAL, 1, 0, socket.SOCK_SEQPACKET), deny, allow]
     lines += _only(_SOCKETPAIR[column], [_argument(0), (_EQUAL, 1, 0, socket.AF_UNIX), deny, *kinds])
+    # sendto may name no address: both halves of the pointer must be zero.
     unaddressed: list[_Line] = [(_EQUAL, 1, 0, 0), deny]
     if has_network:
         lines += _only(_SENDTO[column], [allow])

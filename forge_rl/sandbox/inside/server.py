@@ -36,8 +36,11 @@ from forge_rl.sandbox.inside import (
 from forge_rl.sandbox.inside.confinement import MOST_FILES, Confinement, Lineage
 
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
+# User ids of sessions are far above any that a system hands out: those of all servers lie in 2^30 to 2^31, 65,536 for
+# each server.
 _LEAST_UID, _UIDS = 0x40000000, 0x10000
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
+# Bytes of a request, descriptors that may come with it, and sessions that are prepared together.
 _MOST_MESSAGE, _MOST_GIVEN, _MOST_AT_ONCE = 1 << 16, 4, 16
 
 
@@ -46,6 +49,8 @@ def missing_layers(profile: str) -> dict[str, str]:
     missing, machine = {}, os.uname().machine
     rootless = os.geteuid() != 0
     if rootless and profile == "standard":
+        # The profile `standard` has one process namespace for all sessions: only different users keep them from
+        # signalling each other.
         missing["uid"] = "only root can give each session a user of its own"
     if profile == "process" and commands.bubblewrap() is None:
         missing["bubblewrap"] = "there is no bwrap in /usr/local/bin, /usr/bin or /bin"
@@ -57,6 +62,7 @@ def missing_layers(profile: str) -> dict[str, str]:
         missing["seccomp"] = f"there is no table of system calls for {machine}"
     elif not kernel.has_seccomp():
         missing["seccomp"] = "the kernel filters no system calls"
+    # The second switch is Debian's, and binds only users without privileges.
     for setting in (
         "user/max_user_namespaces",
         *(["kernel/unprivileged_userns_clone"] if profile != "strict" or rootless else []),
@@ -68,11 +74,18 @@ def missing_layers(profile: str) -> dict[str, str]:
 
 
 def main(channel_fd: int, lifeline_fd: int) -> None:
-    """Be the keeper, until the owner closes its end of the lifeline, or the server ends."""
+    """Run the keeper until the owner closes its end of the lifeline, or the server ends.
+
+    Args:
+        channel_fd: socket for requests and answers; the server takes it over.
+        lifeline_fd: read end of a pipe whose write end only the owner has.
+    """
+    # Interrupts are the owner's to handle; this process ends by the lifeline.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel, lifeline = socket.socket(fileno=channel_fd), lifeline_fd
     config = json.loads(channel.recv(_MOST_MESSAGE))
     if config["profile"] != "process":
+        # Whatever the interpreter writes on first use is written here once, and stays shared between all sessions.
         cells.rehearse()
         if config["images"]:
             cells.load_extensions()
@@ -80,10 +93,13 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
+            # A refusal that names the module, instead of a server that just ends.
             channel.send(json.dumps({"refused": f"a session cannot import {name}: {error}"}).encode())
             return
     hierarchies = [] if "cgroup" in config["missing"] else cgroups.here()
+    # An owner, keeper and server that were killed together left their cgroups, which the kernel keeps.
     cgroups.remove_abandoned(hierarchies)
+    # A server holds more sessions than the owner's soft limit has files.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     tree = cgroups.CgroupTree(cgroups.name_of(os.getpid()), hierarchies)
@@ -98,15 +114,19 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         surroundings.build_root(
             [sys.base_prefix, *config["packages"]], config["profile"], config["rootless"], config["images"]
         )
+        # The first child of a process that has unshared its process namespace is PID 1 there: when it ends, the kernel
+        # kills all sessions.
         server = os.fork()
         if server == 0:
             config["number"] = keeper
+            # A keeper that is killed takes the server with it: nobody would be left to remove its cgroups.
             kernel.end_with_parent()
             os.close(lifeline)
             _serve(channel, tree, config)
         channel.close()
         ended = os.pidfd_open(server)
         waiting = select.poll()
+        # Poll reports the hang-up of the write end without being asked for any event.
         waiting.register(lifeline, 0)
         waiting.register(ended, select.POLLIN)
         waiting.poll()
@@ -121,11 +141,13 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
 
 
 def _serve(channel: socket.socket, tree: cgroups.CgroupTree, config: dict[str, Any]) -> NoReturn:
-    """Be the server, until the owner closes the channel."""
+    """Run the server until the owner closes the channel."""
     try:
+        # Not earlier: only a process inside of the new process namespace can mount a /proc that shows it.
         surroundings.mount_proc(show_all=config["profile"] == "process")
         kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
         socket.sethostname("sandbox")
+        # No descendant can regain a capability by executing a program, not even one that escaped its user.
         kernel.drop_bounding_capabilities()
         server = _SessionServer(channel, tree, config)
         channel.send(json.dumps({"serving": True}).encode())
@@ -153,31 +175,37 @@ class _SessionServer:
         self.sessions: dict[str, Lineage] = {}
         self.ending: set[str] = set()
         self.births: dict[int, tuple[socket.socket, str, bool]] = {}
-        """Channels of sessions and forks that are about to say that they are there, and whether it is a fork."""
+        """By descriptor: birth channels of processes that have not reported yet, their session, and if it is a fork."""
         self.pids: dict[int, str] = {}
         self.inits: dict[int, Lineage] = {}
         self.removers: dict[int, str] = {}
-        """Processes that delete what an ended session has left."""
+        """Processes that delete the folders of an ended session, by PID, with the session's name."""
         self.lives: dict[int, str] = {}
-        """Descriptors of sessions' processes whose parent is an init."""
+        """By pidfd: sessions whose first process is the child of an init, so that `waitpid` here never returns it."""
         self.first_uid, self.uids = (0, 1) if self.rootless else _uids(config["number"])
+        # Every session inherits this process: its variables, import path and modules must hold nothing of the owner's.
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
         sys.path[:] = [path for path in sys.path if path != config["root"]] + list(config["packages"])
         sys.argv[:] = [""]
+        # Cells import their own `forge_rl` or none: this one's modules stay reachable only by the code that already
+        # holds them.
         for name in [name for name in sys.modules if name.partition(".")[0] == "forge_rl"]:
             del sys.modules[name]
         self.waiting = select.epoll()
+        # SIGCHLD writes a byte into this pipe, so that one epoll waits for requests, births and deaths alike.
         self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake)
         self.wake = wake
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        # Sessions inherit these three, and nothing of theirs may reach the owner's terminal or logs.
         null = os.open("/dev/null", os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         os.close(null)
         if self.process:
             self.confinement.check_bubblewrap(self.first_uid)
+        # Frozen objects are never visited by a collection, whose marks would copy the pages that all sessions share.
         gc.collect()
         gc.freeze()
 
@@ -205,10 +233,10 @@ class _SessionServer:
                 return
 
     def _answer_all(self) -> bool:
-        """Answer the requests that wait; False if the owner has closed the channel.
+        """Answer the pending requests; return False if the owner has closed the channel.
 
-        All sessions that are to start are prepared before the first is forked: after a fork, each page that this
-        process writes is copied, 200 for each session otherwise.
+        All sessions that are to start are prepared before the first is forked, as each page that this process writes
+        after a fork is copied: 200 for each session if they were prepared one by one.
         """
         prepared: list[Iterator[None]] = []
         while len(prepared) < _MOST_AT_ONCE and select.select([self.channel], [], [], 0)[0]:
@@ -216,6 +244,8 @@ class _SessionServer:
             if not text:
                 return False
             answer = self._answer(json.loads(text), fds)
+            # A generator that yields has prepared a session. Any other request is done by now, and `next` returned the
+            # default.
             if next(answer, self) is None:
                 prepared.append(answer)
         for answer in prepared:
@@ -226,12 +256,13 @@ class _SessionServer:
         self.channel.send(json.dumps(message).encode())
 
     def _answer(self, message: dict[str, Any], fds: list[int]) -> Iterator[None]:
-        """Do what a request asks for, and yield once before a session is forked."""
+        """Carry out a request; a start yields once, between its preparation and its fork."""
         name, do = str(message["session"]), message["do"]
         try:
             if do == "start":
                 yield from self._start(name, message["limits"], message["layers"], *fds)
             elif do == "fork":
+                # Kept until the fork reports, while the descriptors of the request are closed below.
                 birth = socket.socket(fileno=os.dup(fds[0]))
                 self._prepare_fork(name, message, birth, fds[1:])
             elif do == "end" and name in self.sessions:
@@ -241,7 +272,7 @@ class _SessionServer:
                 self._tell(session=name, failed=str(error))
                 if name in self.sessions:
                     self._finish(name)
-                else:
+                else:  # it failed before it had a process
                     self.tree.remove(name)
         finally:
             for fd in fds:
@@ -253,8 +284,8 @@ class _SessionServer:
         """Start a session.
 
         Args:
-            layers: of its image, below LAYERS; none without an image.
-            workspace: descriptors of the owner's channel and of the base; the channel alone with an image.
+            layers: paths of its image's layers below LAYERS; empty without an image.
+            workspace: descriptors of the owner's channel and of the base folder; only the channel if it has an image.
         """
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
@@ -275,9 +306,11 @@ class _SessionServer:
                 if workspace:
                     session_folders.show_workspace(lineage, limits, *workspace)
             yield
+            # Others were prepared meanwhile, and a request to end this one may have come with theirs.
             if name not in self.sessions or name in self.ending:
                 raise OSError("it was ended before it began")
             if self.strict:
+                # The init forks the session's process, so that its PID is unknown here until it reports.
                 ours, birth = frames.birth_channel()
                 self._expect(name, ours, fork=False)
                 lineage.init = kernel.fork_into(None, surroundings.NAMESPACES)
@@ -299,6 +332,7 @@ class _SessionServer:
                     self.confinement.become_session(lineage, limits, control, group.doors, group.last_doors, meters)
                 self.pids[pid] = name
                 if layers:
+                    # Held open, as removing a fork's folder needs these mounts after the first process has ended.
                     lineage.space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             group.close()
@@ -312,7 +346,10 @@ class _SessionServer:
         birth: socket.socket,
         show_workspace: Callable[[], None] | None,
     ) -> NoReturn:
-        """Be PID 1 of namespaces for one session and its forks, outside of their cgroups."""
+        """Run PID 1 of the namespaces of one session and its forks.
+
+        It stays outside of their cgroups: killing the session's would end it and, with it, the forks that live on.
+        """
         try:
             kernel.unmount("/proc")
             kernel.unmount("/tmp")
@@ -327,6 +364,8 @@ class _SessionServer:
                 if not lineage.layers:
                     self.confinement.show_proc()
                 self.confinement.become_session(lineage, limits, control, group.doors, group.last_doors)
+            # From here on this process only reaps: what untrusted processes of its namespace could reach through it is
+            # given up.
             os.closerange(3, MOST_FILES)
             self.confinement.become_user(lineage.uid)
             kernel.forbid_privileges()
@@ -349,11 +388,11 @@ class _SessionServer:
         )
 
     def _prepare_fork(self, name: str, message: dict[str, Any], birth: socket.socket, workspace: Sequence[int]) -> None:
-        """Make a fork's cgroups and workspace, before its session forks. It waits until its birth channel lets it in.
+        """Make a fork's cgroups and workspace before its session forks; the fork waits on its birth channel meanwhile.
 
         Args:
-            workspace: descriptors of the owner's channel, of the changes to copy, and of the base, if there is one; an
-                image has no base.
+            workspace: descriptors of the owner's channel, of the changes to copy, and of the base folder; an image
+                has no base.
         """
         try:
             if message["of"] not in self.sessions:
@@ -362,6 +401,7 @@ class _SessionServer:
         except OSError:
             birth.close()
             raise
+        # A fork shares the user, scratch folder and namespaces of its session, and has cgroups of its own.
         lineage = self.sessions[name] = self.sessions[message["of"]]
         lineage.members[name] = [name]
         self._expect(name, birth, fork=True)
@@ -371,12 +411,12 @@ class _SessionServer:
                 session_folders.copy_workspace(lineage, name, message, group, workspace)
 
     def _expect(self, name: str, birth: socket.socket, *, fork: bool) -> None:
-        """Wait for a new process to say on a channel that it is there."""
+        """Watch a birth channel, on which a new process reports that it exists."""
         self.births[birth.fileno()] = birth, name, fork
         self.waiting.register(birth, select.EPOLLIN)
 
     def _let_in(self, fd: int) -> None:
-        """Move a process into its cgroups. The kernel's word for its PID is taken, never its own."""
+        """Move a new process into its cgroups, by the PID that the kernel attests, never one that the process names."""
         channel, name, fork = self.births.pop(fd)
         self.waiting.unregister(fd)
         with channel:
@@ -385,9 +425,11 @@ class _SessionServer:
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and lineage is not None:
                     pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
+                    # Another session that got hold of the channel cannot be let in: its messages carry its own user.
                     if uid in (0, lineage.uid):
                         with contextlib.suppress(OSError):  # it has ended, or does not listen
                             if self.strict:
+                                # A pidfd cannot come to mean another process, as a PID can that somebody else reaps.
                                 life = os.pidfd_open(pid)
                                 self.lives[life] = name
                                 self.waiting.register(life, select.EPOLLIN)
@@ -397,12 +439,16 @@ class _SessionServer:
                                 self._let_in_commands(channel, pid, name)
                                 continue
                             channel.send(b"!")
-                            if fork:  # others were made where they belong
-                                # The kernel takes some ms. Until then it counts as part of the session that it is of.
+                            # The answer comes first because moving takes some ms, in which the fork already works.
+                            # Until then, it counts against its parent session's limits.
+                            if fork:  # first processes were forked into theirs
                                 self.tree.move(pid, name)
 
     def _let_in_commands(self, channel: socket.socket, pid: int, name: str) -> None:
-        """Move a fork whose commands are processes of their own, and give it its meters."""
+        """Move a fork that runs commands, and give it the meters of its own cgroups.
+
+        The move comes first here: a command that started before it would stay in the parent session's cgroups.
+        """
         self.tree.move(pid, name)
         meters = self.tree.meters(name)
         socket.send_fds(channel, [b"!"], [meter.fd for meter in meters])
@@ -417,6 +463,7 @@ class _SessionServer:
                 return
             if pid == 0:
                 return
+            # `_finish` must not kill this PID any more, which the kernel may give to another process from here on.
             if (lineage := self.inits.pop(pid, None)) is not None:
                 lineage.init = 0
             if pid in self.removers:
@@ -424,17 +471,18 @@ class _SessionServer:
             self._ended(self.pids.pop(pid, ""), os.waitstatus_to_exitcode(status))
 
     def _ended(self, name: str, status: int | None) -> None:
-        """Report the unexpected end of a session's process, and kill its descendants."""
+        """Report the unexpected end of a session's first process, and start to end the processes that it left."""
         if name in self.sessions and name not in self.ending:
             self.ending.add(name)
             self._tell(session=name, exit=status, memory=self.tree.kills_for_memory(name))
 
     def _kill(self, name: str) -> bool:
-        """Kill a session's processes; return True if none is left, and its cgroups are removed."""
+        """Kill a session's processes; return True once none is left and its cgroups are removed."""
         if self.tree.folders:
             self.tree.kill(name)
             return self.tree.remove(name)
-        # Without cgroups: its first process now, and what this leaves with the last session of the lineage.
+        # Without cgroups: the first process now. Programs that it started cannot be told from its forks' programs, as
+        # all have the lineage's user: they end with the last session of the lineage.
         lineage = self.sessions[name]
         lives = [life for life, session in self.lives.items() if session == name]
         with contextlib.suppress(ProcessLookupError):
@@ -451,12 +499,15 @@ class _SessionServer:
         return not lives and name not in self.pids.values() and not (is_last and lineage.init)
 
     def _finish(self, name: str) -> None:
-        """Kill a session's remaining processes; once all have ended, remove its cgroups and folder."""
+        """Kill a session's remaining processes; once all have ended, remove its cgroups and folder.
+
+        Called again, by the loop in `run`, until that is so.
+        """
         self.ending.add(name)
         if not self._kill(name):
             return
         self.ending.discard(name)
-        for fd in [fd for fd, (_, child, _) in self.births.items() if child == name]:  # it never came
+        for fd in [fd for fd, (_, child, _) in self.births.items() if child == name]:  # it never reported
             self.waiting.unregister(fd)
             self.births.pop(fd)[0].close()
         lineage = self.sessions.pop(name)
@@ -467,7 +518,7 @@ class _SessionServer:
         if lineage.init:
             os.kill(lineage.init, signal.SIGKILL)
         elif lineage.space >= 0:
-            os.close(lineage.space)  # with which the last of its mounts go
+            os.close(lineage.space)  # the last hold on its mounts
         elif not (self.strict or lineage.layers):
             with contextlib.suppress(OSError):  # it may have failed to be mounted
                 kernel.unmount(lineage.folder)
@@ -476,9 +527,10 @@ class _SessionServer:
         self._tell(session=name, ended=True)
 
     def _remove(self, name: str, lineage: Lineage, folders: list[str]) -> None:
-        """Delete the folders of a session of which forks live on, in a process, as they may hold much."""
+        """Delete the folders of a session whose forks live on, in a process of its own: they may hold many files."""
         with contextlib.suppress(OSError):
             if not self.strict and len(folders) == 1:
+                # An empty folder needs no process.
                 os.rmdir(os.path.join(lineage.folder, folders[0]))
                 self._tell(session=name, ended=True)
                 return
@@ -494,7 +546,10 @@ class _SessionServer:
 
 
 def _kill_all_of(uid: int) -> None:
-    """Kill all processes of a user in this process's namespace."""
+    """Kill all processes of a user in this process's namespace.
+
+    A child does it as that user, as `kill(-1)` reaches all that the caller may signal.
+    """
     killer = os.fork()
     if killer == 0:
         try:
@@ -506,12 +561,16 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _uids(number: int) -> tuple[int, int]:
-    """Return the first of the user ids of a server's sessions, and how many there are.
+    """Return the first of the user ids for a server's sessions, and how many there are.
 
     Args:
-        number: tells this server from others of the machine.
+        number: the keeper's PID, which gives servers of one machine ranges of their own.
+
+    Raises:
+        OSError: the user namespace of this container maps too few ids.
     """
     with open("/proc/self/uid_map") as file:
+        # Inside of a container with mapped users, only ids of its own mapping exist.
         first_uid, _, size = max((tuple(map(int, line.split())) for line in file), key=lambda mapping: mapping[2])
     if first_uid + size >= 2 * _LEAST_UID:
         return _LEAST_UID + number % (_LEAST_UID // _UIDS) * _UIDS, _UIDS

@@ -19,7 +19,7 @@ from forge_rl.sandbox.inside.confinement import Confinement, Lineage
 
 
 def mount_scratch(lineage: Lineage, limits: dict[str, Any]) -> None:
-    """Mount a session's scratch folder, bounded in bytes and files."""
+    """Mount a session's scratch folder: a tmpfs of its own, bounded in bytes and files."""
     options = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=700"
     kernel.mount(
         "tmpfs", lineage.folder, "tmpfs", surroundings.HIDDEN, f"{options},uid={lineage.uid},gid={lineage.uid}"
@@ -27,7 +27,7 @@ def mount_scratch(lineage: Lineage, limits: dict[str, Any]) -> None:
 
 
 def show_workspace(lineage: Lineage, limits: dict[str, Any], owner: int, base: int) -> None:
-    """Make a session's workspace; send its owner the folder with the changes, and the reason if it is a copy."""
+    """Make a session's workspace; send its owner the folder with the changes, and why it is a copy if it is one."""
     reason = ""
     place = os.path.join(lineage.folder, overlays.NAME)
     os.mkdir(place, 0o700)
@@ -35,6 +35,7 @@ def show_workspace(lineage: Lineage, limits: dict[str, Any], owner: int, base: i
     try:
         changes = overlays.mount(base, lineage.folder, lineage.uid, **bounds)
     except OSError as error:
+        # Not here: the session's first process copies it, within its own limits.
         lineage.to_copy, reason = base, str(error)
         changes = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     _tell_owner(owner, f"workspace {reason}".encode(), changes)
@@ -50,7 +51,7 @@ class ImageRoots:
     """True if the files of images are copied even where they could be mounted."""
 
     def enter(self, lineage: Lineage, limits: dict[str, Any], group: GroupFds, control: int, owner: int) -> None:
-        """Make the root of a session's commands, in the mount namespace of the session; of its Python, enter it too."""
+        """Make the root of a session in its own mount namespace, and enter it if the session runs Python."""
         try:
             if not self.confinement.strict:
                 mount_scratch(lineage, limits)
@@ -73,6 +74,7 @@ class ImageRoots:
                 proc = surroundings.enter_image(place, lineage.folder, lineage.uid, folders)
                 lineage.proc = f"/proc/self/fd/{proc}"
         except OSError as error:
+            # This is not the server: the owner hears the reason on the session's own channel.
             with contextlib.suppress(OSError), socket.socket(fileno=control) as channel:
                 channel.sendall(frames.encode({"failed": f"its image cannot be mounted here: {error}"}))
             os._exit(1)
@@ -97,6 +99,8 @@ class ImageRoots:
             os.write(writer, f"!{cause}".encode("utf-8", "replace")[:1024])
             os._exit(0)
         os.close(writer)
+        # "!" and a reason, or "!" alone for success. Nothing at all if the process was killed: the write end closed
+        # without a word.
         cause = os.read(reader, 1024).decode("utf-8", "replace") or "?killed, as by its memory limit"
         os.close(reader)
         with contextlib.suppress(ChildProcessError):
@@ -106,10 +110,10 @@ class ImageRoots:
 
 
 def copy_workspace(lineage: Lineage, name: str, message: dict[str, Any], group: GroupFds, fds: Sequence[int]) -> None:
-    """Copy a workspace for a fork, in a process in the fork's cgroups, which tells the owner.
+    """Copy a workspace for a fork, in a process in the fork's cgroups, which reports to the owner.
 
     Args:
-        name: the fork's.
+        name: name of the fork.
         message: the owner's request.
         fds: descriptors of the owner's channel, of the changes to copy, and of the base, if there is one.
     """

@@ -1,4 +1,4 @@
-"""Shared by all pools of rented sandboxes and their sessions: places, closing, and refusals."""
+"""Base of all pools of rented sandboxes and their sessions: places, closing, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProviderPool(ABC, Generic[S]):
     """Holds at most `sessions` open sessions of a provider; a subclass opens and ends them by its API."""
 
     UNITS: ClassVar[str]
-    """What sessions run in, for errors, such as "Docker's containers"."""
+    """Name for what sessions run in, for errors, such as "Docker's containers"."""
     sessions: int
     client: WebClient
 
@@ -39,6 +39,7 @@ class ProviderPool(ABC, Generic[S]):
         return self
 
     async def __aexit__(self, *raised: object) -> None:
+        # Of a copy, as each session that closes leaves the set.
         await asyncio.gather(*(session.close() for session in list(self._open)), return_exceptions=True)
         await self.client.close()
 
@@ -78,6 +79,7 @@ class ProviderPool(ABC, Generic[S]):
         """End a session; if the provider cannot be reached, the session ends after `idle_s` without use."""
         if session not in self._open:
             return
+        # Before the request: a session that is closed twice must not free two places.
         self._open.remove(session)
         try:
             with contextlib.suppress(SandboxError):
@@ -95,7 +97,7 @@ class ProviderPool(ABC, Generic[S]):
 
 
 class ProviderSession:
-    """A session of a `ProviderPool`. See `PoolSession`, whose methods a subclass has."""
+    """A session of a `ProviderPool`. A subclass has the methods of `PoolSession`."""
 
     def __init__(self, pool: ProviderPool[Any], limits: Limits) -> None:
         self.limits = limits

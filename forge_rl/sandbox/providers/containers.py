@@ -1,7 +1,7 @@
 """Sessions of images in containers that others run: of a Docker daemon, or rented from Daytona, E2B or Modal.
 
 A provider is one file: it starts a container of an image, runs a program in it, writes and reads files, and ends it.
-Here is what all have in common: shells, time limits, variables, outputs of bounded size, changes and their application.
+All of them share this file: shells, time limits, variables, bounded outputs, changes and their application.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BOUNDED = (
     'o=$1 n=$2 d=$3; shift 3; [ -z "$d" ] || cd "$d" || exit 125; "$@" > "$o" 2> "$o.e" < /dev/null; s=$?;'
     ' PATH=/usr/bin:/bin:$PATH; head -c "$n" "$o"; head -c "$n" "$o.e" >&2; rm -f "$o" "$o.e"; exit $s'
 )
-"""Runs a program whose output goes to files, so that processes it leaves running hold nobody up."""
+"""Runs a program with its output in files, as processes that it leaves running would keep a pipe open."""
 _GRACE_S = 15.0
 """Time beyond a command's limit before its container is ended."""
 _FILES_S = 300.0
@@ -72,14 +72,14 @@ class ProviderContainer(Protocol):
         """
 
     async def close(self) -> None:
-        """End the container; nothing is raised if the provider is gone."""
+        """End the container; raise nothing if the provider is gone."""
 
 
 class ContainerProvider(Protocol):
     """Starts containers; keys come from the environment, and appear in no message."""
 
     async def start(self, image: str, limits: Limits) -> ProviderContainer:
-        """Start a container of an image of a registry, which nothing untrusted has used.
+        """Start a new container of a registry's image.
 
         On first use, it ends the containers of processes of this machine that were killed, by their label.
 
@@ -88,7 +88,7 @@ class ContainerProvider(Protocol):
         """
 
     async def close(self) -> None:
-        """Close its connections; containers are closed before."""
+        """Close its connections, once all containers are closed."""
 
 
 def check_provider(name: str, flag: str) -> None:
@@ -136,8 +136,8 @@ class RentedSession:
     where it has not. Sessions cannot be forked.
 
     Args:
-        programs: where the image has `timeout` and `env`; "" for one that it has not.
-        before: the root as the image has it; None for a session whose changes nobody asks for.
+        programs: paths of `timeout` and `env` in the image; "" for one that it lacks.
+        before: the root before any command; None for a session whose changes are not asked for.
     """
 
     def __init__(
@@ -149,6 +149,8 @@ class RentedSession:
         """Why the provider failed; "" if it did not."""
         self._container, (self._timeout, self._env) = container, programs
         self._lock = asyncio.Lock()
+        # Scripts write next to this path. `roots.LIST` leaves out its prefix, so that forge_rl's own files are no
+        # changes.
         self._place = f"/tmp/.forge-rl-{uuid.uuid4().hex}"
 
     @classmethod
@@ -165,6 +167,7 @@ class RentedSession:
         try:
             session = cls(container, limits, ("", ""), None)
             lines = (await session._script(roots.DESCRIBE)).stdout.split("\n")
+            # Looked up before any command ran, and kept as full paths: a command may put others before them in PATH.
             session._timeout, session._env = [*lines, ""][:2]
             if watched:
                 listed = await session._listed()
@@ -198,11 +201,14 @@ class RentedSession:
         if env:
             command = [self._env or "env", *(f"{name}={value}" for name, value in env.items()), *command]
         if self._timeout:
+            # Inside of the container, so that one slow command does not cost the session its container.
             command = [self._timeout, "-s", "KILL", str(math.ceil(wall_s)), *command]
         max_bytes = self.limits.output_bytes
         bounded = ["/bin/sh", "-c", _BOUNDED, "sh", self._place, str(max_bytes + 1), folder, *command]
         began_s = time.monotonic()
         result = await self._execute(bounded, wall_s + (_GRACE_S if self._timeout else 0))
+        # 137 is also the status of a command that was killed otherwise: only one that took its whole time was killed
+        # for that.
         if self._timeout and result.status == _SIGKILL and time.monotonic() - began_s >= wall_s:
             message = f"the cell exceeded {wall_s:g} s: killed"
             result = replace(result, status=None, error=CellError(name="CellOverrun", message=message))
@@ -281,7 +287,7 @@ class RentedSession:
 
     @contextlib.asynccontextmanager
     async def _using(self) -> AsyncIterator[None]:
-        """Use the container, alone; note if it or its provider is gone afterwards."""
+        """Use the container alone; note whether it or its provider is gone afterwards."""
         async with self._lock:
             if not self.alive:
                 raise SandboxError(f"the session has ended: {self.lost or 'it is closed'}", hint="open another")
@@ -296,7 +302,7 @@ class RentedSession:
                 self.alive, self.lost = False, error.message
                 raise
             except BaseException:
-                await asyncio.shield(self.close())  # a cancelled caller: the command still runs
+                await asyncio.shield(self.close())  # the caller was cancelled, and its command still runs
                 raise
 
     async def _execute(self, command: Sequence[str], wall_s: float) -> Result:
@@ -305,7 +311,7 @@ class RentedSession:
                 result = await self._container.execute(
                     command, wall_s=wall_s, output_bytes=self.limits.output_bytes + 1
                 )
-        except ContainerEndedError as error:  # its own processes did that: there is nothing else in a container
+        except ContainerEndedError as error:  # its own processes did it, as nothing else runs in a container
             return Result(error=CellError(name="OutOfMemory", message=error.message), usage=Usage(wall_s=0.0))
         self.alive = self.alive and (result.error is None or result.error.name != "CellOverrun")
         return result

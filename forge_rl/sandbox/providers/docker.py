@@ -1,7 +1,7 @@
 """Containers of a Docker daemon behind the protocol of pools, for machines that have one: commands in an image.
 
-Written from the public description of Docker's Engine API and tested against a stand-in of it. Who may use the daemon
-is root of its machine; sessions get no privileges, but what confines them is Docker's, not this library's.
+Written from the public description of Docker's Engine API and tested against a stand-in of it. Whoever may use the
+daemon is root of its machine. Sessions get no privileges, but Docker confines them, not this library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ID = re.compile(r"[0-9a-f]{12,64}")
 _START_S, _PULL_S, _REQUEST_S, _GRACE_S = 60.0, 1800.0, 60.0, 10.0
 _MOST_SMALL, _MOST_PULL = 4 << 20, 64 << 20
 _GONE = (404, 409)
-"""Statuses of answers about a container that does not exist any more, or has ended."""
+"""Statuses of answers about a container that no longer exists, or has ended."""
 _STREAM_HEADER = 8
 _STDOUT, _STDERR = 1, 2
 _TAR_SLACK = 1 << 16
@@ -47,10 +47,10 @@ class DockerPool(ProviderPool["DockerSession"]):
         async with DockerPool(image="debian:12") as pool, pool.session() as session:
             print((await session.run("cat /etc/os-release")).stdout)
 
-    Files stay between cells, processes that a cell leaves may. Sessions cannot be forked or undone. A container has no
-    network, no capabilities, and the memory, CPUs and processes of `Limits`; its files are on the daemon's disk.
-    Containers end with the pool. Those of a program that was killed end with the next pool of this machine, and in any
-    case after `idle_s`.
+    Files stay between cells, and processes that a cell leaves may stay. Sessions cannot be forked or undone. A
+    container has no network, no capabilities, and the memory, CPUs and processes of `Limits`; its files are on the
+    daemon's disk. Containers end with the pool. Those of a program that was killed end with the next pool of this
+    machine, and in any case after `idle_s`.
     """
 
     UNITS: ClassVar[str] = "Docker's containers"
@@ -126,7 +126,7 @@ class DockerPool(ProviderPool["DockerSession"]):
         return kind(f"Docker refused ({error.status}): {error.text[:500]}")
 
     async def _prepare(self) -> None:
-        """Have the image, and remove the containers of programs that were killed, once."""
+        """Pull the image if it is missing, and remove the containers of killed programs; once in a pool's life."""
         async with self._pulling:
             if self._is_ready:
                 return
@@ -151,6 +151,7 @@ class DockerPool(ProviderPool["DockerSession"]):
     async def _created(self, limits: Limits) -> str:
         host = {
             "Memory": limits.memory_bytes,
+            # Memory and swap together, so that there is no swap.
             "MemorySwap": limits.memory_bytes,
             "NanoCpus": int(limits.cpus * 1e9),
             "PidsLimit": limits.processes,
@@ -158,6 +159,7 @@ class DockerPool(ProviderPool["DockerSession"]):
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
             "AutoRemove": True,
+            # A first process that reaps what commands leave; `sleep` would not.
             "Init": True,
             **({"Runtime": self.runtime} if self.runtime else {}),
         }
@@ -206,7 +208,7 @@ class DockerSession(ProviderSession):
         """Run a command line and return its result. One that takes too long ends the session.
 
         Raises:
-            SandboxError: the container is gone, or a limit on CPU time is asked for, which Docker has none of.
+            SandboxError: the container is gone, or a limit on CPU time is asked for, which Docker lacks.
         """
         wall_s = self.limits.wall_s if wall_s is None else wall_s
         if cpu_s is not None or self.limits.cpu_s is not None:
@@ -224,7 +226,7 @@ class DockerSession(ProviderSession):
             except HttpError as error:
                 await self.close()
                 raise self._pool.refusal(error) from None
-            except BaseException:  # also a cancelled caller: the cell still runs
+            except BaseException:  # a cancelled caller too, as its cell still runs
                 await asyncio.shield(self.close())
                 raise
 
@@ -311,7 +313,7 @@ class DockerSession(ProviderSession):
 
 @dataclass(eq=False)
 class _CommandOutput:
-    """What a command has printed so far: frames of 8 bytes (stream, three zeros, length) and content, cut to limits."""
+    """Output of a command so far, cut to its limit. It arrives in frames: stream, three zeros, length, content."""
 
     max_bytes: int
     buffer: bytearray = field(default_factory=bytearray)
@@ -324,6 +326,7 @@ class _CommandOutput:
         self.buffer += chunk
         while self.buffer:
             if not self.left:
+                # A header may be split between two chunks.
                 if len(self.buffer) < _STREAM_HEADER:
                     return
                 header = bytes(self.buffer[:_STREAM_HEADER])

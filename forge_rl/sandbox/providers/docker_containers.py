@@ -31,6 +31,7 @@ class DockerContainers:
 
     async def start(self, image: str, limits: Limits) -> DockerContainer:
         """Start a container; see `ContainerProvider`."""
+        # A pool has one image; providers start containers of any.
         if image not in self._pools:
             self._pools[image] = DockerPool(image=image, sessions=_MOST_SESSIONS, user="0:0", socket=self._socket)
         return DockerContainer(await self._pools[image].open(limits=limits))

@@ -1,7 +1,7 @@
 """Rented sandboxes of E2B behind the protocol of pools: virtual machines elsewhere, each with a Python kernel.
 
 Written from E2B's public API descriptions and tested against a stand-in of its API, never against the service itself.
-What the service answers is not trusted: bounded, JSON, and only text and images are taken from it.
+The service's answers are not trusted: they are bounded, must be JSON, and only text and images are taken from them.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class RentedSandbox:
 
 def _rented(answer: dict[str, object]) -> RentedSandbox:
     name, domain = answer.get("sandboxID"), answer.get("domain") or "e2b.app"
+    # Name and domain become parts of addresses to which the sandbox's tokens are sent.
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise SandboxError("E2B's answer names no sandbox")
     if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
@@ -129,7 +130,7 @@ class E2BSession(ProviderSession):
         """Run a cell of Python and return its result. One that takes too long ends the session.
 
         Raises:
-            SandboxError: the sandbox is gone, or a limit on CPU time is asked for, which E2B has none of.
+            SandboxError: the sandbox is gone, or a limit on CPU time is asked for, which E2B lacks.
         """
         wall_s = self.limits.wall_s if wall_s is None else wall_s
         if cpu_s is not None or self.limits.cpu_s is not None:
@@ -156,7 +157,7 @@ class E2BSession(ProviderSession):
                 heard.error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed")
             except HttpError as error:
                 raise await self._failed(error) from None
-            except BaseException:  # also a cancelled caller: the cell still runs
+            except BaseException:  # a cancelled caller too, as its cell still runs
                 await asyncio.shield(self.close())
                 raise
             return heard.result(time.perf_counter() - began)
@@ -177,6 +178,7 @@ class E2BSession(ProviderSession):
         """Let the sandbox live longer than its next work and an idle time."""
         self._check_alive()
         wanted_s = work_s + _GRACE_S + self._pool.idle_s
+        # Half an idle time of slack, so that not each cell costs a request.
         if time.monotonic() + wanted_s - self._pool.idle_s / 2 > self._until_s:
             await self._pool.api("POST", f"/sandboxes/{self.rented.name}/timeout", {"timeout": math.ceil(wanted_s)})
             self._until_s = time.monotonic() + wanted_s
@@ -194,6 +196,7 @@ class E2BSession(ProviderSession):
                 )
                 return await self._pool.client.ask(request, most_bytes=most_bytes, limit_s=_FILE_S)
             except HttpError as error:
+                # 404 is a missing file here; 502 says that the sandbox is gone.
                 if error.status == 502:
                     raise await self._failed(error) from None
                 raise SandboxError(
@@ -208,7 +211,7 @@ class E2BSession(ProviderSession):
 
 @dataclass(eq=False)
 class _CellOutput:
-    """What a cell has answered so far, cut to the limits."""
+    """Answer of a cell so far, cut to the limits."""
 
     limits: Limits
     texts: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})

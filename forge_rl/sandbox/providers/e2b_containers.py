@@ -63,9 +63,11 @@ class E2BContainers:
         return E2BContainer(self._sdk, sandbox)
 
     async def _template(self, image: str, cpus: int, memory_mib: int) -> str:
-        """Return the name of the template of an image, which is built if there is none."""
+        """Return the name of an image's template; build the template if it does not exist."""
+        # CPUs and memory belong to a template, so that each combination needs its own.
         about = hashlib.sha256(f"{image} {cpus} {memory_mib}".encode()).hexdigest()[:24]
         name = f"forge-rl-{about}"
+        # Sessions that start together build one template once.
         async with self._templates.setdefault(name, asyncio.Lock()), asking("E2B", START_S):
             if name not in self._ready and not await self._sdk.AsyncTemplate.exists(name, api_key=self._key):
                 template = self._sdk.AsyncTemplate().from_image(image)

@@ -117,6 +117,7 @@ class ModalContainer:
         """Read a file."""
         async with asking("Modal", REQUEST_S):
             try:
+                # Before the content, whose reading has no bound of its own.
                 size = (await self._sandbox.filesystem.stat.aio(path)).size
                 data = b"" if size > max_bytes else await self._sandbox.filesystem.read_bytes.aio(path)
             except self._sdk.exception.SandboxFilesystemError as error:

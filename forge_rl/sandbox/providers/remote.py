@@ -28,7 +28,7 @@ class RemotePool:
             print((await session.run("2 + 2")).value)
 
     Args:
-        url: of the server; plain HTTP shows keys and code to the network.
+        url: address of the server; plain HTTP shows keys and code to the network.
         api_key_env: environment variable with the server's key.
 
     Raises:
@@ -93,6 +93,7 @@ class RemotePool:
     def _opened(self, answer: dict[str, object]) -> RemoteSession:
         try:
             name, lease_s = answer["id"], answer["lease_s"]
+            # The name becomes part of the paths of further requests.
             if not isinstance(name, str) or not name.isalnum() or not isinstance(lease_s, int | float) or lease_s <= 0:
                 raise SandboxWireError("its session has no name")
             session = RemoteSession(self, name, limits_from_json(answer["limits"], _UNBOUNDED))
@@ -100,18 +101,19 @@ class RemotePool:
             raise SandboxError(f"the server's answer is not a session: {error}") from None
         self._open[name] = session
         if self._renewing is None:
+            # Four times in a lease, so that a request or two may fail.
             self._renewing = asyncio.create_task(self._renew(float(lease_s) / 4))
         return session
 
     def forget(self, name: str) -> None:
-        """Stop keeping a session."""
+        """Stop renewing a session's lease."""
         self._open.pop(name, None)
 
     async def _renew(self, interval_s: float) -> None:
         """Keep the open sessions' leases."""
         while True:
             await asyncio.sleep(interval_s)
-            with contextlib.suppress(SandboxError):  # the next use of a session tells
+            with contextlib.suppress(SandboxError):  # the next use of a session reports it
                 await self.ask("POST", "/renew", {"sessions": list(self._open)}, limit_s=_RENEW_S)
 
     async def ask(
@@ -178,7 +180,7 @@ class RemoteSession:
         self.alive = True
 
     async def close(self) -> None:
-        """End the session; nothing is raised if the server is gone, which ends it, too."""
+        """End the session; raise nothing if the server is gone, as its sessions are gone with it."""
         if self._closed:
             return
         self._closed, self.alive = True, False
@@ -212,11 +214,11 @@ _UNBOUNDED = Limits(
     scratch_files=_LARGE,
     transfer_bytes=1 << 28,
 )
-"""Bounds of the limits that a server may state."""
+"""Highest limits that a server's answer may state."""
 
 
 def _refusal(error: HttpError) -> SandboxError:
-    """Return the error that a server has stated, which is text of another machine."""
+    """Return the error that a server has stated; its text comes from another machine, and is cut."""
     try:
         message = json.loads(error.text)["error"]["message"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What commands have changed in a root on another machine: it is listed before and after, and files come in archives.
+"""Finds what commands have changed in a root on another machine, by listings before and after, and archives of files.
 
 The first listing is made before anything untrusted runs. The second, and the archive, are made by programs that the
 commands may have replaced: both may say anything about what the commands left, as these could have left anything. They
@@ -55,11 +55,11 @@ _MOUNTED = ("etc/hosts", "etc/hostname", "etc/resolv.conf")
 
 
 class UnreadableRootError(SandboxError):
-    """A root that cannot be read any more, as what ran in it took away what reading needs."""
+    """A root that can no longer be read, as commands have removed the programs that reading needs."""
 
 
 class FileFacts(NamedTuple):
-    """What a listing says of a file."""
+    """Facts about a file in a listing."""
 
     mode: int
     size: int
@@ -79,7 +79,7 @@ class RootListing:
 
     @classmethod
     def of(cls, listed: bytes, described: Sequence[str]) -> RootListing:
-        """Read the output of LIST, and the lines of DESCRIBE behind the first two."""
+        """Read the output of LIST, and the lines of DESCRIBE after the first two."""
         path, python_path, *folders = [*described, "", ""]
         pairs = zip(folders[::2], folders[1::2], strict=False)
         return cls(
@@ -108,11 +108,12 @@ class RootListing:
     def changed_to(self, listed: bytes) -> list[tuple[str, FileFacts | None, FileFacts | None]]:
         """Compare with a later listing; return paths with their facts before and after, folders first.
 
-        Paths in something else than a folder are left out.
+        Paths below anything but a folder are left out.
 
         Raises:
-            UnreadableRootError: it has more files than a command could have made in earnest.
+            UnreadableRootError: it has more new files than a serious command makes.
         """
+        # Lines are counted before they are parsed, as each takes some 400 bytes of this process.
         listed_before = zlib.decompress(self.packed)
         if listed.count(b"\n") > listed_before.count(b"\n") + _MOST_FILES:
             raise UnreadableRootError(f"the root has more than {_MOST_FILES} new files")
@@ -122,6 +123,7 @@ class RootListing:
             old, new = before.get(path), after.get(path)
             if old == new or path in _MOUNTED or (old and new and stat.S_ISDIR(old.mode) and stat.S_ISDIR(new.mode)):
                 continue
+            # Only below true folders: a path through a link would be written outside of the place that it names.
             if new is None or all(folder in after and stat.S_ISDIR(after[folder].mode) for folder in _above(path)):
                 changed.append((path, old, new))
         return changed
@@ -174,11 +176,13 @@ def unpacked(archive: bytes, paths: Collection[str]) -> dict[str, bytes]:
             while (member := file.next()) is not None:
                 # It keeps all members, and an archive can have many more than were asked for.
                 file.members.clear()  # type: ignore[attr-defined]
+                # Members are matched with the paths that were asked for; no name of the archive's is ever written to.
                 path = posixpath.normpath(member.name)
                 if path not in known_paths:
                     continue
                 if member.issym():
                     contents[path] = member.linkname.encode("utf-8", "surrogateescape")
+                # tar packs the second name of a file as a link to the first.
                 elif member.islnk():
                     if (content := contents.get(posixpath.normpath(member.linkname))) is not None:
                         contents[path] = content
@@ -239,6 +243,7 @@ def packed_changes(changes: Sequence[Change]) -> tuple[bytes, bytes, bytes]:
             else:
                 member.mode, member.size = after.mode & 0o777, len(after.data or b"")
                 file.addfile(member, io.BytesIO(after.data or b""))
+    # Folders from the inside out, as rmdir takes empty ones only.
     return archive.getvalue(), _terminated(files), _terminated(reversed(folders))
 
 

@@ -1,4 +1,4 @@
-"""What providers with a package of their own have in common: its import, deadlines, and bounded reading."""
+"""Shared by providers with a package of their own: its import, deadlines, and bounded reading."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ async def run_within(
         async with asking(service, wall_s):
             result = await work
     except SandboxError:
+        # Any failure past the deadline counts as the deadline's, whatever error the package made of it.
         if time.perf_counter() - began_s < wall_s:
             raise
         await close()

@@ -58,6 +58,7 @@ class WebClient:
         self.service = service
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=most_requests, max_keepalive_connections=most_requests),
+            # A redirect would carry keys in headers to an address that nobody named.
             follow_redirects=False,
             transport=transport,
         )
@@ -74,7 +75,7 @@ class WebClient:
             limit_s: time for the whole request.
 
         Raises:
-            HttpError: the answer's status is an error's.
+            HttpError: the answer has the status of an error.
             LargeAnswerError: the answer is too large.
             SandboxError: it is incomplete at the deadline, or there is none.
         """
@@ -96,6 +97,7 @@ class WebClient:
                 self._client.stream(
                     request.method,
                     request.url,
+                    # Answers are bounded and read as they are sent, and so must not be compressed.
                     headers={"accept-encoding": "identity", **request.headers},
                     json=request.body,
                     content=request.content,

@@ -1,4 +1,4 @@
-"""Results and limits as JSON, for sandboxes behind HTTP and for kept results. What is read is checked."""
+"""Results and limits as JSON, for sandboxes behind HTTP and for cached results. All that is read is checked."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def limits_from_json(data: object, max_limits: Limits) -> Limits:
             raise SandboxWireError(f"unknown limit {name[:100]!r}; limits are {', '.join(names)}")
         if value is None and name == "cpu_s" and max_limits.cpu_s is None:
             continue
+        # bool is an int in Python, and JSON's parser takes NaN and Infinity: neither may become a limit.
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise SandboxWireError(f"the limit {name} is not a number")
         maximum = getattr(max_limits, name)

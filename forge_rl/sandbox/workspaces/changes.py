@@ -1,4 +1,4 @@
-"""What a session changed of its workspace: read outside of the session, from folders whose content is hostile.
+"""Reads what a session has changed in its workspace: outside of the session, from folders with hostile content.
 
 Nothing is executed, no link is followed, only regular files are opened, and reads are bounded.
 """
@@ -24,7 +24,7 @@ _MOUNTED = ("proc", "dev", "etc/hosts")
 
 
 class FolderDescriptor:
-    """A descriptor of a folder, closed when nobody refers to the object any more.
+    """A descriptor of a folder, closed with the last reference to this object.
 
     Args:
         fd: the descriptor.
@@ -42,14 +42,14 @@ class Entry:
     """A file, link, folder or special file."""
 
     mode: int
-    """As in git: 0o100644 or 0o100755 for a file, 0o120000 for a link, 0o040000 for a folder. A special file has the
-    number of its kind, such as 0o010000 for a FIFO."""
+    """Mode as in git: 0o100644 or 0o100755 for a file, 0o120000 for a link, 0o040000 for a folder. A special file has
+    the number of its kind, such as 0o010000 for a FIFO."""
     data: bytes | None = field(default=None, repr=False)
     """Content of a file, or target of a link; None if it has none, or was too large to be read."""
 
 
 _WHITEOUT = Entry(mode=stat.S_IFCHR)
-"""How overlays and their layers delete. Sessions can make no devices."""
+"""The mark of a deletion in overlays and layers. Sessions cannot make a device in an overlay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What a session has changed, a folder before its content. A renamed file is deleted and added."""
+    """Changes of a session, a folder before its content. A renamed file is deleted and added."""
 
     changes: Sequence[Change]
     left_out: Sequence[str] = ()
-    """What is missing above, each with the reason."""
+    """Paths that are missing above, each with the reason."""
 
 
 def without_mounts(changes: Changes) -> Changes:
@@ -95,12 +95,12 @@ def read_changes(
     """Compare a workspace with its base.
 
     Args:
-        bases: folder of the base; or the layers of an image, the lowest first.
-        session_folder: folder with what the session changed, or with its whole workspace.
-        leave_out: names of files and folders to leave out wherever they are.
-        most_file_bytes: content of larger files is left out.
-        most_bytes: content of all files together.
-        most_changes: paths that are listed.
+        bases: the base folder; or the layers of an image, the lowest first.
+        session_folder: the folder with the session's changes, or with its whole workspace.
+        leave_out: names of files and folders to leave out, in any folder.
+        most_file_bytes: the content of larger files is left out.
+        most_bytes: bytes of the changed files' new content, all together.
+        most_changes: number of paths that are listed.
     """
     reader = _ChangeReader(session_folder.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
     with contextlib.ExitStack() as stack:
@@ -126,9 +126,10 @@ class _ChangeReader:
         """Compare two open folders, either of which may not exist.
 
         Args:
-            bases: what the base has of it, each layer's above those that it hides; nothing if it does not exist.
-            merged: True if entries that `session_fd` lacks are unchanged, rather than deleted.
+            bases: the folder in each layer of the base that has it, the uppermost first; empty if none has.
+            merged: True if entries that `session_fd` lacks are unchanged, False if they are deleted.
         """
+        # A session can nest folders far deeper than Python may recurse.
         if depth > _MOST_DEPTH:
             self.left_out.append(f"{path}: below {_MOST_DEPTH} folders")
             return
@@ -140,8 +141,10 @@ class _ChangeReader:
             if self.is_overlay and after == _WHITEOUT:
                 after = None
             unread = [entry for entry in (before, after) if entry and stat.S_ISREG(entry.mode) and entry.data is None]
+            # Two entries without content look equal: the files themselves are compared.
             if len(unread) == 2 and before == after and not self.is_overlay and _is_same(name, bases, session_fd):
                 continue  # a copy, in which large files are those of the base
+            # An overlay has a copy of each file that was opened for writing, even if nothing was written.
             if before != after or unread:
                 if self.left_changes == 0:
                     self.left_out.append(f"{path}{name} and what follows: more changes than are listed")
@@ -173,14 +176,14 @@ class _ChangeReader:
             yield from self.folder(f"{path}{name}/", base_folders, folder, merged=merged, depth=depth + 1)
 
     def _base_entry(self, name: str, bases: Sequence[int]) -> Entry | None:
-        """Read what the highest layer has that has anything of this name."""
+        """Read the entry of this name in the uppermost layer that has one."""
         for base in bases:
             if (entry := self._entry(name, base)) is not None:
                 return None if entry == _WHITEOUT else entry
         return None
 
     def _entry(self, name: str, folder: int | None) -> Entry | None:
-        """Read a file or link, or what else there is; None if there is nothing."""
+        """Read a file or link, or the kind of anything else; None if nothing has this name."""
         if folder is None:
             return None
         kind = 0
@@ -192,9 +195,11 @@ class _ChangeReader:
                 return Entry(mode=kind)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with open(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as file:
+                # Looked at again once it is open: the session may have put a pipe or device in its place.
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     return None
+                # A file may grow while it is read: no more than the limit and one byte, whatever its size was.
                 data = b"" if status.st_size > self.most_file_bytes else _read(file.fileno(), self.most_file_bytes + 1)
                 too_large = status.st_size > self.most_file_bytes or len(data) > self.most_file_bytes
                 mode = 0o100755 if status.st_mode & stat.S_IXUSR else 0o100644
@@ -216,6 +221,7 @@ def _is_same(name: str, bases: Sequence[int], session_fd: int | None) -> bool:
     """Compare the content of two files that are too large to be kept."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        # The uppermost layer with this name, as `_base_entry` found it.
         base = next(base for base in bases if name in os.listdir(base))
         files = [
             stack.enter_context(open(os.open(name, flags, dir_fd=folder), "rb", buffering=0))
@@ -258,7 +264,7 @@ def _base_folders(name: str, bases: Sequence[int], stack: contextlib.ExitStack) 
 
 
 def _is_opaque(folder: int) -> bool:
-    """Return True if an overlay hides lower files in this folder. Only the kernel can write these marks."""
+    """Return True if this folder hides the folders of its name below. Only the kernel can write these marks."""
     for mark in _OPAQUE:
         with contextlib.suppress(OSError):
             if os.getxattr(folder, mark) == b"y":
@@ -296,7 +302,7 @@ APPLY = """def _apply():
                     os.chmod(path, mode & 0o777)
 _apply(); del _apply
 """
-"""A cell that applies what `packed` returns, from the file {path}."""
+"""A cell that applies the output of `packed`, from the file {path}."""
 
 
 def packed(changes: Sequence[Change]) -> bytes:
@@ -308,6 +314,7 @@ def packed(changes: Sequence[Change]) -> bytes:
             continue
         kinds = [0 if entry is None else stat.S_IFMT(entry.mode) for entry in (before, after)]
         data = b"" if after is None or after.data is None else after.data
+        # A link is replaced as well: writing to it would write to its target.
         is_replaced = kinds[0] and (kinds[0] != kinds[1] or stat.S_ISLNK(kinds[0]))
         entries.append((change.path, kinds[0] if is_replaced else 0, 0 if after is None else after.mode, len(data)))
         contents.append(data)

@@ -23,6 +23,7 @@ def diff_text(changes: Changes, *, most_chars: int = 1 << 20) -> str:
     Args:
         most_chars: where to stop; changes are shown completely or not at all.
     """
+    # One budget of comparisons for all files, counted down in place.
     parts, size, steps = list[str](), 0, [_MOST_STEPS]
     file_changes = [
         change for change in changes.changes if not all(_is_folder(entry) for entry in (change.before, change.after))
@@ -94,6 +95,7 @@ def _hunks(old: list[str], new: list[str], steps: list[int]) -> Iterator[str]:
     """Yield the hunks of a unified diff, each without its last line's end."""
     group = list[tuple[int, int, int, int]]()
     for edit in _edits(old, new, steps):
+        # Edits whose lines of context would touch belong to one hunk.
         if group and edit[0] - group[-1][1] > 2 * _CONTEXT:
             yield _hunk(old, new, group)
             group = []
@@ -124,6 +126,7 @@ def _range(start: int, end: int) -> str:
 
 def _edits(old: list[str], new: list[str], steps: list[int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (start, end) of replaced lines and (start, end) of their replacement, in order; difflib can be cubic."""
+    # Equal lines at both ends take no comparison, and most edits are small.
     top, max_common = 0, min(len(old), len(new))
     while top < max_common and old[top] == new[top]:
         top += 1
@@ -139,7 +142,8 @@ def _edits(old: list[str], new: list[str], steps: list[int]) -> Iterator[tuple[i
 
 
 def _common(a: list[str], b: list[str], steps: list[int]) -> Sequence[tuple[int, int]]:
-    """Return indices of equal lines, as many as there are; none if that takes too long (Myers, 1986, figure 2)."""
+    """Return indices of a longest common subsequence of lines; none if that takes too long (Myers, 1986, figure 2)."""
+    # `furthest` has, for each diagonal k = x - y, the furthest x that so many edits reach.
     furthest, trace = {1: 0}, list[dict[int, int]]()
     for edits in range(min(_MOST_EDITS, len(a) + len(b)) + 1):
         trace.append(dict(furthest) if edits < 2 else {k: furthest[k] for k in range(1 - edits, edits, 2)})
@@ -160,6 +164,7 @@ def _common(a: list[str], b: list[str], steps: list[int]) -> Sequence[tuple[int,
 
 def _walked_back(trace: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
     matches = list[tuple[int, int]]()
+    # From the end to the start: each round undoes the equal lines that followed an edit, and then the edit.
     for edits in range(len(trace) - 1, -1, -1):
         furthest, k = trace[edits], x - y
         down = k == -edits or (k != edits and furthest[k - 1] < furthest[k + 1])

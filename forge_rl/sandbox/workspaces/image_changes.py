@@ -1,4 +1,4 @@
-"""Which changes of an image's root count when tests judge them, and folders of this machine as changes to apply.
+"""Decides which changes of an image's root count when tests judge them; turns folders of this machine into changes.
 
 Tests run in a fresh session of the image, with the image's own shell and interpreters. A change that would run before
 or with them does not count: another program in place of one of the image's, a library or module that its programs
@@ -25,16 +25,16 @@ from forge_rl.sandbox.workspaces.changes import Change, Entry
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
 """Folders in which the image's own files may not change."""
 _NEVER = ("logs", "tests", "proc", "dev", "sys", "run", "etc/ld.so.*", "etc/profile*", "etc/bash*", "etc/environment")
-"""What tests, or all programs, read at their start; as patterns of the first parts of a path."""
+"""Patterns of a path's first parts: what tests, or all programs, read when they start."""
 _LOADED = (
     *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.dist-info", "*.egg-info", "pytest.py"),
     *("_pytest", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pluggy", "__pycache__", "*.pyc"),
 )
-"""Names that Python or pytest load without being asked, as patterns."""
+"""Patterns of names that Python or pytest load without being asked."""
 _AT_ROOT = ("tox.ini", "setup.cfg", "pyproject.toml", "setup.py", "*.py")
 """Names that pytest or Python read in the root folder, where tests are one folder below."""
 _HOME = (".local", ".bash*", ".profile", ".config", ".cache", ".cargo", ".zsh*", ".pythonrc*", ".pydistutils.cfg")
-"""What shells, installers and interpreters read in a home folder."""
+"""Patterns of names that shells, installers and interpreters read in a home folder."""
 _RUNNERS = (
     *("apt", "apt-get", "bash", "conda", "curl", "dash", "env", "git", "make", "node", "npm", "npx", "pip", "pip3"),
     *("pipx", "poetry", "py.test", "pytest", "python", "python3", "sh", "tox", "uv", "uvx", "wget"),
@@ -42,12 +42,12 @@ _RUNNERS = (
 """Programs by which test scripts start tests: none is added where the image has none."""
 _LIBRARIES = ("lib", "lib64")
 _MODULE_FOLDERS = ("", "lib-dynload", "site-packages", "dist-packages")
-"""Where modules are looked up in the folder of a Python."""
+"""Folders in the library of a Python in which modules are looked up."""
 _DEFAULT_HOMES = ("root", "home/*")
 
 
 class RootNames(Protocol):
-    """What is asked of an image's root: here its layers are on this machine, elsewhere its names were listed."""
+    """Names in an image's root: read from its layers on this machine, or from a listing made elsewhere."""
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -59,7 +59,7 @@ class RootNames(Protocol):
 
 @dataclass(frozen=True)
 class LayerNames:
-    """The names in an image's layers on this machine. Also those that a higher layer deletes."""
+    """The names in an image's layers on this machine, including those that a higher layer deletes."""
 
     image: ContainerImage
 
@@ -80,6 +80,7 @@ def counted(changes: Sequence[Change], root: RootNames) -> list[Change]:
         is_below = any(change.path.startswith(f"{folder}/") for folder in dropped_folders)
         if is_below or not _counts(change, programs) or modules.hides(change):
             if not is_below and change.after is not None:
+                # Nothing below a folder that does not count can be put in place.
                 dropped_folders.append(change.path)
             continue
         counted_changes.append(change)
@@ -90,7 +91,7 @@ class _ProgramFolders:
     """The programs of an image.
 
     Args:
-        folders: in which they are looked up.
+        folders: folders in which programs are looked up.
     """
 
     def __init__(self, root: RootNames, folders: frozenset[str]) -> None:
@@ -116,7 +117,7 @@ class _PythonModules:
     """The modules of an image's Pythons.
 
     Args:
-        folders: of the image's programs; each Python has its modules next to them.
+        folders: folders of the image's programs; each Python has its modules next to them.
     """
 
     def __init__(self, root: RootNames, folders: Sequence[str]) -> None:
@@ -136,6 +137,7 @@ class _PythonModules:
             return False
         folder, name = posixpath.split(change.path)
         stem = name.partition(".")[0]
+        # In these folders, a new module hides its namesake in any other of them. Deeper, only one of its own package.
         is_looked_up = posixpath.dirname(inner) in _MODULE_FOLDERS
         return stem in (self._all_stems if is_looked_up else self._stems_in(folder))
 
@@ -145,6 +147,7 @@ class _PythonModules:
             if path.startswith(f"{folder}/"):
                 return path[len(folder) + 1 :]
         parts = path.split("/")
+        # PREFIX/lib/pythonX.Y/REST, where PREFIX must have a Python of the image: a project's own `lib` does not count.
         for place in range(len(parts) - 2):
             if parts[place] in _LIBRARIES and "/".join(parts[:place]) in self._prefixes:
                 return "/".join(parts[place + 2 :]) if parts[place + 1].startswith("python") else ""
@@ -171,6 +174,7 @@ class _PythonModules:
 def _names_in(layer: Path, folder: str) -> list[str]:
     root = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # Within the layer: its links are the image's, and could lead to folders of this machine.
         fd = kernel.open_within(root, folder or "/", os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return []
@@ -188,8 +192,10 @@ def _counts(change: Change, programs: _ProgramFolders) -> bool:
     is_folder = change.after is not None and stat.S_ISDIR(change.after.mode)
     if _matches("/".join(parts[:1]), _NEVER) or _matches("/".join(parts[:2]), _NEVER):
         return False
+    # The image's own programs and libraries stay; the model may install new ones next to them.
     if parts[0] in _SYSTEM and change.before is not None and not (is_folder and stat.S_ISDIR(change.before.mode)):
         return False
+    # A link in place of a folder of programs would replace all of them.
     if programs.holds(path) and not is_folder:
         return False
     is_hidden = any(_matches(part, _LOADED) for part in parts) or (len(parts) == 1 and _matches(name, _AT_ROOT))

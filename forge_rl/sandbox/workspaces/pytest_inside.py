@@ -12,7 +12,7 @@ from typing import Any
 
 
 class PluginOutcomes:
-    """A plugin that tells each test's start and outcome, and the files that could not be collected.
+    """A plugin that reports each test's start and outcome, and files that could not be collected.
 
     The harness answers each start with a token, which the outcome must carry.
     """
@@ -26,6 +26,7 @@ class PluginOutcomes:
         self._token, self._outcome = os.read(self._heard, 64).decode(), ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        # Three reports for a test: setup, call and teardown. A failure in any of them is the test's.
         if report.failed or (report.when == "call" and self._outcome != "failed") or report.skipped:
             self._outcome = report.outcome
 

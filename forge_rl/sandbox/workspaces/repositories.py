@@ -47,7 +47,8 @@ _CONFIG = """[safe]
     badTimezone = warn
     missingEmail = warn
 """
-"""Of git: as its `upload-pack` runs for local repositories of any owner, which git means to be safe."""
+"""Configuration for git. `safe.directory` allows local repositories of any owner: all that runs on them is
+`upload-pack`, which git means to be safe for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class RepositoryStore:
 
     Args:
         folder: made if it does not exist; only this user may enter it.
-        most_bytes: of checkouts and objects. What was used longest ago is evicted, but nothing in use.
+        most_bytes: bytes of checkouts and objects. What was used longest ago is evicted, but nothing in use.
 
     Raises:
         ConfigError: somebody else could have written to the folder, or git is not installed.
@@ -117,6 +118,7 @@ class RepositoryStore:
         """
         url = _url(repository)
         commit = revision if _COMMIT.fullmatch(revision) else await asyncio.to_thread(self._resolve, url, revision)
+        # Checkouts that are there are found without waiting for a fetch of another.
         lease = await self._in_thread(lambda: self._hold(commit))
         if lease is None:
             async with self._slow:
@@ -141,7 +143,7 @@ class RepositoryStore:
             self._release(lease)
 
     def _hold(self, commit: str) -> _CheckoutLease | None:
-        """Lock a checkout against eviction; None if there is none."""
+        """Lock a checkout against eviction; return None if it is not in the store."""
         with self._guard:
             if (lease := self._held.get(commit)) is not None:
                 lease.users += 1
@@ -152,6 +154,7 @@ class RepositoryStore:
         if not (self._tree(commit).is_dir() and info_path.exists()):
             os.close(lock)
             return None
+        # The time of last use, by which checkouts are evicted.
         os.utime(info_path)
         left_out = tuple(json.loads(info_path.read_text())["left_out"])
         with self._guard:
@@ -210,7 +213,7 @@ class RepositoryStore:
                     "--no-write-fetch-head",
                 ]
                 self._git([*fetch, "--end-of-options", url, commit], lock, about=url, timeout_s=_FETCH_S)
-            # A reference, so that the objects are kept, and only after all of them are there.
+            # The reference keeps the objects from being collected. Made last, so that it never names incomplete ones.
             self._git(["update-ref", f"refs/kept/{commit}", f"{commit}^{{commit}}"], lock, about=url)
             if left_out := self._write(commit, lock):
                 examples = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
@@ -224,6 +227,7 @@ class RepositoryStore:
         """Make the object database, or remove what an interrupted process has left in the store."""
         config, objects = self.folder / "gitconfig", self.folder / "objects.git"
         config.write_text(_CONFIG)
+        # Whoever made these held the store's lock, which this process has: it is gone.
         for path in (self.folder / "trees").glob(f"{_PARTIAL}*"):
             shutil.rmtree(path)
         for pattern in ("*.lock", "refs/**/*.lock", "objects/**/tmp_*"):
@@ -238,7 +242,7 @@ class RepositoryStore:
 
     @property
     def _environment(self) -> dict[str, str]:
-        """Nothing of the user's configuration: no hooks, filters, helpers or other URLs."""
+        """Variables for git, with nothing of the user's configuration: no hooks, filters, helpers or other URLs."""
         return handed_on(
             {
                 "GIT_CONFIG_GLOBAL": str(self.folder / "gitconfig"),
@@ -265,6 +269,7 @@ class RepositoryStore:
                 out, error = process.communicate(timeout=timeout_s)
             except BaseException as raised:
                 with contextlib.suppress(ProcessLookupError):
+                    # git's helpers too, which would go on fetching.
                     os.killpg(process.pid, signal.SIGKILL)
                 if isinstance(raised, subprocess.TimeoutExpired):
                     raise SandboxError(
@@ -285,6 +290,8 @@ class RepositoryStore:
 
         Git writes no file: contents are as they were committed, without filters, line ends or attributes.
         """
+        # One record is "MODE KIND BLOB SIZE\tPATH", ended by NUL: -z leaves paths as they are, whatever bytes they
+        # have.
         listing = self._git(["ls-tree", "-r", "-z", "-l", "--full-tree", commit], lock, about=commit)
         files, left_out = list[_File](), list[str]()
         for line in listing.split(b"\0")[:-1]:
@@ -310,6 +317,7 @@ class RepositoryStore:
                 if stat.S_ISLNK(file.mode):
                     os.symlink(read(file.blob), os.path.join(partial, file.path))
         self._tree(commit, ".json").write_text(json.dumps({"left_out": left_out}))
+        # The last step: a checkout is there as a whole or not at all.
         os.rename(partial, self._tree(commit))
         return left_out
 
@@ -385,6 +393,7 @@ class RepositoryStore:
         total = 0
         for path in (self.folder / "blobs").glob("*/*"):
             status = path.stat()
+            # The store's own name is the last: no checkout has the file.
             if status.st_nlink == 1:
                 path.unlink()
             else:

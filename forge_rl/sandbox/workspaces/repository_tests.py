@@ -74,9 +74,9 @@ class RepositoryTests:
     patch: str = ""
     """Unified diff that is applied after the changes."""
     protected: Sequence[str] = ()
-    """Names of files and folders, as patterns, in which changes don't count, besides PROTECTED: what a command runs."""
+    """Patterns of further names, besides PROTECTED, whose changes don't count, such as scripts that a command runs."""
     packages: Sequence[str] = ()
-    """Folders of packages, the pool's own, among them pytest's."""
+    """The pool's folders of packages, one of which has pytest."""
     timeout_s: float = 300.0
     """Wall time of all tests."""
 
@@ -140,14 +140,19 @@ class RepositoryTests:
         return Verdict(passed={self.command: result.error is None and result.value == "0"}, output=_told(result))
 
     async def _run_pytest(self, session: PoolSession) -> Verdict:
+        # Their names and results are random for each run: a patched pytest that makes everything pass, or compare
+        # equal, fails them.
         hidden, text, expected_outcomes = _hidden_tests()
         await session.put(hidden, text.encode())
         await session.put("../0/run_tests.py", _INSIDE.read_bytes())
+        # The hidden tests come last: whatever the tested code has patched by then holds for them too.
         arguments = json.dumps([list(self.packages), [*_OPTIONS, *map(_normal, self.tests), hidden]])
+        # A name that the tested code cannot guess, so that it cannot put a file or link there first.
         results = f"../0/{uuid.uuid4().hex}"
         cell = _cell(["PYTHON", "-I", "../0/run_tests.py", arguments], results)
         result = await session.run(cell, wall_s=self.timeout_s)
         outcomes = _outcomes(await session.get(results)) if session.alive and result.error is None else {}
+        # Exactly the expected outcomes, failures included; otherwise no outcome of this run is believed.
         honest = {name: outcome for name, outcome in outcomes.items() if name.startswith(hidden)} == expected_outcomes
         passed = {test: honest and _passed(test, outcomes) for test in self.tests}
         return Verdict(passed=passed, output=_told(result))
@@ -227,6 +232,7 @@ def _passed(test: str, outcomes: Mapping[str, str]) -> bool:
     test_outcomes = [
         outcome for name, outcome in outcomes.items() if name == test or name.startswith((f"{test}::", f"{test}/"))
     ]
+    # A test with parameters reports one outcome for each, as NAME[PARAMETERS].
     test_outcomes += [outcome for name, outcome in outcomes.items() if name.startswith(f"{test}[")]
     return "passed" in test_outcomes and "failed" not in test_outcomes
 

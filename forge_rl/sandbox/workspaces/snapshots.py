@@ -1,4 +1,4 @@
-"""What a session of an image has changed, as a layer of an image: kept by its digest, and fetched as any other."""
+"""Packs the changes of an image's session as a layer of an image, kept by its digest and fetched like any other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_rl.sandbox.limits import SandboxError
 from forge_rl.sandbox.workspaces.changes import Change, Changes
 
 _DELETED = ".wh."
-"""What stands before the names of deleted files in layers: OCI's image specification, "Whiteouts"."""
+"""Prefix for names of deleted files in layers: OCI's image specification, "Whiteouts"."""
 
 
 def layer_of(changes: Changes) -> bytes:
@@ -54,6 +54,7 @@ def _add(archive: tarfile.TarFile, change: Change) -> None:
     if change.after is None:
         archive.addfile(tarfile.TarInfo(f"{folder}{slash}{_DELETED}{name}"))
         return
+    # Times and owners stay 0, so that equal changes have equal bytes.
     member, kind = tarfile.TarInfo(change.path), stat.S_IFMT(change.after.mode)
     if kind == stat.S_IFDIR:
         member.type, member.mode = tarfile.DIRTYPE, 0o755

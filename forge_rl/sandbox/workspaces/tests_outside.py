@@ -52,12 +52,13 @@ class Outcomes:
             self.spoiled |= (test, token) != (self._running, self._token)
             self._keep(test, outcome)
             self._running = self._token = ""
-        else:  # a file that could not be collected, before any test
+        else:  # a file that could not be collected, which needs no token
             self.spoiled |= outcome != "failed"
             self._keep(test, "failed")
         return b""
 
     def _keep(self, test: str, outcome: str) -> None:
+        # A failure is final.
         if self.by_test.get(test) != "failed":
             self.by_test[test] = outcome
 
@@ -66,8 +67,8 @@ def run(command: Sequence[str], results: str = "") -> int:
     """Run a command and return its status. Then nothing that it has started in this session is left.
 
     Args:
-        results: file for the outcomes by test, as JSON, of a command whose last two arguments become descriptors: one
-            that it tells them to, and one with the answers. Empty for a command that tells none.
+        results: file for the outcomes by test, as JSON. The command then gets two descriptors as its last arguments:
+            one to report to, and one with the answers. Empty for a command that reports nothing.
     """
     (reports, tells), (hears, answers) = os.pipe(), os.pipe()
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -87,6 +88,7 @@ def run(command: Sequence[str], results: str = "") -> int:
         process.kill()
         raise
     with contextlib.suppress(ProcessLookupError):
+        # Before the outcomes are written, as what the tests left running could write to the file.
         os.kill(-1, signal.SIGKILL)
     if results:
         with open(results, "w") as file:
@@ -95,7 +97,7 @@ def run(command: Sequence[str], results: str = "") -> int:
 
 
 def _outcomes(process: subprocess.Popen[bytes], reports: int, answers: int) -> Outcomes:
-    """Listen to a process until it ends, closes its descriptor, or is not believed and killed."""
+    """Listen to a process until it ends, closes its descriptor, or breaks the protocol and is killed."""
     os.set_blocking(reports, False)
     os.set_blocking(answers, False)
     outcomes, poll = Outcomes(), select.poll()
