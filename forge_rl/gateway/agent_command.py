@@ -102,6 +102,7 @@ class AgentCommand:
     def logging_to(self, log: Path) -> Self:
         """Return a copy of the agent that logs to `log`."""
         agent = copy.copy(self)
+        # A shallow copy would share the list with the original.
         agent.log, agent._failed_starts = log, []
         return agent
 
@@ -161,8 +162,10 @@ class AgentCommand:
             head = visible(f"--- task {session.task_id}: {process.problem or 'ended with status 0'}")
             _append(self.log, head.encode() + b"\n" + stderr.rstrip(b"\n") + b"\n")
         problem = process.problem or "ended with status 0"
+        # Without numbers, which differ between processes that fail for one cause.
         cause = re.sub(r"\d+", "", problem)
         called_policy = bool(session.turns) or session.refusal is not None
+        # A different cause starts the count again: only one that repeats stops the run.
         if called_policy or cause not in self._failed_starts:
             self._failed_starts.clear()
         if not called_policy:
@@ -235,6 +238,7 @@ def _path() -> str:
 
 def _append(log: Path, text: bytes) -> None:
     """Append to a log, and rotate it when it is long."""
+    # The first process of a run has no log yet, and another may have rotated it just now.
     with contextlib.suppress(FileNotFoundError):
         if log.stat().st_size > _LOG_BYTES:
             log.replace(log.with_name(f"{log.name}.1"))

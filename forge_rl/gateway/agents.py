@@ -159,6 +159,7 @@ class AgentEpisodeRunner:
             # No request of the session may be on an engine after the episode.
             await session.ended()
         last = session.turns[-1] if session.turns else None
+        # An agent that kept calling the policy is truncated and scored. One that hung is not the policy's failure.
         if deadline.limit.expired():
             if last is not None and not deadline.hangs:
                 return Outcome.TRUNCATED, None, ""
@@ -166,6 +167,7 @@ class AgentEpisodeRunner:
             return Outcome.ENVIRONMENT_ERROR, "", f"the agent took longer than {self.deadline_s:g} s, {hangs}"
         if died:
             return Outcome.INFRASTRUCTURE_ERROR, "", failure
+        # The agent failed after the gateway refused its last request: the refusal decides the outcome, not the agent.
         if failure and session.refusal is not None:
             if session.refusal.code == "context_length_exceeded" and last is None:
                 raise ContextError(session.refusal.message, hint="raise --generator.max-model-len")
@@ -182,6 +184,7 @@ class AgentEpisodeRunner:
     async def _agent_of(self, task: Task, session: Session) -> str | Score | None:
         """Run the agent, leave it behind if it ignores its cancellation, and later end it."""
         work, endable = self.agent(task, session), None
+        # A process is killed when its call is cancelled; only a coroutine may have to be ended from here.
         if inspect.iscoroutine(work) and not isinstance(self.agent, AgentCommand):
             endable = EndableTask(work)
         agent_task = asyncio.ensure_future(work) if endable is None else endable.task
@@ -216,6 +219,7 @@ class AgentEpisodeRunner:
 
     async def _end_left(self) -> None:
         """End all agents that were left behind, and wait for them for a moment."""
+        # A process has no endable task, and ends itself.
         for endable in self._left.values():
             if endable is not None:
                 endable.end()
@@ -259,12 +263,14 @@ class _OwnTime:
 
     def _look(self) -> None:
         loop, used_s, turns = asyncio.get_running_loop(), self._used_s(), len(self._session.turns)
+        # A request in flight counts as a call of the policy for as long as it takes.
         if self._session.running or turns > self._turns:
             self._asked_s, self._turns = used_s, turns
         if used_s < self._deadline_s:
             self._timer = loop.call_later(self._deadline_s / _LOOKS, self._look)
             return
         self.hangs = used_s - self._asked_s > self._deadline_s / 2
+        # Ends the context at once, with a TimeoutError.
         self.limit.reschedule(loop.time())
 
 

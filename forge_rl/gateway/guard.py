@@ -61,6 +61,7 @@ class InFlightLimit:
             yield
         finally:
             self._counts[caller] -= count
+            # Sessions come and go; a count of zero would keep each of them in memory.
             if not self._counts[caller]:
                 del self._counts[caller]
 
@@ -134,6 +135,7 @@ class Guard:
         Raises:
             ApiError: the host or the page's origin is not allowed.
         """
+        # Two Host headers join to a text that names no server, and are refused.
         host = ",".join(headers.getlist("host")).lower()
         if not self._serves(host):
             raise ApiError(
@@ -142,6 +144,7 @@ class Guard:
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
+        # Browsers send an Origin with requests of other sites' pages; here it is missing, or is this host and port.
         if origin is None or origin.lower().partition("://")[2] == host:
             return
         if "*" not in self._origins and origin not in self._origins:
@@ -176,6 +179,7 @@ class Guard:
         caller: Hashable = None
         with contextlib.ExitStack() as stack:
             try:
+                # The key is checked before the body is read: a stranger cannot make this process hold one.
                 caller = self._caller(headers)
                 stack.enter_context(self._in_flight.admit(1, caller))
                 if scope["method"] not in _WITHOUT_BODY:
@@ -206,6 +210,7 @@ class Guard:
         too_long = ApiError(
             413, f"the body is longer than {max_bytes} bytes (max-body-bytes)", code="request_too_large"
         )
+        # Refused before a byte of it arrives. A chunked body announces no length, and is counted below.
         if length.isdecimal() and int(length) > max_bytes:
             raise too_long
         body = bytearray()
@@ -247,5 +252,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         message, body_message = body_message, None
         return message if message is not None else await receive()
 
+    # The closure then holds the only reference, and drops it with the first message.
     del body
     return replayed

@@ -48,6 +48,7 @@ class HttpServer:
         listeners = _listen(config)
         self._connections = OpenConnections(_allow_connections(config.max_concurrent + _SESSIONS))
         host, port = listeners[0].getsockname()[:2]
+        # The wildcard addresses accept connections, but are not addresses to connect to.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """URL of the server on this machine."""
@@ -223,7 +224,9 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    # A task of its own: cancelling it when a session closes leaves this coroutine to write the error response.
     task = asyncio.ensure_future(work)
+    # The body has been read, so that the only message left is the disconnect.
     watch = asyncio.ensure_future(until_gone())
     running.add(task)
     try:
@@ -238,4 +241,5 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         running.discard(task)
         if not task.done():
             task.cancel()
+            # Wait for the abort, so that the request has left its engine when the connection is given up.
             await asyncio.gather(task, return_exceptions=True)

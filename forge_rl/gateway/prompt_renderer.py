@@ -77,6 +77,7 @@ class PromptRenderer(vllm.OnlineRenderer):
         texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
         for message in chat_messages:
             texts += [message.content, *(call.arguments for call in message.calls)]
+        # A message has at least one token. Both checks are cheap, and come before anything is rendered.
         self._reader.check_room(max(len(chat_messages), 1), param)
         self._reader.check_room("\n".join(texts), param)
         params = request.build_chat_params(default_template, default_template_content_format)
@@ -86,11 +87,14 @@ class PromptRenderer(vllm.OnlineRenderer):
         if not state.only_counts:
             self._check_completion(state, prompt, request)
         is_free = request.tool_choice in ("auto", "none", None)
+        # A forced call is sampled under a constraint, which training does not assume.
         if tools and session is not None and not is_free and self._shared.config.agent_sampling == "replaced":
             request.tool_choice = "auto"
             self._shared.replaced("tool_choice")
         elif not is_free:
             _force_arguments(request.tools)
+        # The parser that writes the response also reads the recorded turn, so that what clients send back has its
+        # digest.
         reads = None
         if parser is not None and (tools or parser.reasoning_parser_cls is not None):
             parser_instance = parser(
@@ -114,6 +118,7 @@ class PromptRenderer(vllm.OnlineRenderer):
             size = self._tokenizer.vocab_size
             if not len(prompt.token_ids):
                 raise ApiError(400, "the prompt is empty", param="prompt")
+            # Clients choose these ids, and an engine would use them as indices.
             if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
                 raise ApiError(400, f"token ids must be from 0 to {size - 1}", param="prompt")
             self._check_completion(state, prompt, request)
