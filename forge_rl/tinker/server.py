@@ -60,7 +60,7 @@ NOT_HERE: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerServices:
-    """What trains and samples behind the server."""
+    """The services that train and sample for the server."""
 
     trainer: AdapterTrainer
     engines: SamplingEngines
@@ -114,11 +114,11 @@ class TinkerServer:
         return self._http.url
 
     async def start(self) -> None:
-        """Take up trainings that were left, and listen.
+        """Restore the trainings of an earlier server, and start to listen.
 
         Raises:
             ConfigError: the port is in use, or the address is not this machine's.
-            CheckpointError: what an earlier server left cannot be read.
+            CheckpointError: files of an earlier server cannot be read.
         """
         http.check_address(self._config.http)
         await self._trainings.restore()
@@ -183,6 +183,7 @@ class TinkerServer:
         every = ["GET", "POST", "PUT", "DELETE"]
         app = Starlette(
             routes=[
+                # First, as `sessions/search` would otherwise match `sessions/{session_id}`.
                 *(Route(f"{_API}/{path}", self._endpoint(work), methods=every) for path, work in refused.items()),
                 Route(f"{_API}/healthz", self._health),
                 *(Route(f"{_API}/{path}", self._endpoint(work), methods=["POST"]) for path, work in posts.items()),
@@ -318,12 +319,12 @@ class TinkerServer:
         return self._open(record, values.session_id, JournalEntry(seq=0, kind="load_weights", body=body))
 
     def _open(self, record: AdapterRecord, session_id: str, entry: JournalEntry) -> Response:
-        """Accept the first request of a training; the same one again, as a client sends it, is the same training."""
+        """Accept the first request of a training; when a client sends it again, it belongs to the same training."""
         self._sessions.get(session_id, record.tenant)
         current = self._trainings.of(record.tenant)
         training = next((training for training in current if training.model_id == record.model_id), None)
         if training is None:
-            if self._store.holds(record.model_id):  # its checkpoints and requests are of the earlier one
+            if self._store.holds(record.model_id):  # its checkpoints belong to the ended one
                 raise ApiError(410, f"the training {record.model_id} has ended; create another one", code="ended")
             if len(current) >= self._config.max_adapters:
                 raise ApiError(
@@ -415,6 +416,7 @@ class TinkerServer:
         sequences = [f"{request_id}:{index}" for index in range(values.num_samples)]
         if request_id not in self._promises:
             admission = self._tenants.in_flight(tenant, tokens=self._samples.tokens_of(values), body_bytes=len(body))
+            # Entered here, so that a refusal is this response. The task leaves it when its samples are done.
             admission.__enter__()
             promise = self._promises.open(request_id, tenant)
 
@@ -452,6 +454,7 @@ class TinkerServer:
                 await promise.done.wait()
         except TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        # A client that loses the response can ask again until the promise is forgotten or the server restarts.
         promise.is_sent = True
         kind = wire.PROTOBUF if promise.answer.is_protobuf else "application/json"
         return Response(promise.answer.body, media_type=kind)
