@@ -55,7 +55,7 @@ class PythonEnv:
     """Maximum MiB in that folder; the least recently used are evicted."""
     settings: CodeSettings = field(init=False, repr=False)
     _sessions: list[DurableSessions] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Those of the pool in use, once opened."""
+    """Sessions of the pool in use, once opened."""
 
     def __post_init__(self) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _GITHUB = "https://github.com/"
 _PROCESSES, _FILES, _SHARE = 128, 20_000, 8
 _MOST_LOST = 8
-"""How often one command may lose its server."""
+"""Maximum losses of the sandbox's server during one command."""
 _START = """import os, subprocess, sys
 os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
 os.environ["PYTHONPATH"] = ":".join({packages!r})
@@ -140,7 +140,7 @@ class RepositorySession(CodeSession):
         self._checkout: Checkout | None = None
         self._session: PoolSession | None = None
         self._log: list[tuple[str, str]] = []
-        """Commands so far, and what the model was shown of each."""
+        """Commands so far, each with the output that the model was shown."""
 
     async def run(self, command: str) -> str:
         """Run a shell command in the repository's folder, and return its output. Changed files stay.
@@ -155,6 +155,7 @@ class RepositorySession(CodeSession):
         # If the sandbox's server dies, the episode continues in another session. If it dies during the command, which
         # may be half done, all earlier commands are first rerun on a fresh checkout.
         output = await self._surviving(functools.partial(self._run, command))
+        # Logged once it is finished: a rerun of the log must not include a command that is about to be retried.
         self._log.append((command, output))
         return output
 
@@ -172,6 +173,7 @@ class RepositorySession(CodeSession):
             except DivergedError:
                 raise
             except SandboxError:
+                # Only the loss of a server is worth a retry; what fails in a living session would fail again.
                 if not retries_left or (self._session is not None and not self._session.lost):
                     raise
                 await self._end()
@@ -182,6 +184,7 @@ class RepositorySession(CodeSession):
         self._session = await self._open()
         for number, (command, old_output) in enumerate(self._log, 1):
             output = await self._run(command)
+            # The model has seen the old output; files that differ would no longer fit the conversation.
             if repeatable(output) != repeatable(old_output):
                 raise DivergedError(
                     f"command {number} of an episode showed {output!r:.200}, not {old_output!r:.200}, when rerun",
@@ -229,6 +232,7 @@ class RepositorySession(CodeSession):
 
     async def _replace(self, session: PoolSession) -> PoolSession:
         """Continue in a new session with the files of a session that its commands killed."""
+        # Nothing is left out: the model continues with all files that its commands left.
         changes = await session.changes(leave_out=())
         await session.close()
         self._session = None
@@ -293,6 +297,7 @@ def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
         },
     }
     repository = str(row["repository"])
+    # SWE-bench names repositories OWNER/NAME.
     if "://" not in repository and not repository.startswith(("/", ".", "~")) and "repo" in row:
         repository = _GITHUB + repository
     lists = [row.get(key) or [] for key in ("tests", "FAIL_TO_PASS", "PASS_TO_PASS")]

@@ -110,7 +110,8 @@ def shown_commands(session: DurableSession | RentedSession, result: Result) -> s
     Raises:
         SandboxError: the session is gone.
     """
-    if not session.alive:  # it was lost with the same commands again and again, which cannot end it
+    # Commands cannot end a session: its server was lost with the same ones again and again.
+    if not session.alive:
         raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
     if result.error is not None:
         return shown_output(result, f"error: {result.error.message}")

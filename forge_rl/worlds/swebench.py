@@ -184,7 +184,7 @@ class _RowTests:
     async def __call__(self, session: JudgeSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
         tests = [*self._truth["fail_to_pass"], *self._truth["pass_to_pass"]]
-        # First, as what the model left may fill the session.
+        # The script comes first, as the model's files may fill the session.
         await session.put("/eval.sh", self._truth["script"].encode())
         try:
             await session.apply(self._counted(attempt.changes))
@@ -204,6 +204,7 @@ class _RowTests:
 
     def _counted(self, changes: Sequence[Change]) -> list[Change]:
         """Return the changes of the repository that touch neither tests nor what configures or loads them."""
+        # Paths of changes are relative to the image's root.
         folder = posixpath.normpath(self._truth["folder"]).strip("/")
         relative = [
             Change(path=change.path[len(folder) + 1 :], before=change.before, after=change.after)
@@ -223,8 +224,9 @@ class _RowTests:
         ]
 
     async def _passed(self, log: str, tests: Sequence[str]) -> set[str]:
-        """Return the tests that passed. One with both results in the log has not: the tested code can print, too."""
+        """Return the tests that passed. One that is also listed as failed has not: the tested code can print, too."""
         body = log.partition(START)[2].partition(END)[0]
+        # A parser keeps the last status of each test. Read backwards as well, it shows the first one too.
         backwards = "\n".join(reversed(body.splitlines()))
         truth = self._truth
         if truth["parser"]:
@@ -232,7 +234,7 @@ class _RowTests:
             try:
                 answer = await self._parsed([log, backwards_log])
             except InfrastructureError:
-                await self._parsed([f"{START}\n{END}\n"])  # which raises if it was not what the log says
+                await self._parsed([f"{START}\n{END}\n"])  # raises if the parser fails for any log
                 return set()
             passed, statuses = set(answer["passed"]), answer["statuses"][1] or {}
         else:
@@ -241,16 +243,17 @@ class _RowTests:
             statuses = statuses_of(backwards, short_names=truth["short_names"])
             is_whole = START in log and END in log and bool(end)
             has_failed = any(status in _FAILED for status in forwards.values())
+            # A failed run that lists no failed test was cut short, maybe by the code that it tested.
             if not is_whole or (end[0] != "0" and not has_failed):
                 return set()
             passed = set(passed_tests(forwards, truth["fail_to_pass"], truth["pass_to_pass"]))
         return {test for test in passed if statuses.get(test) not in _FAILED} & set(tests)
 
     async def _parsed(self, logs: Sequence[str]) -> dict[str, Any]:
-        """Read logs in a process of swebench's interpreter, which has nothing that a hostile log could get at.
+        """Parse logs in a process of swebench's interpreter, which holds nothing that a hostile log could reach.
 
         Raises:
-            InfrastructureError: it failed.
+            InfrastructureError: the process failed, or took too long.
         """
         truth = self._truth
         row = {

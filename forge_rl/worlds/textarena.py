@@ -41,6 +41,7 @@ class TextArena:
     """Number of additional held-out seeds."""
 
     def __post_init__(self) -> None:
+        # A game that does not exist, or is not for one player, fails before a run starts.
         self.start(0)
 
     def __call__(self, task: Task) -> TextArenaGame:

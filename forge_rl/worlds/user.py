@@ -88,6 +88,7 @@ class SimulatedUser:
         import openai
 
         request_messages: Any = list(messages)
+        # OpenAI's newer models refuse `max_tokens`, and many other servers know only this name.
         length: Any = {"max_tokens" if self.base_url else "max_completion_tokens": self.max_tokens}
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -124,6 +125,7 @@ class UserConversation:
 
     async def step(self, completion: str, *, truncated: bool) -> Step:
         self._turns += 1
+        # A user does not answer a message that was cut off.
         if truncated or self._turns == self._config.max_turns:
             return Step(done=True)
         self._seen.append({"role": "user", "content": completion})

@@ -126,6 +126,7 @@ class VerifiersEnv:
         """
         if not self._workers:
             raise ForgeError(f"no worker of {self.name} is running", hint="use the environment within `serving`")
+        # All episodes of a worker wait for one start, which a cancelled one must not end.
         worker = await asyncio.shield(self._workers[next(self._turns) % len(self._workers)])
         result: Any = await worker.call({"task": task.truth["data"], "base_url": policy.base_url, "key": policy.key})
         return Score(total=result["reward"], parts=result["parts"], answer=result["answer"])
@@ -140,6 +141,7 @@ class VerifiersEnv:
         self._workers = [self._start(index, logs) for index in range(self.settings.workers)]
         watch_tasks = [asyncio.ensure_future(self._watch(index, logs)) for index in range(self.settings.workers)]
         try:
+            # A worker that cannot start fails the run here, instead of its first episode.
             await asyncio.gather(*self._workers)
             yield
         finally:
@@ -164,6 +166,7 @@ class VerifiersEnv:
                 async with asyncio.timeout(self.settings.hang_s):
                     await worker.call({"ping": True})
             except TimeoutError:
+                # The worker hangs. Killing it fails its episodes with a ReplicaError, upon which they are retried.
                 await worker.close()
             except ForgeError:  # it did not start, or died
                 await asyncio.sleep(_AGAIN_S)

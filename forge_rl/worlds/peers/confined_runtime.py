@@ -148,6 +148,7 @@ class ConfinedRuntime(SubprocessRuntime):
 
     def _namespaces(self) -> list[str]:
         namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        # Without root, a user namespace gives the rights that the other namespaces need.
         if not self._uid:
             return ["--unshare-user", *namespaces, "--cap-drop", "ALL"]
         return [*namespaces, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -170,6 +171,7 @@ class ConfinedRuntime(SubprocessRuntime):
 
     async def prepare_uv_script(self, *arguments: Any, **options: Any) -> list[str]:
         """Install what a script of the harness or the environment declares, on the host."""
+        # A context variable, so that programs started meanwhile by other tasks stay confined.
         token = _trusted.set(True)
         try:
             return await super().prepare_uv_script(*arguments, **options)
@@ -187,6 +189,7 @@ class ConfinedRuntime(SubprocessRuntime):
         if self._state is None or _trusted.get():
             await super().write(path, data)
             return
+        # The path is an argument, not a part of the script, so that it needs no quotes.
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
         process = await SubprocessRuntime.open_process(self, self._confined(["sh", "-c", script, "sh", path], {}), {})
         await process.write(data)

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import httpx
 import verifiers.v1 as vf
-from agent_credit import AgentCredit  # beside this script, as is confined_runtime
+from agent_credit import AgentCredit  # next to this script, as is confined_runtime
 from confined_runtime import confine
 from openai import APIStatusError, AsyncOpenAI
 from verifiers.v1.clients import EvalClient, EvalClientConfig, ModelContext
@@ -176,6 +176,7 @@ class Server:
         return client
 
     async def run(self, number: int, call: dict) -> dict:
+        # verifiers names keys by environment variable; `client_of` looks this one up in `self.keys` instead.
         variable = f"FORGE_RL_API_KEY_{number}"
         self.keys[variable] = call["key"]
         try:
@@ -259,6 +260,7 @@ def result_of(episode: Any, credit: AgentCredit) -> dict:
 
 
 def main() -> None:
+    # The real stdout carries answers, one a line; anything that prints would break them.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # send the environment's prints to the log
     sys.path.append(os.getcwd())
