@@ -54,11 +54,12 @@ class BySource:
 
     def serve_files(self, address: str, key: str) -> Sequence[str]:
         """Let the environments that can do so serve the files of their tasks; see `EnvFactory`."""
+        # Environments with one folder of images serve it at one URL.
         urls = [url for factory in self._sharing() for url in factory.serve_files(address, key)]
         return list(dict.fromkeys(urls))
 
     def ask_peers(self, urls: Sequence[str], key: str) -> None:
-        """Tell these environments where other hosts serve."""
+        """Give these environments the URLs at which other hosts serve files."""
         for factory in self._sharing():
             factory.ask_peers(urls, key)
 

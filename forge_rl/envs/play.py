@@ -1,4 +1,4 @@
-"""Plays an episode of an environment in this process, for people who look at it before a run."""
+"""Plays an episode of an environment in this process, for users who try it before a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def play(
 
 
 def as_message(call: ToolCall) -> dict[str, object]:
-    """Return a call as OpenAI's messages have it."""
+    """Return a call in the format of OpenAI's messages."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

@@ -37,7 +37,7 @@ class Step(CompactRecord):
     messages: tuple[Message, ...] = ()
     """Messages to show the model after this completion and before the next."""
     calls: tuple[ToolCall, ...] = ()
-    """The completion's tool calls, with what running them took, for people who look at the episode; by default as they
+    """The completion's tool calls with their times and errors, for people who look at the episode; by default as they
     were parsed."""
     done: bool
     """True if the episode is over."""
@@ -96,7 +96,7 @@ class Env(Protocol):
 
     If the process of an environment dies, a new one in another process is given the episode's completions again, and
     the episode resumes; if it then shows something else, the episode restarts. Set `replayable = False` if steps
-    must not be repeated, as of a world that others share: the episode then starts again at once. An optional method
+    must not be repeated, for example in a shared world: the episode then starts again at once. An optional method
     `resume(completion, step, calls)`, plain or async, brings an environment past a completion whose `Step` is known,
     without doing the work again; it returns False to have `step` called instead.
 
@@ -177,6 +177,7 @@ def leaves_of(factory: EnvFactory) -> int:
     Raises:
         ConfigError: its `leaves` is not a positive integer.
     """
+    # `--env FILE.py:NAME,KEY=VALUE` binds options with a partial, which lacks the attributes of what it wraps.
     base_factory = factory.func if isinstance(factory, functools.partial) else factory
     leaves = getattr(base_factory, "leaves", 1)
     if type(leaves) is not int or leaves < 1:
@@ -207,8 +208,9 @@ def make_env(factory: EnvFactory, task: Task) -> Env:
 
 
 def prepare_env(factory: EnvFactory, tasks: Sequence[Task]) -> Mapping[str, float]:
-    """Let a factory that has a `prepare` begin with what coming tasks need; return its counts."""
+    """Let a factory with a `prepare` begin to fetch what coming tasks need; return its counts."""
     prepare = getattr(factory.func if isinstance(factory, functools.partial) else factory, "prepare", None)
+    # In a class that is its own factory, `prepare` can only be a method of one episode's environment.
     if prepare is None or isinstance(factory, type) or not tasks:
         return {}
     counts: Mapping[str, float] = prepare(tasks)
@@ -231,13 +233,14 @@ async def make_env_beside(
     try:
         return await in_thread(functools.partial(_raised_env, factory, task))
     except RuntimeError as error:
+        # asyncio raises "no running event loop" in a thread; other errors are the constructor's own.
         if "event loop" not in str(error):
             raise
     return make_env(factory, task)
 
 
 def _raised_env(factory: EnvFactory, task: Task) -> Env:
-    """Make an environment where no StopIteration may be raised, which no future can hold."""
+    """Make an environment in a thread, whose future cannot hold a StopIteration."""
     try:
         return make_env(factory, task)
     except StopIteration as error:
@@ -302,6 +305,7 @@ async def replay_env(env: Env, observation: Observation, log: Sequence[Exchange]
 
 def _shown(output: Observation | Step) -> str:
     """Return what the model and the score see, without addresses of objects."""
+    # Calls differ in their times, and addresses between processes.
     names = [f.name for f in fields(output) if f.name != "calls"]
     return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", repr([getattr(output, name) for name in names]))
 
@@ -336,6 +340,7 @@ async def close_env(env: object) -> None:
 def _wanted(kind: type[Env]) -> frozenset[str]:
     """Return the optional arguments that an environment class's `step` takes."""
     parameters = inspect.signature(kind.step).parameters.values()
+    # A `step` with **kwargs takes both.
     optional = {"truncated", "calls"}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return frozenset(optional if takes_all else optional & {parameter.name for parameter in parameters})

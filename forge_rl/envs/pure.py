@@ -58,6 +58,7 @@ def version_of(function: Callable[..., object]) -> str:
         ConfigError: it has bound objects that cannot be compared, and no declared version.
     """
     inner, declared_version = inspect.unwrap(inner_function(function)), purity(function)
+    # Bound arguments, a method's object, defaults and closures change results without a change of the code.
     bound_objects: list[object] = []
     while isinstance(function, functools.partial):
         bound_objects += [function.args, function.keywords]
@@ -80,6 +81,7 @@ def version_of(function: Callable[..., object]) -> str:
         bound_text = ""
     digest = hashlib.blake2b(digest_size=16)
     for part in (inner.__module__, inner.__qualname__, declared_version or "", bound_text, sys.version, _file(inner)):
+        # Each part is hashed on its own, so that no text can move from one part to the next.
         digest.update(hashlib.blake2b(part.encode("utf-8", "surrogatepass")).digest())
     digest.update(_code(inner.__code__))
     return digest.hexdigest()
@@ -88,6 +90,7 @@ def version_of(function: Callable[..., object]) -> str:
 def _version_of_bound(value: object) -> str:
     if isinstance(value, types.FunctionType):
         return version_of(value)
+    # json.dumps passes it on to `version_of`, which then asks for a declared version.
     raise TypeError
 
 
@@ -109,7 +112,7 @@ class CachedTool:
     tool: Tool
     cache: ResultCache
     about: str = ""
-    """Anything but the arguments that results depend on."""
+    """Text that covers all that results depend on besides the arguments."""
 
     @property
     def schema(self) -> Mapping[str, object]:

@@ -99,6 +99,7 @@ class Tool:
         try:
             text = arguments.strip() or "{}"
             kwargs: Mapping[str, Any] = self._adapter.validate_json(text)
+            # validate_json takes NaN and Infinity, which are not JSON.
             pydantic_core.from_json(text, allow_inf_nan=False)
         except pydantic.ValidationError as error:
             raise ValueError(f"error: wrong arguments of {self.name}: {_explained(error)}") from None
@@ -124,6 +125,7 @@ class Tool:
             return f"error: {self.name} took longer than {timeout_s:g} s", False
         except ForgeError:
             raise
+        # A tool that calls sys.exit ends its call, not the run.
         except (Exception, SystemExit) as error:
             return f"error: {type(error).__name__}: {error}".removesuffix(": "), False
         try:
@@ -174,12 +176,14 @@ class Tool:
                 field_options["json_schema_extra"] = (
                     {"default": parameter.default} if _is_json(parameter.default) else None
                 )
+                # Left out of the arguments if the model omits it, so that the function's own default applies.
                 fields[parameter.name] = typing_extensions.NotRequired[
                     Annotated[hints[parameter.name], pydantic.Field(**field_options)]
                 ]
         shape = typing_extensions.TypedDict(self.name, fields)  # type: ignore[misc]
         try:
             adapter = pydantic.TypeAdapter(pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(shape))
+            # Types without a schema are reported now, not when an episode first shows the tool.
             adapter.json_schema()
         except Exception as error:
             cause = str(error).splitlines()[0]
@@ -232,6 +236,7 @@ def _without_titles(schema: Any) -> Any:
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    # Below these keys stand data, in which "title" may be a key like any other.
     values = ("default", "enum", "const", "examples")
     return {
         key: value if key in values else _without_titles(value)

@@ -43,7 +43,7 @@ class AgentStartError(AgentError):
 
 
 class Workplace(Protocol):
-    """Where an agent's process works in one episode."""
+    """The place in which an agent's process works in one episode."""
 
     @property
     def variables(self) -> Mapping[str, str]:

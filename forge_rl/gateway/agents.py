@@ -45,8 +45,8 @@ Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | Score | None]]
 """Function that works on a task with the policy at session.base_url, using session.key. Returns the text to score, None
 for the policy's last answer, or a Score that replaces the reward's. Blocking work must run in a thread or a process; a
 ReplicaError means that such a process died, and the episode is retried. It must end when it is cancelled; one that is
-named, as MODULE:FUNCTION, has a process of its own and is ended with it. Of one in this process that ignores its
-cancellation, the coroutine is ended; threads and tasks that it has started go on."""
+named, as MODULE:FUNCTION, has a process of its own and is ended with it. If one in this process ignores its
+cancellation, its coroutine is ended, but threads and tasks that it started continue."""
 
 _LEFT_HINT = (
     "let it raise CancelledError (`except Exception:` does, `except:` does not), or start it with "
