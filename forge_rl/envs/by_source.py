@@ -27,6 +27,7 @@ class BySource:
     @property
     def in_process(self) -> bool:
         """True if all environments run in the controller's process."""
+        # One environment that needs a process takes all of them there.
         return all(getattr(factory, "in_process", False) for factory in self.environments.values())
 
     @property

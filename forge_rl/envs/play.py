@@ -48,6 +48,7 @@ async def play(
             if (parsed := await answer(messages, tools)) is None:
                 break
             content, calls = parsed
+            # Without tools, the text is the completion itself.
             step = await step_env(env, content, parsed=parsed if tools else None)
             tell(step)
             rewards += [] if step.reward is None else [step.reward]

@@ -242,6 +242,7 @@ async def make_env_beside(
 def _raised_env(factory: EnvFactory, task: Task) -> Env:
     """Make an environment in a thread, whose future cannot hold a StopIteration."""
     try:
+        # In the event loop, although it blocks it: the constructor needs the loop.
         return make_env(factory, task)
     except StopIteration as error:
         raise ForgeError("the environment's constructor raised StopIteration", hint="give next() a default") from error
@@ -271,6 +272,7 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
     option_names = _wanted(type(env))
     kwargs: dict[str, object] = {"truncated": truncated} if "truncated" in option_names else {}
     if "calls" in option_names:
+        # A parsed completion comes without its calls.
         completion, kwargs["calls"] = parsed or (completion, ())
     step = await env.step(completion, **kwargs)
     if not isinstance(step, Step):
@@ -294,6 +296,7 @@ async def replay_env(env: Env, observation: Observation, log: Sequence[Exchange]
     resume = getattr(env, "resume", None)
     for turn, (completion, truncated, parsed, step) in enumerate(log, 1):
         content, calls = parsed or (completion, ())
+        # An environment may decline by returning False; the turn is then stepped and compared.
         if resume is not None:
             resumed = resume(content, step, calls)
             if await resumed if inspect.isawaitable(resumed) else resumed:
@@ -320,6 +323,7 @@ async def fork_env(env: Env) -> Env:
         return copy.deepcopy(env)
     env_copy = fork()
     env_copy = await env_copy if inspect.isawaitable(env_copy) else env_copy
+    # Branches that shared a world would change one another's.
     if env_copy is env or not (hasattr(env_copy, "reset") and hasattr(env_copy, "step")):
         raise ForgeError(
             f"{type(env).__name__}.fork returned {env_copy!r:.80}, which is not another environment",

@@ -173,6 +173,7 @@ class ToolUse:
 
     def resume(self, completion: str, step: Step, calls: Sequence[ToolCall]) -> bool:
         """Take an earlier turn from its step without running its calls, unless they changed a world."""
+        # Calls of functions without a world changed nothing, and the step has their outputs.
         if self._world is not None:
             return False
         self._turns += 1
@@ -254,6 +255,7 @@ def _as_turn(completion: str, calls: Sequence[ToolCall]) -> Message:
 def _as_message(call: ToolCall) -> Message:
     arguments: object = call.arguments
     with contextlib.suppress(ValueError, RecursionError):
+        # Chat templates expect an object rather than its text.
         arguments = parse_json(call.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

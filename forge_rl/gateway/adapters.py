@@ -143,6 +143,7 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _add(self, name: str, place: Path) -> None:
+        # Replacing an adapter takes no further place.
         if name not in self._places and len(self._places) >= self._max_adapters:
             raise ConfigError(
                 f"{len(self._places)} adapters are loaded, the most that there may be",

@@ -215,6 +215,7 @@ class AgentFunction(AgentCommand):
         process = await run_command((*self.command, "--check"), self.limits, variables={}, stdin=b"")
         if process.problem:
             lines = [line for line in process.errors.splitlines() if line.strip()]
+            # agent_child ends with the message and the hint, a line each.
             problem, hint = (lines[-2], lines[-1]) if len(lines) > 1 else (process.problem, "")
             raise ConfigError(problem, hint=hint)
 

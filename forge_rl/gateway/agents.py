@@ -131,6 +131,7 @@ class AgentEpisodeRunner:
         session = self.gateway.open(task.id, sampling=client.sampling.updated(seed=client.seed))
         with self.backend.connected(session, client):
             outcome, result, problem = await self._work(task, session, client)
+        # The text that an agent returns may be the policy's, with its thoughts.
         own_score, text = (result, None) if isinstance(result, Score) else (None, result and without_thoughts(result))
         episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
         if outcome.scored:
@@ -267,6 +268,7 @@ class _OwnTime:
         if self._session.running or turns > self._turns:
             self._asked_s, self._turns = used_s, turns
         if used_s < self._deadline_s:
+            # Polled, as the episode's own time stops while it waits for an engine.
             self._timer = loop.call_later(self._deadline_s / _LOOKS, self._look)
             return
         self.hangs = used_s - self._asked_s > self._deadline_s / 2
@@ -300,6 +302,7 @@ async def serving_agents(
     """
     if isinstance(agent, str):
         agent = function = AgentFunction(agent, config.agent_limits)
+        # A wrong name fails here, before the gateway and any episode start.
         await function.check()
     if isinstance(agent, AgentCommand) and logs is not None:
         agent = agent.logging_to(logs / "agent.log")

@@ -50,6 +50,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._overhead_bytes += len(data)
+        # Parsed before the check, as parts of a body reset the count.
         super().data_received(data)
         # Headers that never end would be collected without limit: on_headers_complete is never called for them.
         if self._overhead_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
@@ -83,6 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        # A pipelined request is served next, without a wait to limit.
         if not self.pipeline:
             self._open_connections.wait(self, HEAD_DEADLINE_S if self._reads_head else KEEP_ALIVE_S)
         super().on_response_complete()

@@ -40,6 +40,7 @@ class EngineClient:
         renderer: the attributes of vLLM's renderer that the server reads.
     """
 
+    # Attributes that vLLM's handlers read of a client.
     errored = False
     vllm_config = input_processor = None
 
@@ -60,6 +61,7 @@ class EngineClient:
         state, built_prompt = REQUEST.get(), prompt["forge_rl"]
         choices = [self._choice(built_prompt, params, index, state) for index in range(params.n)]
         state.choices += choices
+        # All completions of a prompt have one constraint.
         constraint = choices[0].sampling.extra.get("structured_outputs")
         if isinstance(constraint, Mapping):
             await self._check_constraint(constraint, "" if state.session is None else state.session.key)

@@ -120,6 +120,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            # 1008 is a violation of the server's policy.
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
@@ -181,12 +182,14 @@ class Guard:
             try:
                 # The key is checked before the body is read: a stranger cannot make this process hold one.
                 caller = self._caller(headers)
+                # In flight until the app has answered, to the end of a stream.
                 stack.enter_context(self._in_flight.admit(1, caller))
                 if scope["method"] not in _WITHOUT_BODY:
                     receive = _replay(await self._read_body(headers, receive), receive)
             except ApiError as error:
                 await self._refuse(error, caller, scope, receive, send)
                 return
+            # Nobody is left to answer.
             except _IncompleteRequestError:
                 return
             state = {**scope.get("state", {}), "caller": caller}

@@ -95,6 +95,7 @@ class CompletionChoice:
         self._behaviour += chunk.logprobs.tolist()
         self._versions += chunk.versions.tolist()
         self.finish, self._routed = chunk.finish, chunk.routed
+        # Sent once, with the first chunk.
         self.of_prompt = chunk.prompt or self.of_prompt
         logprobs = self._token_logprobs(chunk)
         self.logprobs += logprobs or []

@@ -71,6 +71,7 @@ class VLLMServer:
             max_model_len=shared.backend.max_model_len,
             hf_config=SimpleNamespace(model_type=""),  # gpt-oss too has its prompts from its own template
             hf_text_config=SimpleNamespace(model_type=""),
+            # No sampling defaults from the model's generation_config.json.
             generation_config="vllm",
             override_generation_config={},
             get_diff_sampling_param=dict,

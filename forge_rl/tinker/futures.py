@@ -78,6 +78,7 @@ class Promises:
         self._opened[tenant] += 1
         # Looking at all promises each time would make each of n promises cost O(n).
         if self._opened[tenant] > len(names) // _SHARE:
+            # Only this tenant's: one of many requests must not make the server forget another's results.
             self._forget(tenant)
         # An id that is opened again moves to the end.
         names.pop(request_id, None)

@@ -202,7 +202,7 @@ class SampleService:
         if params.seed is not None:
             seed = derive_seed(params.seed, "choice", index)
         else:
-            # The same request, sent again after a restart, draws the same samples.
+            # From the place of the request in its session, so that a client that is run again gets the same samples.
             seed = derive_seed(self._seed, "sample", sampler.seq, request.seq_id or 0, index)
         extra: dict[str, object] = {}
         if params.top_p < 1:

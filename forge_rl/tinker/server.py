@@ -214,6 +214,7 @@ class TinkerServer:
         return endpoint
 
     async def _health(self, request: Request) -> Response:
+        # The worker ends early only if the trainer has failed for good.
         works = self._work is not None and not self._work.done()
         return JSONResponse({"status": "ok" if works else "unavailable"}, 200 if works else 503)
 
@@ -287,12 +288,14 @@ class TinkerServer:
             model_id=f"{values.session_id}:train:{values.model_seq_id}",
             tenant=tenant,
             rank=lora.rank,
+            # Drawn once and kept in the record: a replay after a failure starts from the same factors.
             seed=secrets.randbits(62) if lora.seed is None else lora.seed,
             train_attn=lora.train_attn,
             train_mlp=lora.train_mlp,
             created=now(),
             user_metadata=_texts(values.user_metadata),
         )
+        # Refuses a training that would adapt nothing, before it exists.
         self._base.settings(record)
         return self._open(record, values.session_id, JournalEntry(seq=0, kind="create", body=body))
 
@@ -360,12 +363,15 @@ class TinkerServer:
     async def _unload(self, tenant: str, body: bytes, request: Request) -> Response:
         model_id = requests.read(requests.ModelId, body).model_id
         self._trainings.end(self._trainings.get(model_id, tenant))
+        # The client asks for the result of this request as of any other; it is known already.
         request_id = f"{model_id}:unload"
         answer = json.dumps({"type": "unload_model", "model_id": model_id}).encode()
         self._promises.open(request_id, tenant).keep(FutureResult(body=answer))
         return self._promised(request_id, model_id)
 
     async def _pass(self, tenant: str, body: bytes, request: Request) -> Response:
+        # Only the address is read here. Data are checked when the pass is next in its adapter's order, and fail that
+        # request.
         address = await asyncio.to_thread(wire.read_address, body)
         training = self._trainings.get(address.model_id, tenant)
         entry = JournalEntry(seq=address.seq_id, kind="pass", body=body)
@@ -404,6 +410,7 @@ class TinkerServer:
         )
 
     async def _sample(self, tenant: str, body: bytes, request: Request) -> Response:
+        # In a thread, as a long prompt is a long list of integers to validate.
         values = await asyncio.to_thread(requests.read, requests.SampleRequest, body)
         if values.sampling_session_id is None or values.seq_id is None:
             raise ApiError(400, "no sampling_session_id and seq_id", param="sampling_session_id")
@@ -465,7 +472,7 @@ class TinkerServer:
         def cards_of(tenant: str) -> list[dict[str, Any]]:
             return [self._run_card(record) for record in reversed(self._store.records(tenant))]
 
-        cards = await asyncio.to_thread(cards_of, tenant)  # of up to a thousand files
+        cards = await asyncio.to_thread(cards_of, tenant)  # reads up to a thousand files
         page, cursor = _page(cards, request)
         return JSONResponse({"training_runs": page, "cursor": cursor})
 

@@ -103,6 +103,7 @@ class Sessions:
         if (session := self._sessions.get(session_id)) is not None:  # else it has ended meanwhile
             session.samplers.pop(sampler_id, None)
             session.samplers[sampler_id] = Sampler(sampler_id=sampler_id, seq=seq, model_path=model_path)
+            # In order of use, so that the last ones stay.
             for idle in list(session.samplers)[:-_MOST_SAMPLERS]:
                 del session.samplers[idle]
             self._write(session)

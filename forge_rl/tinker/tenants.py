@@ -74,6 +74,7 @@ class Tenants:
         Raises:
             ApiError: the tenant would exceed its limit.
         """
+        # A long body with few tokens takes memory all the same.
         tokens = max(tokens, body_bytes // _BYTES_OF_TOKEN)
         current = self._in_flight[tenant]
         # Trying again would not help, as it does after a 429.

@@ -70,6 +70,7 @@ class BaseModel:
         Raises:
             ApiError: it would adapt nothing.
         """
+        # Adapters are of linear layers only, so that train_unembed alone leaves nothing to train.
         targets = self.lora.targets
         if not record.train_mlp:
             targets = _ATTENTION
@@ -99,6 +100,7 @@ class PackedPass:
         Args:
             adapters: number of adapters whose rows were computed together.
         """
+        # The client splits long data into several requests, and combines their metrics as the suffix says.
         metrics = {"loss:sum": result.metrics["loss"], "adapters:max": float(adapters)}
         body = wire.encode_pass(self.packed.of_data(result.logprobs), metrics)
         return FutureResult(body=body, is_protobuf=True)

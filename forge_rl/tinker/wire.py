@@ -165,6 +165,7 @@ def _read_datum(datum: Any, index: int) -> Datum:
     inputs = {}
     for name, tensor in datum.loss_fn_inputs.items():
         param = f"data.{index}.loss_fn_inputs.{name[:40]}"
+        # Several targets for a token, as sparse rows or a dense matrix.
         if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
             raise ApiError(400, f"{name[:40]} has several values for a token, which is not supported", param=param)
         if tensor.dtype not in _DTYPES:
@@ -176,6 +177,7 @@ def _read_datum(datum: Any, index: int) -> Datum:
 def _array(data: bytes, dtype: type[np.generic], param: str) -> npt.NDArray[Any]:
     if len(data) % np.dtype(dtype).itemsize:
         raise ApiError(400, f"{len(data)} bytes are not a whole number of values", param=param)
+    # A view of the message's bytes, not a copy.
     return np.frombuffer(data, dtype)
 
 
@@ -194,6 +196,7 @@ def encode_pass(logprobs: Sequence[npt.NDArray[np.float32]], metrics: Mapping[st
     field = record.fields["logprobs"]
     field.dtype = 1
     field.data = np.concatenate(logprobs).astype(np.float32).tobytes()
+    # Byte offsets of each datum's float32 values, and of the end.
     field.offsets = (4 * np.cumsum([0, *(len(values) for values in logprobs)])).astype(np.int64).tobytes()
     return bytes(message.SerializeToString())
 
@@ -212,6 +215,7 @@ def encode_samples(
     message = _message("SampleResponse")
     for sample in samples:
         sequence = message.sequences.add()
+        # STOP_REASON_STOP, or STOP_REASON_LENGTH.
         sequence.stop_reason = 0 if sample.is_stopped else 1
         sequence.tokens = sample.token_ids.astype(np.int32).tobytes()
         sequence.logprobs = sample.logprobs.astype(np.float32).tobytes()

@@ -54,6 +54,7 @@ class LocalPlace:
 
     def __init__(self, reference: str, limits: Limits, store: str) -> None:
         self._reference, self._limits, self._store = reference, limits, store
+        # Empty until `hold`; closing it releases the image.
         self._held = contextlib.AsyncExitStack()
         self._image: ContainerImage | None = None
 
@@ -66,6 +67,7 @@ class LocalPlace:
     async def open(self) -> DurableSession:
         """Return the model's session."""
         await self.hold()
+        # Durable: if the sandbox's server dies, the episode's commands are rerun in another session.
         return DurableSessions(await self._pool()).open(limits=self._limits, image=self._image)
 
     @contextlib.asynccontextmanager
@@ -102,6 +104,7 @@ class ProviderPlace:
     async def open(self) -> RentedSession:
         """Start the model's container, and list its root."""
         provider, _ = _provider(asyncio.get_running_loop(), self._provider)
+        # Watched: the root is listed before the first command, so that the model's changes can be told from the image.
         session = await RentedSession.open(provider, self._reference, self._limits, watched=True)
         self._before = session.before or self._before
         return session
@@ -110,6 +113,7 @@ class ProviderPlace:
     async def session(self) -> AsyncIterator[RentedSession]:
         """Start a fresh container."""
         provider, _ = _provider(asyncio.get_running_loop(), self._provider)
+        # The changes of tests are of no interest, so that nothing is listed.
         async with await RentedSession.open(provider, self._reference, self._limits, watched=False) as session:
             yield session
 
@@ -124,6 +128,7 @@ class ProviderPlace:
 @functools.lru_cache(maxsize=8)
 def _provider(loop: asyncio.AbstractEventLoop, name: str) -> tuple[ContainerProvider, asyncio.Task[None]]:
     """Return the provider that all episodes of an event loop share, and the task that closes it when the loop ends."""
+    # One for each event loop, as its connections belong to the loop that opened them.
     provider = container_provider(name)
     return provider, loop.create_task(_closed_at_end(provider))
 

@@ -163,6 +163,7 @@ class HarborEnv:
         )
         object.__setattr__(self, "settings", settings)
         folder = Path(self.folder).expanduser()
+        # An existing folder takes precedence over a data set of its name.
         if is_registry_name(self.folder):
             folder = dataset_folder(self.folder, cache=Path(self.datasets), registry=self.registry)
         object.__setattr__(self, "tasks", read_tasks(folder))
@@ -201,6 +202,7 @@ class HarborEnv:
 
     def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
         """Begin to fetch the images of coming tasks; see `ImageLookahead.prepare`."""
+        # A provider fetches images itself.
         references = [str(task.truth["image"]) for task in tasks if task.truth.get("image")]
         return image_lookahead(self.images).prepare(references) if references and not self.provider else {}
 
@@ -242,6 +244,7 @@ class HarborEnv:
             container_provider(self.provider)
         name = f"harbor:{Path(self.folder).expanduser().name}"
         tasks = [_task(task, name) for task in usable_tasks]
+        # By instruction, so that copies of a task under other names stay on one side.
         train, held_out = split(tasks, self.held_out_share, key=lambda task: task.prompt)
         return {name: TaskList(name, train, held_out, seed=seed)}
 
@@ -282,6 +285,7 @@ def _folders(folder: Path, depth: int) -> list[Path]:
     for path in folder.iterdir() if folder.is_dir() and depth else ():
         if (path / "task.toml").is_file():
             folders.append(path)
+        # Hidden folders, such as .git, hold no tasks.
         elif path.is_dir() and not path.name.startswith("."):
             folders += _folders(path, depth - 1)
     return folders

@@ -98,6 +98,7 @@ class HarborSession(CodeSession):
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Run the tests on a copy of the session's files, in a fresh session; return the reward and its parts."""
+        # An episode without commands is tested as well, on the task's own files.
         model = self._session or await self._open()
         for retries_left in range(_MOST_LOST, -1, -1):
             # A copy, so that tests which lose their server start again from the files that the model left.
@@ -123,6 +124,7 @@ class HarborSession(CodeSession):
             folder=self._work,
             folders=folders,
         )
+        # Tests that do not end are the fault of what they test; without a reward they are the task's.
         if result.error is not None and result.error.name == "CellOverrun":
             return 0.0, {}
         read_result = await session.run(["/bin/sh", "-c", _READ], folders=folders)

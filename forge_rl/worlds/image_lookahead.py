@@ -148,6 +148,7 @@ class ImageLookahead:
             await stack.aclose()
 
     def _held_bytes(self) -> int:
+        # Two references may name one image.
         digests = {digest for _, digest in self._held.values()}
         return sum(image.disk_bytes for image in self.store.images() if image.digest in digests)
 

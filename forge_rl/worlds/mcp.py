@@ -219,6 +219,7 @@ class McpConnection:
         schemas: dict[str, Mapping[str, object]] = {}
         cursor = None
         while True:
+            # Servers may list their tools in pages.
             page = await self._client.list_tools(cursor=cursor)
             for tool in page.tools:
                 schemas[tool.name] = tool_schema(tool.name, tool.description or "", tool.input_schema)
@@ -233,6 +234,7 @@ class McpConnection:
         return {name: schemas[name] for name in self._config.tools or schemas}
 
     def _not_started(self, error: BaseException) -> ForgeError:
+        # The task groups inside of `mcp` wrap the cause.
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, ForgeError):

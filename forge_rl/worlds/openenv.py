@@ -256,6 +256,7 @@ class OpenEnvSession:
                 return schema
 
         try:
+            # The server may still be starting.
             schemas = await self._again(ask, (httpx.TransportError,))
             return dict(schemas["action"])
         except (httpx.HTTPError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -302,6 +303,7 @@ class OpenEnvSession:
                 if loop.time() + pause > deadline:
                     raise
             await asyncio.sleep(pause)
+            # Twice as long each time: many episodes may wait for one full server.
             pause = min(2 * pause, _AGAIN_S[1])
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
@@ -315,6 +317,7 @@ class OpenEnvSession:
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self._socket.recv())
         except TimeoutError:
+            # Closed, as a late answer would be taken for that of the next request.
             await self.close()
             raise self._gone(f"no answer to `{kind}` in {self._factory.deadline_s:g} s") from None
         except (OSError, websockets.WebSocketException) as error:

@@ -254,6 +254,7 @@ class RepositorySession(CodeSession):
         tests = replace(
             _tests(self._truth), packages=self._config.package_folders, timeout_s=self._config.tests_timeout_s
         )
+        # Of the tests alone, so that nothing which the model left running can reach them.
         self._session = await self._open(of_tests=True)
         verdict = await tests.run(self._session, changes)
         await self._end()
@@ -288,6 +289,7 @@ def _read(file: Path) -> list[Task]:
 
 
 def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
+    # SWE-bench's names stand in for ours where these are missing.
     row = {
         **row,
         **{

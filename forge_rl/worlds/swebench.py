@@ -164,6 +164,7 @@ class SweBenchEnv:
         else:
             check_layers("process")
         if any(task.truth["parser"] for task in self.tasks):
+            # Before the run, as the interpreter may have to be made, which may fail.
             self.parser_python()
         train, held_out = split(self.tasks, self.held_out_share, key=lambda task: task.prompt)
         name = f"swebench:{Path(self.file).stem}"
@@ -197,6 +198,7 @@ class _RowTests:
             wall_s=self._config.tests_timeout_s,
             env={"PYTHONDONTWRITEBYTECODE": "1"},
         )
+        # A timeout or too much memory: the fault of what was tested.
         if result.error is not None:
             return 0.0, {"tests_passed": 0.0}
         passed = await self._passed(result.stdout, tests)
@@ -211,6 +213,7 @@ class _RowTests:
             for change in changes
             if change.path.startswith(f"{folder}/") and not change.path.startswith(f"{folder}/.git/")
         ]
+        # Relative to the repository, as the changes are.
         hidden = [path[len(folder) + 2 :] for path in self._truth["hidden"] if path.startswith(f"/{folder}/")]
         tests = RepositoryTests(
             tests=[test for test in self._truth["fail_to_pass"] if "::" in test and not test.startswith(("/", ".."))],
@@ -274,6 +277,7 @@ class _RowTests:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            # Nothing of this process's environment, which may hold keys.
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
         )
         try:

@@ -81,6 +81,7 @@ def _task(row: Mapping[str, Any], source: str, settings: RowSettings) -> Task:
     }
     if expected is not None:  # R2E-Gym
         statuses = json.loads(expected) if isinstance(expected, str) else dict(expected)
+        # R2E-Gym lists the outcome of every test after the fix, and does not tell the two kinds apart.
         truth["fail_to_pass"] = [str(test) for test, status in statuses.items() if status == "PASSED"]
         truth["pass_to_pass"] = []
         truth["short_names"] = True
@@ -123,6 +124,7 @@ def _own_script(row: Mapping[str, Any], truth: Mapping[str, Any], settings: RowS
     )
     # File names come from the row and go into a shell command.
     quoted_files = " ".join(f"'{file}'" for file in files if "'" not in file)
+    # A quoted here-document, in which the shell expands nothing.
     patch = f"git apply -v - <<'{_PATCH_END}'\n{truth['test_patch']}\n{_PATCH_END}" if truth["test_patch"] else ":"
     return _script(settings.folder, patch, command.replace("{files}", quoted_files))
 

@@ -197,6 +197,7 @@ class _TestsSession:
         """Return the results of tests that did not finish."""
         assert result.error is not None
         name, message = result.error.name, result.error.message
+        # Only these come from what the tests ran; all others are failures of the sandbox.
         if name not in ("CellOverrun", "OutOfMemory", "MemoryError"):
             raise SandboxError(f"the session of the tests of {self._task.id!r} failed: {name}: {message}")
         # Nothing of the solution was called yet, so that the tests themselves are at fault.

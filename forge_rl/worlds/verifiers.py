@@ -95,6 +95,7 @@ class VerifiersEnv:
             "max_turns": settings.max_turns,
             "most_tasks": settings.most_tasks,
             "confine": settings.confine,
+            # Without a filter for this processor, namespaces alone confine programs.
             "filter": session_filter(has_network=True).hex() if platform.machine() in ARCHITECTURES else "",
         }
 
@@ -107,6 +108,7 @@ class VerifiersEnv:
         name = f"verifiers:{self.name}"
         tasks = self._list({}, "")
         if self.settings.eval:
+            # The prefix keeps the ids of the two lists apart.
             train, held_out = tasks, self._list(self.settings.eval, "eval/")
         else:
             train, held_out = split(tasks, self.settings.held_out_share, key=lambda task: str(task.truth["key"]))
@@ -177,6 +179,7 @@ class VerifiersEnv:
 
     def _list(self, options: Mapping[str, Any], prefix: str) -> list[Task]:
         config = self._config | {"taskset": self._config["taskset"] | dict(options)}
+        # In the interpreter of the environment: ours cannot import it.
         rows, error = _run_list(str(self._python), json.dumps(config))
         if error:
             raise ConfigError(

@@ -79,6 +79,7 @@ class Tests:
             raise BrokenTestsError(described(error)) from error
         names = [self.target] if self.target else free_names(trees, space)
         for name in names:
+            # Tests call `Class().method` by the method's name.
             space[name.rpartition(".")[2]] = self.function(name)
         return names
 

@@ -61,6 +61,7 @@ class ConfinedRuntime(SubprocessRuntime):
         self._hosts: set[str] = set()
         self._state: Path | None = None
         """Folder of the home folder, /tmp and sockets of the confined programs; None before the agent starts."""
+        # By process, as workers share no counter. Only root can start programs as other users.
         self._uid = _FIRST_UID + (os.getpid() * 64 + next(_numbers)) % _UIDS if os.geteuid() == 0 else 0
 
     async def prepare_execution(self, routes: list[str] | None) -> None:
@@ -74,6 +75,7 @@ class ConfinedRuntime(SubprocessRuntime):
         for route in routes:
             await self._serve(route)
         if self._uid:
+            # The program's user may pass through to what is mounted, and cannot list the folder.
             self._state.chmod(0o711)
             await asyncio.to_thread(give, [self.workdir, self._state / "home", self._state / "tmp"], self._uid)
 
@@ -113,6 +115,7 @@ class ConfinedRuntime(SubprocessRuntime):
         }
         launcher = Path(__file__).with_name("confined_program.py")
         command = [bwrap, *self._namespaces(), "--die-with-parent", "--new-session", *self._view()]
+        # Mounted read-only at a fixed path, outside of all that programs may write.
         command += ["--ro-bind", str(launcher), "/run/launcher.py", "--chdir", str(self.workdir)]
         python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
         return [*command, "--", python, "-I", "-S", "/run/launcher.py", json.dumps(settings), *argv]
@@ -151,6 +154,7 @@ class ConfinedRuntime(SubprocessRuntime):
         # Without root, a user namespace gives the rights that the other namespaces need.
         if not self._uid:
             return ["--unshare-user", *namespaces, "--cap-drop", "ALL"]
+        # The launcher needs both to become the program's user, and loses them by that.
         return [*namespaces, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
     def _interpreter_folders(self) -> list[str]:
