@@ -59,6 +59,7 @@ def _value(node: ast.expr) -> int | float:
             values = [_value(argument) for argument in arguments]
             if name == "round" and any(abs(digits) > 400 for digits in values[1:]):
                 raise ValueError("round takes up to 400 digits")
+            # Bounded before the call, as powers are.
             if name in ("factorial", "lcm") and any(abs(value) > 400 for value in values):
                 raise ValueError(f"{name} takes numbers up to 400")
             return _bounded(_FUNCTIONS[name](*values))

@@ -60,6 +60,7 @@ def check_compaction(environment: object, max_model_len: int) -> None:
     Raises:
         ConfigError: no conversation of so many characters fits into the context.
     """
+    # BySource has an environment for each source.
     nested = getattr(environment, "environments", None)
     for candidate in (environment, *(nested.values() if isinstance(nested, Mapping) else ())):
         compact = getattr(candidate, "compact", None)

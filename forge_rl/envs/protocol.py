@@ -236,13 +236,13 @@ async def make_env_beside(
         # asyncio raises "no running event loop" in a thread; other errors are the constructor's own.
         if "event loop" not in str(error):
             raise
+    # In the event loop, although it blocks it: the constructor needs the loop.
     return make_env(factory, task)
 
 
 def _raised_env(factory: EnvFactory, task: Task) -> Env:
     """Make an environment in a thread, whose future cannot hold a StopIteration."""
     try:
-        # In the event loop, although it blocks it: the constructor needs the loop.
         return make_env(factory, task)
     except StopIteration as error:
         raise ForgeError("the environment's constructor raised StopIteration", hint="give next() a default") from error

@@ -120,6 +120,8 @@ class Tool:
                 function = functools.partial(self.function, *[self.owner] * self.is_method, **kwargs)
                 result = function() if self._is_async else await _in_thread(function)
                 if inspect.isawaitable(result):
+                    # Code that handles errors of a TaskGroup changes its task's count of cancellations, on which the
+                    # timeout relies.
                     result = await in_own_task(result)
         except TimeoutError:
             return f"error: {self.name} took longer than {timeout_s:g} s", False
@@ -158,6 +160,7 @@ class Tool:
         }
         fields: dict[str, object] = {}
         parameters = list(inspect.signature(self.function).parameters.values())
+        # Without `self`, for which `owner` is passed.
         for parameter in parameters[1:] if self.is_method else parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(

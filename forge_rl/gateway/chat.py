@@ -306,4 +306,5 @@ def _join_text(content: str | Sequence[Mapping[str, Any]] | None, where: str) ->
 
 
 def _canonical(value: object) -> bytes:
+    # Sorted, as clients may send the keys of an object in any order.
     return json.dumps(value, sort_keys=True, ensure_ascii=False).encode(errors="surrogatepass")

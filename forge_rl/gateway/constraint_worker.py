@@ -205,6 +205,7 @@ def read_rules(text: str) -> dict[str, Rule]:
         for token in _TOKEN.findall(body):
             items = open_rules[-1].alternatives[-1]
             if token == "(":
+                # A name that no rule of a grammar can have.
                 group = f"({len(rules)}"
                 items.append(Item(group))
                 open_rules.append(rules.setdefault(group, Rule()))

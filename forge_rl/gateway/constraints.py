@@ -90,6 +90,7 @@ class ConstraintChecker:
         if problem is None:
             problem = await self._verdict(key, kind, text, caller)
         else:
+            # The verdict used least recently is forgotten first.
             self._verdicts.move_to_end(key)
         if problem:
             raise _refusal(problem)

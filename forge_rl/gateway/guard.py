@@ -204,6 +204,7 @@ class Guard:
         """
         max_bytes, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
         length = headers.get("content-length", "0")
+        # Without parameters such as the charset.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in self._content_types and (length != "0" or "transfer-encoding" in headers):
             # A web page cannot send these to another origin without CORS.
@@ -229,6 +230,7 @@ class Guard:
                     self._arriving_bytes += len(part)
                     if len(body) > max_bytes:
                         raise too_long
+                    # Of all clients together: many slow uploads must not fill the memory.
                     if self._arriving_bytes > _BODIES_AT_ONCE * max_bytes:
                         raise ApiError(503, "too many request bodies at once; try again", headers={"retry-after": "1"})
         except TimeoutError:

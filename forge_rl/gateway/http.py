@@ -99,6 +99,7 @@ def _listen(config: GatewayConfig) -> list[socket.socket]:
     try:
         if has_way_out():
             listeners.append(listen_outside(host, port))
+            # The same port inside and outside, also if 0 has picked it.
             port = listeners[0].getsockname()[1]
             if config.is_public:  # the address does not exist inside
                 host = "::1" if ":" in host else "127.0.0.1"

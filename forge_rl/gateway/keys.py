@@ -65,6 +65,7 @@ class KeyRing:
         key = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         digest = _digest(key)
         session = self._sessions.get(digest)
+        # The comparison takes the same time for every wrong key.
         if session is not None or (self._owner is not None and hmac.compare_digest(digest, self._owner)):
             return session
         if self._open_to_all and not (key.startswith("forge-") and "." in key):  # the key of a closed session

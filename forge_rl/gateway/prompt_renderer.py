@@ -103,6 +103,7 @@ class PromptRenderer(vllm.OnlineRenderer):
                 model_config=self.model_config,
                 chat_template_kwargs=params.chat_template_kwargs | template_args,
             )
+            # Parsers change requests, such as to keep the special tokens that they read.
             if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
                 parser_instance.adjust_request(request)
             reads = partial(read_calls, parser_instance, request)
@@ -151,6 +152,7 @@ class PromptRenderer(vllm.OnlineRenderer):
 def _engine_input(prompt: Prompt, request: Any, text: str | None = None) -> dict[str, Any]:
     """Return vLLM's input for a prompt; `text` is echoed, if that is requested."""
     engine_input = dict(vllm.tokens_input(prompt.token_ids.tolist(), prompt=text))
+    # vLLM's handlers pass the input on to `EngineClient.generate` with this key in it.
     return {**engine_input, "forge_rl": replace(prompt, asked_temperature=request.temperature)}
 
 

@@ -129,6 +129,8 @@ class Reader:
         """
         min_tokens = len(text) // self._longest_token
         if (
+            # The first bound proves that the text is too long; below the second, it usually fits, and tokenizing it is
+            # cheap.
             min_tokens > self._limit
             or (len(text) if text.isascii() else 4 * len(text)) < _BYTES_PER_TOKEN * self._limit
         ):

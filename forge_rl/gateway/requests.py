@@ -204,6 +204,7 @@ class Api:
         if num_completions * (logprobs + 1) > _MOST_LOGPROBS:
             problem = f"all completions together may have {_MOST_LOGPROBS} logprobs per position; request fewer"
             raise ApiError(400, problem, param="logprobs")
+        # Without echo, there would be nothing to return.
         if parameters.get("max_tokens") == 0 and not getattr(request, "echo", False):
             raise ApiError(400, "max_tokens 0 requires echo to be true", param="max_tokens")
         if getattr(request, "stream", False) and scores_prompt(request):
@@ -263,6 +264,7 @@ def _read_stop(parameters: dict[str, Any]) -> list[str]:
 
 
 def _all_of(kind: type, value: object) -> bool:
+    # By exact type: True is an int to isinstance, but not a token id.
     return isinstance(value, list) and all(type(entry) is kind for entry in value)
 
 

@@ -99,6 +99,7 @@ class Gateway:
         self._keys = KeyRing(api_key, open_to_all=open_to_all)
         if config.is_public and open_to_all and not api_key:
             self.warn(f"the gateway listens on {config.host} without a key: anyone who can reach it may use it")
+        # /v1/models reports this as every model's time of creation.
         self._started_s = int(time.time())
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""

@@ -155,6 +155,7 @@ class CheckpointStore:
             if not _NAME.fullmatch(path.parent.name):  # being written, or cut off by a kill
                 continue
             try:
+                # The record is written last in a folder that is renamed when it is whole: where it is, so is all else.
                 checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
             except FileNotFoundError:  # deleted meanwhile
                 continue

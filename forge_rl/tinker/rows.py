@@ -65,6 +65,7 @@ class PackedData:
         used = 0
         for datum in data:
             length = len(datum.tokens)
+            # Never split: a datum that does not fit begins the next row.
             if rows[-1] and used + length > layout.longest:
                 rows.append([])
                 used = 0

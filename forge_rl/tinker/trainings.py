@@ -118,6 +118,7 @@ class Trainings:
         folder = training.folder
         if (poison := folder / "poison.json").is_file():
             training.poison = set(json.loads(poison.read_text()))
+        # Snapshots and checkpoints that a kill cut off.
         for partial in (*folder.glob("*.partial"), *folder.glob("*/.*.partial")):
             shutil.rmtree(partial)
         entries = training.journal.read()
@@ -125,6 +126,7 @@ class Trainings:
         if training.snapshot is not None:
             results = json.loads((training.snapshot[1] / "results.json").read_text())
             await self._executor.load_snapshot(training)
+            # The snapshot includes the effect of the request that it is named for.
             training.expected = training.snapshot[0] + 1
         self._trainings[training.model_id] = training
         self._promises.take_up(results, training.record.tenant)
@@ -286,6 +288,7 @@ class Trainings:
                 packed = await self._executor.packed(training, entry)
             except Exception:
                 continue  # `_step` fails with the same
+            # One pass computes gradients for all of its rows or for none.
             is_alike = not together or packed.adapter_pass.backward == together[0][1].adapter_pass.backward
             if is_alike and packed.tokens <= room:
                 together.append((training, packed))

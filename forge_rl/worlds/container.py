@@ -184,6 +184,7 @@ class ContainerSession(CodeSession):
             try:
                 async with model:
                     changes = (await model.changes()).changes
+            # What the model left in the container cannot be listed, so that it cannot be judged.
             except UnreadableRootError:
                 return 0.0, {}
         root = self._place.root()

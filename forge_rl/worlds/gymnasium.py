@@ -99,6 +99,7 @@ class GymnasiumEnv:
                 f"the action space of {name} is {space}, which has no text form",
                 hint="choose an environment with discrete actions",
             )
+        # A discrete space need not begin at 0.
         self.first = int(space.start) if kind == "Discrete" else 0
         # Names belong to the environment's usual actions; options may change their number.
         default_actions = _ACTIONS.get(name.rpartition(":")[2].rpartition("-v")[0], ())
@@ -124,6 +125,7 @@ class GymnasiumEnv:
         import gymnasium
 
         try:
+            # Only an environment that has been made tells whether it can render text.
             env = gymnasium.make(self.name, **self._options)
             if "render_mode" not in self._options and "ansi" in env.metadata.get("render_modes", ()):
                 env.close()

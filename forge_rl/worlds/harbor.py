@@ -94,6 +94,7 @@ class HarborTask:
                 return description
         if str(environment.get("os", "linux")).lower() != "linux" or (self.folder / "tests" / "test.bat").is_file():
             return "Windows"
+        # Harbor fills in ${NAME} from the machine's own environment.
         variables = [*(environment.get("env") or {}).values(), *(verifier.get("env") or {}).values()]
         if requirement := next((str(value) for value in variables if "${" in str(value)), ""):
             return f"the variable {requirement} of this machine"

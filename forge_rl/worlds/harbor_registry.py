@@ -177,6 +177,7 @@ def _fetch(tasks: Sequence[RegistryTask], folder: Path) -> None:
                 for task in of_commit:
                     await asyncio.to_thread(_copy, checkout.folder, task, target)
 
+    # In the same folder, so that the rename below is a single step.
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as partial:
         target = Path(partial) / "tasks"
         target.mkdir()

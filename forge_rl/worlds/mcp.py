@@ -88,6 +88,7 @@ class McpEnv(ToolSettings):
         if self.per == "session":
             return await McpConnection(self).opened()
         if self._shared:
+            # A server that may hang is not used before it is known whether it does.
             await self._shared[0].checked()
         while self._shared and (old := self._shared[0]).is_over:
             await old.close()  # its server may hold a port or a lock that the next one needs
@@ -177,6 +178,7 @@ class McpConnection:
 
     async def _hold(self) -> None:
         try:
+            # Entered and left in one task, as the cancel scopes inside of `mcp` require.
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self._config.start_s):
                     # The deadline covers the wait for the port, too.

@@ -229,6 +229,7 @@ class OpenEnvSession:
             return value if isinstance(value, str) else json.dumps(value)
         # Shown only if there is nothing else.
         metadata = observation.pop("metadata", None)
+        # Replies to tool calls have a form of their own: an error, or a list of content blocks.
         if isinstance(error := observation.get("error"), dict) and "tool_name" in observation:
             return f"error: {error.get('message')}"
         if isinstance(result := observation.get("result"), dict) and isinstance(content := result.get("content"), list):

@@ -151,6 +151,7 @@ class Programs(TextReward):
         value: Any = task.truth.get(self.cases)
         try:
             value = json.loads(value) if isinstance(value, str) else value
+            # APPS and TACO have two lists, and the name of a function if there is one.
             if isinstance(value, dict):
                 function = value.get("fn_name") or ""
                 cases = list(zip(value["inputs"], value["outputs"], strict=True))

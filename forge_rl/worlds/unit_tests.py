@@ -75,6 +75,7 @@ class UnitTests(TextReward):
             SandboxError: the sandbox failed.
         """
         tests, code = self._tests(task), last_code(text)
+        # No code is a wrong answer of the model, not an error of the task.
         if code is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
         setup, target = (self._text(task, key) for key in (self.setup, self.entry_point))

@@ -130,6 +130,7 @@ class UserConversation:
             return Step(done=True)
         self._seen.append({"role": "user", "content": completion})
         reply = await self._config.reply(self._seen)
+        # With an empty reply, too, the user has nothing more to say.
         if self._config.done in reply or not reply.strip():
             return Step(done=True)
         self._seen.append({"role": "assistant", "content": reply})

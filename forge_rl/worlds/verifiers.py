@@ -87,6 +87,7 @@ class VerifiersEnv:
         self.settings = settings
         self._python = interpreter([PACKAGE, "uv", *settings.package.split()], python=settings.python)
         self._workers: list[asyncio.Task[Worker]] = []
+        # Episodes go to the workers in turn.
         self._turns = itertools.count()
         self._config: dict[str, Any] = {
             "taskset": {"id": name, **options},

@@ -48,6 +48,7 @@ def carry(connection: socket.socket, host: socket.socket) -> None:
                 key.data.sendall(data)
             except OSError:
                 return
+            # One direction has ended, which the other side is told; the other may still carry data.
             if not data:
                 selector.unregister(key.fileobj)
                 try:
@@ -102,6 +103,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
     if settings["filter"]:
         filter_calls(bytes.fromhex(settings["filter"]))
+    # Only these variables: the rest of the environment may hold keys.
     variables = {name: os.environ[name] for name in settings["variables"] if name in os.environ}
     os.execvpe(command[0], command, {**variables, "HOME": settings["home"], "TMPDIR": "/tmp"})
 

@@ -112,16 +112,18 @@ def environment_of(config: dict) -> vf.Env:
     """Load the environment; its agents run here, with the chat loop unless its author or the user chose a harness."""
     module = types.ModuleType(CHAT)
     module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
+    # verifiers finds a harness by importing its id as a module.
     sys.modules[CHAT] = module
     Chat.__module__ = CHAT
     roles = resolve_env_config({"taskset": config["taskset"], **config["env"]})
     harness = {"id": config["harness"] or CHAT}
     env = dict(config["env"])
     for name, harness_config in roles.agent_harnesses().items():
+        # bash, the default of verifiers, has full access to the machine.
         has_own_harness = harness_config.id not in (
             "bash",
             "null",
-        )  # bash, verifiers' default, has full access to the machine
+        )
         seat = {"runtime": {"type": "subprocess"}, "max_turns": config["max_turns"]}
         if config["harness"] or not has_own_harness:
             seat["harness"] = harness
