@@ -133,6 +133,7 @@ class CachedTool:
             kwargs = self.tool.read(arguments)
         except ValueError as error:
             return str(error), None
+        # All that a result depends on is in its key, so that no entry ever becomes wrong.
         key = content_key(self.tool.name, version_of(self.tool.function), self.about, self.tool.canonical(kwargs))
         run = functools.partial(self.tool.run, kwargs, timeout_s=timeout_s)
         return await self.cache.get(key, run, wait_s=timeout_s)

@@ -80,6 +80,7 @@ class TaskList:
         Raises:
             TaskError: the position belongs to another list.
         """
+        # In another list, or under another seed, the position would point to other tasks.
         num_drawn = state.get("drawn")
         if not isinstance(num_drawn, int) or num_drawn < 0 or dict(state) != {**self.state(), "drawn": num_drawn}:
             raise TaskError(

@@ -141,7 +141,7 @@ class ToolEnv(ToolSettings):
         return ToolUse(self, task, {name: self._kept(tool, world_key) for name, tool in world_tools.items()}, world)
 
     def _kept(self, tool: Tool, about: str | None) -> CallableTool:
-        """Put the cache before a tool declared pure; `about` covers what its results depend on but its arguments."""
+        """Put the cache before a tool that is declared pure; `about` covers what else its results depend on."""
         if about is None or purity(tool.function) is None:
             return tool
         return CachedTool(tool, self._cache, about)  # type: ignore[attr-defined]
@@ -238,6 +238,7 @@ def first_messages(task: Task, instruction: str, examples: Sequence[Message]) ->
     messages = list(task.messages)
     if messages[0]["role"] != "system" and instruction:
         messages.insert(0, {"role": "system", "content": instruction})
+    # Examples follow the system message: chat templates take one only at the beginning.
     position = 1 if messages[0]["role"] == "system" else 0
     messages[position:position] = examples
     return messages

@@ -98,6 +98,7 @@ class Worker:
         if not self.alive:
             raise self._died()
         number = next(self._ids)
+        # Answers may come in any order; the number tells them apart.
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             self._send({"id": number, **call})

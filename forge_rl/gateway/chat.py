@@ -255,7 +255,7 @@ def response_messages(instructions: str | None, input_items: str | Sequence[Mapp
         ApiError: an item has an unknown type or lacks a required field.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    # A text is one message of the user.
+    # A plain string is shorthand for one message of the user.
     if isinstance(input_items, str):
         return [*messages, {"role": "user", "content": input_items}]
     for index, item in enumerate(input_items):

@@ -74,7 +74,7 @@ def to_api_error(error: Exception) -> ApiError:
         # Engines and the chat template raise these for what a request asks of them.
         case ConfigError() | ModelError():
             return ApiError(400, error.message)
-        # Both are ServiceErrors, and have to be matched before them.
+        # DeadlineError and PoisonError are ServiceErrors, and must be matched before that class.
         case DeadlineError():
             return ApiError(504, f"the engines took too long: {error.message}", code="timeout")
         case PoisonError():

@@ -164,6 +164,7 @@ class CodeWorld:
         return text, replace(call, seconds=time.monotonic() - start_time, error=error_text, cached=was_kept)
 
     async def _end(self, answer: str) -> Step:
+        # Python and the plain shell leave the score to the run's reward.
         if (score := await self.session.score()) is None:
             return Step(done=True, output=answer)
         reward, parts = score

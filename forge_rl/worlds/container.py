@@ -216,7 +216,7 @@ class ContainerSession(CodeSession):
 def task_image(reference: str, *, local: bool, provider: str = "") -> str:
     """Check the image that a task names, and return its name.
 
-    The task's author would otherwise decide which files this machine reads and, with a Dockerfile, what it runs.
+    The task's author would otherwise decide which files this machine reads and, with a Dockerfile, which programs run.
 
     Raises:
         ImageError: it is not an image of a registry, and either not a file of this machine, or `local` is False, or a

@@ -77,6 +77,7 @@ class GuessingGame:
     async def step(self, completion: str) -> Step:
         self._turns += 1
         numbers = re.findall(r"\d{1,9}", completion)
+        # The last number, as a model may reason before it guesses. 0 is never possible.
         guess = int(numbers[-1]) if numbers else 0
         if guess == self._number:
             return Step(done=True, reward=1.0, parts={"won": 1.0})

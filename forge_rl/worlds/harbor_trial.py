@@ -90,6 +90,7 @@ class HarborSession(CodeSession):
         )
         self._session = DurableSessions(await shared_pool(profile="process")).open(limits=limits)
         if (environment_folder := self._folder / "environment").is_dir():
+            # Unpacked inside, as the session's user and under its limits.
             result = await self._session.run(
                 [*_UNPACK, self._work], stdin=_packed(environment_folder), folders={self._work: "work"}
             )

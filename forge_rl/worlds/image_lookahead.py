@@ -62,7 +62,7 @@ class ImageLookahead:
         self._serving, self._port = contextlib.ExitStack(), 0
 
     def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
-        """Begin to fetch images in this order, instead of those of the last call.
+        """Begin to fetch images in this order, instead of those named before.
 
         A pull of an image that is named again continues.
 

@@ -224,6 +224,7 @@ class OpenEnvSession:
 
     def _shown(self, data: Mapping[str, Any]) -> str:
         observation = {key: value for key, value in data.get("observation", {}).items() if value is not None}
+        # The user's choice replaces all that follows.
         if self._factory.show:
             value = observation.get(self._factory.show, "")
             return value if isinstance(value, str) else json.dumps(value)

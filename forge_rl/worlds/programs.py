@@ -101,6 +101,7 @@ class Programs(TextReward):
         if function:
             # The expected value is in the tests' session only, which the solution never sees.
             tests = [f"assert same({function}(*{arguments!r}), {expected!r})" for arguments, expected in cases]
+            # LeetCode's form has the function as a method of a class Solution.
             target, timeout_s = f"Solution().{function}" if "class Solution" in code else function, self.timeout_s
             num_passed, feedback = await run_tests(
                 code, tests, setup=_SAME, target=target, timeout_s=timeout_s, task=task

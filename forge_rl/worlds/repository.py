@@ -196,6 +196,7 @@ class RepositorySession(CodeSession):
         session = self._session or await self._rerun()
         if not session.alive:  # killed by a program that an earlier command left running, or lost with its server
             session = await self._replace(session)
+        # `_START` has defined `shell` in the session's Python.
         result = await session.run(f"shell({command!r})")
         endings = []
         if result.error is not None:

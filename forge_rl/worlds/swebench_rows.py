@@ -170,7 +170,7 @@ def statuses_of(log: str, *, short_names: bool) -> dict[str, str]:
 
 
 def passed_tests(statuses: Mapping[str, str], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]) -> list[str]:
-    """Return the tests that have their required outcome; those of `pass_to_pass` may also be skipped."""
+    """Return the tests that have their required outcome; tests in `pass_to_pass` may also be skipped."""
     passing = ("PASSED", "XFAIL")
     return [
         *(test for test in fail_to_pass if statuses.get(test) in passing),

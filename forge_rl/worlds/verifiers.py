@@ -157,6 +157,7 @@ class VerifiersEnv:
             self._workers = []
 
     def _start(self, index: int, logs: Path) -> asyncio.Task[Worker]:
+        # -E leaves out PYTHONPATH, which is for our interpreter.
         command = [str(self._python), "-E", str(_SCRIPT), "serve", json.dumps(self._config)]
         log = logs / f"verifiers-{index}.log"
         return asyncio.ensure_future(Worker.start(f"verifiers:{self.name}", command, log=log))

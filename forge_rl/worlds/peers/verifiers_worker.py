@@ -165,6 +165,7 @@ class Server:
         self.first: EvalClient | None = None
         self.keys: dict[str, str] = {}
         self.credit = AgentCredit()
+        # verifiers would make a client with connections of its own for each episode.
         interception.resolve_client = self.client_of
 
     def client_of(self, config: Any) -> Any:
@@ -265,7 +266,9 @@ def main() -> None:
     # The real stdout carries answers, one a line; anything that prints would break them.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # send the environment's prints to the log
+    # A script has its own folder on the path, not the one in which the run was started.
     sys.path.append(os.getcwd())
+    # Programs that environments start find what is installed beside this interpreter.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     config = json.loads(sys.argv[2])
     if config["confine"]:
