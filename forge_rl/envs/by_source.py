@@ -50,6 +50,7 @@ class BySource:
         counts: Counter[str] = Counter()
         for source, factory in self.environments.items():
             source_tasks = [task for task in tasks if task.source == source]
+            # Counter.update adds, where factories have counts of one name.
             counts.update(prepare_env(factory, source_tasks))
         return counts
 

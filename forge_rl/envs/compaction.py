@@ -45,6 +45,7 @@ class DropOldOutputs:
         old = {
             index
             for index in outputs[: len(outputs) - self.keep]
+            # A shorter output would only grow.
             if len(str(messages[index]["content"])) > len(self.left_out)
         }
         if not old:

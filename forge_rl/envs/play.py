@@ -57,6 +57,7 @@ async def play(
             assistant_message: dict[str, object] = {"role": "assistant", "content": content}
             if calls:
                 assistant_message["tool_calls"] = [as_message(call) for call in calls]
+            # A new history replaces all messages so far.
             messages = (*messages, assistant_message, *step.messages) if step.history is None else step.history
     finally:
         await close_env(env)

@@ -134,6 +134,7 @@ class EnvFactory(Protocol):
         """Return an environment for one episode."""
 
 
+# Checked with isinstance, so that a factory needs no base class.
 @runtime_checkable
 class SharesFiles(Protocol):
     """A factory whose processes on several hosts pass each other the files that they fetched for tasks."""
@@ -199,6 +200,7 @@ def make_env(factory: EnvFactory, task: Task) -> Env:
         ForgeError: the factory returned something else.
     """
     env = factory(task)
+    # A user's factory may return anything, such as a coroutine if it is async.
     if not (hasattr(env, "reset") and hasattr(env, "step")):
         raise ForgeError(
             f"the environment's factory returned {env!r:.80}, which lacks reset or step",
@@ -340,6 +342,7 @@ async def close_env(env: object) -> None:
         await close_result
 
 
+# By class, as every step of every episode asks.
 @functools.cache
 def _wanted(kind: type[Env]) -> frozenset[str]:
     """Return the optional arguments that an environment class's `step` takes."""

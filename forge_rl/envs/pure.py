@@ -39,6 +39,7 @@ def tool(*, pure: bool = False, version: str = "") -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         if pure:
+            # On the inner function, so that partials of it are pure as well.
             setattr(inner_function(function), _MARK, version)
         return function
 

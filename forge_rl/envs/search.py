@@ -97,6 +97,7 @@ def _build(index: Path, path: Path, files: list[Path]) -> None:
         with contextlib.closing(sqlite3.connect(name)) as database:
             database.execute("CREATE VIRTUAL TABLE texts USING fts5(title, text)")
             database.executemany("INSERT INTO texts VALUES (?, ?)", _texts(path, files))
+            # Merges the index into one segment, which is worth it as nothing is added later.
             database.execute("INSERT INTO texts(texts) VALUES ('optimize')")
             database.commit()
         os.replace(name, index)

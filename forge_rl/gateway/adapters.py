@@ -16,7 +16,7 @@ _MOST_PATH = 4096
 
 
 class AdapterEngines(Protocol):
-    """Engines that serve adapters, as `Generator` does."""
+    """Engines that serve adapters; `Generator` implements it."""
 
     async def load_adapter(self, name: str, folder: Path) -> None: ...
     async def drop_adapter(self, name: str) -> None: ...

@@ -97,7 +97,7 @@ class AgentCommand:
         self.workplaces = workplaces
         self._slots = asyncio.Semaphore(self.limits.at_a_time)
         self._failed_starts: list[str] = []
-        """Cause, repeated, of each process that failed since one last called the policy."""
+        """The common cause of failures since a process last called the policy, once for each."""
 
     def logging_to(self, log: Path) -> Self:
         """Return a copy of the agent that logs to `log`."""

@@ -124,7 +124,7 @@ class Prompt(ValueRecord):
     text: str | None = None
     """Raw prompt text; None for chat and for prompts of ids."""
     messages: tuple[Mapping[str, object], ...] = ()
-    """What follows the recorded turn that the prompt continues, see `Turn.messages`."""
+    """Messages after the recorded turn that the prompt continues; see `Turn.messages`."""
     reads: Callable[[str, Sequence[int]], tuple[str, Sequence[ToolCall]]] | None = None
     """Parses content and tool calls from a completion's text and ids; None if the text is the content."""
     asked_temperature: float | None = None

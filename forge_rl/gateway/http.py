@@ -137,7 +137,7 @@ def _allow_connections(count: int) -> int:
 
 
 def encode(body: object, *, is_long: bool = False) -> bytes:
-    """Encode as compact JSON; functions in the body are called where they stand.
+    """Encode as compact JSON; functions in the body are replaced by their results.
 
     The encoder of a short body holds the GIL throughout. A long one is written piece by piece, for use in a thread.
     """

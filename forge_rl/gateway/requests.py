@@ -1,4 +1,4 @@
-"""What requests may ask for: each API's parameters, and their bounds. vLLM's models check the parameters' types."""
+"""Parameters that requests may set in each API, and their bounds; vLLM's models check the parameters' types."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ParsedRequest:
     text: Any
     """Its messages, prompts or input; vLLM's models would take long to check them."""
     stop: list[str]
-    """Its stop strings, of which vLLM's models take fewer."""
+    """Its stop strings; vLLM's models accept fewer."""
     num_completions: int
     """Number of completions requested."""
 

@@ -158,6 +158,7 @@ class RequestExecutor:
         is_sampler = entry.kind == "save_weights_for_sampler"
         settings = SaveSettings(
             kind="sampler_weights" if is_sampler else "weights",
+            # Derived from the request, so that computing it again leads to the same checkpoint.
             name=request.path or f"seq-{entry.seq}",
             seq=entry.seq,
             updates=training.updates,
@@ -171,6 +172,7 @@ class RequestExecutor:
 
         checkpoint: AdapterCheckpoint = await self._store.save(training.record, settings, write)
         answer: dict[str, object] = {"type": entry.kind, "path": checkpoint.path}
+        # Without a path, the client wants to sample from these weights at once.
         if is_sampler and request.path is None:
             seq = request.sampling_session_seq_id or 0
             answer["sampling_session_id"] = self._sessions.open_sampler(training.session_id, seq, checkpoint.path)

@@ -63,6 +63,7 @@ class TinkerLoss(Loss):
         values = {**defaults, **config}
         low, high = values.get("clip_low_threshold", 0.0), values.get("clip_high_threshold", 0.0)
         beta = values.get("beta", 0.0)
+        # NaN, which protobuf can carry, fails the comparisons.
         if not (0 <= low <= high < 1e6 and 0 <= beta < 1e6):
             raise ApiError(400, f"a setting of {kind} is out of range: {values}", param="loss_fn_config")
         return TinkerLoss(kind=kind, low=low, high=high, beta=beta)

@@ -27,7 +27,7 @@ from forge_rl.types import Sampling, Turn
 
 
 class SamplingEngines(Protocol):
-    """Engines that serve adapters, as `Generator` does."""
+    """Engines that serve adapters; `Generator` implements it."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -209,6 +209,7 @@ class SampleService:
             extra["top_p"] = params.top_p
         if params.top_k > 0:
             extra["top_k"] = params.top_k
+        # The API takes one text, a list of texts, or a list of token ids.
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
         # An explicit empty list stops at nothing, not even at the end of a turn; None keeps the model's own stops.
         if params.stop == []:

@@ -27,7 +27,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Adapters(Protocol):
-    """Adapters of a trainer, as `TrainerAdapters` has them."""
+    """A trainer's adapters; `TrainerAdapters` implements it."""
 
     async def open(self, name: str, settings: AdapterSettings) -> None: ...
     async def drop(self, name: str) -> None: ...
@@ -39,7 +39,7 @@ class Adapters(Protocol):
 
 
 class AdapterTrainer(Protocol):
-    """A trainer of adapters, as `Trainer` is one."""
+    """A trainer of adapters; `Trainer` implements it."""
 
     @property
     def adapters(self) -> Adapters: ...

@@ -33,8 +33,8 @@ class Trainings:
         await trainings.restore()
         request_id = trainings.submit(training, JournalEntry(seq=1, kind="optim_step", body=body))
 
-    What a request changes depends on the requests of its own adapter alone. A request is on disk before its client gets
-    an id for it; if the trainer or this process dies, each adapter's last state is loaded, and later requests are
+    The effect of a request depends only on earlier requests of its own adapter. A request is on disk before its client
+    gets an id for it; if the trainer or this process dies, each adapter's last state is loaded, and later requests are
     computed again.
     """
 

@@ -52,7 +52,7 @@ class CodeSettings:
 
 
 class CodeSession(Protocol):
-    """Where an episode's code runs. Starts nothing before the first code."""
+    """The session in which an episode's code runs; starts nothing before the first code."""
 
     was_kept: bool | None = None
     """True if the latest code was not run, as its output was in the cache; None without a cache."""

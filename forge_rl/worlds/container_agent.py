@@ -1,4 +1,4 @@
-"""Lets an agent's process on this machine work in a task's container, by a program that it calls like Docker's."""
+"""Lets an agent's process on this machine work in a task's container, through a program called like Docker's."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class _Solution:
 
 
 class _TestsSession:
-    """The session of the tests, which runs nothing of the solution and is believed."""
+    """The session of the tests, which runs nothing of the solution, and whose results are trusted."""
 
     def __init__(self, session: PoolSession, task: Task, limit_s: float) -> None:
         self._session, self._task = session, task

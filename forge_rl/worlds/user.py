@@ -69,6 +69,7 @@ class SimulatedUser:
         return UserConversation(self, task)
 
     def __getstate__(self) -> dict[str, object]:
+        # Without the cached client, whose connections belong to one process.
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property

@@ -161,6 +161,7 @@ class ConfinedRuntime(SubprocessRuntime):
         """Return the folders of the interpreters that setup has prepared, and of scripts."""
         folders = {self.scripts_dir, sys.prefix, sys.base_prefix}
         for path in [sys.executable, *self._uv_interpreters.values()]:
+            # An interpreter of a virtual environment is a link to another one, and needs both folders.
             folders |= {str(Path(path).parent.parent), str(Path(os.path.realpath(path)).parent.parent)}
         return sorted(folder for folder in folders if not folder.startswith(("/usr", "/bin")) and folder != "/")
 

@@ -250,6 +250,7 @@ def result_of(episode: Any, credit: AgentCredit) -> dict:
     if not episode.ok:
         error = (episode.errors[-1:] or errors or [None])[-1]
         raise RuntimeError(f"{error.type}: {error.message}" if error else "the episode failed")
+    # An environment that marks no agent as trainable trains all of them.
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     parts: dict[str, float] = {}
     for trace in episode.traces:
