@@ -27,6 +27,7 @@ class BySource:
     @property
     def in_process(self) -> bool:
         """True if all environments run in the controller's process."""
+        # One environment that needs a process takes all of them there.
         return all(getattr(factory, "in_process", False) for factory in self.environments.values())
 
     @property
@@ -49,16 +50,18 @@ class BySource:
         counts: Counter[str] = Counter()
         for source, factory in self.environments.items():
             source_tasks = [task for task in tasks if task.source == source]
+            # Counter.update adds, where factories have counts of one name.
             counts.update(prepare_env(factory, source_tasks))
         return counts
 
     def serve_files(self, address: str, key: str) -> Sequence[str]:
         """Let the environments that can do so serve the files of their tasks; see `EnvFactory`."""
+        # Environments with one folder of images serve it at one URL.
         urls = [url for factory in self._sharing() for url in factory.serve_files(address, key)]
         return list(dict.fromkeys(urls))
 
     def ask_peers(self, urls: Sequence[str], key: str) -> None:
-        """Tell these environments where other hosts serve."""
+        """Give these environments the URLs at which other hosts serve files."""
         for factory in self._sharing():
             factory.ask_peers(urls, key)
 

@@ -30,10 +30,12 @@ def calculator(expression: str) -> str:
     if len(expression) > _MOST_CHARS:
         raise ValueError(f"the expression has more than {_MOST_CHARS} characters")
     try:
+        # Models write powers with ^, and products with the multiplication sign.
         tree = ast.parse(expression.strip().replace("^", "**").replace("\u00d7", "*"), mode="eval")
     except SyntaxError:
         raise ValueError(f"{expression!r} is not an arithmetic expression") from None
     value = _value(tree.body)
+    # Below 2**53, a float holds every integer exactly.
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return str(int(value) if is_whole else round(value, 10) if isinstance(value, float) else value)
 
@@ -48,6 +50,7 @@ def _value(node: ast.expr) -> int | float:
             return _value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             a, b = _value(left), _value(right)
+            # A bound before the computation: a huge power would take all time and memory.
             are_ints = isinstance(a, int) and isinstance(b, int)  # floats raise OverflowError themselves
             if isinstance(op, ast.Pow) and are_ints and abs(b) * int(a).bit_length() > _MOST_BITS:
                 raise ValueError("the power is too large")
@@ -56,6 +59,7 @@ def _value(node: ast.expr) -> int | float:
             values = [_value(argument) for argument in arguments]
             if name == "round" and any(abs(digits) > 400 for digits in values[1:]):
                 raise ValueError("round takes up to 400 digits")
+            # Bounded before the call, as powers are.
             if name in ("factorial", "lcm") and any(abs(value) > 400 for value in values):
                 raise ValueError(f"{name} takes numbers up to 400")
             return _bounded(_FUNCTIONS[name](*values))

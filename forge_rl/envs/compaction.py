@@ -45,6 +45,7 @@ class DropOldOutputs:
         old = {
             index
             for index in outputs[: len(outputs) - self.keep]
+            # A shorter output would only grow.
             if len(str(messages[index]["content"])) > len(self.left_out)
         }
         if not old:
@@ -60,6 +61,7 @@ def check_compaction(environment: object, max_model_len: int) -> None:
     Raises:
         ConfigError: no conversation of so many characters fits into the context.
     """
+    # BySource has an environment for each source.
     nested = getattr(environment, "environments", None)
     for candidate in (environment, *(nested.values() if isinstance(nested, Mapping) else ())):
         compact = getattr(candidate, "compact", None)

@@ -87,10 +87,12 @@ def _of_user(target: object, parsed: FlagText) -> EnvFactory:
     from forge_rl.envs.tools import ToolEnv
 
     flag = f"--env {parsed.name}"
+    # A list of tool functions.
     if isinstance(target, list | tuple):
         tool_env: EnvFactory = build(parsed, functools.partial(ToolEnv, tuple(target)))
         return tool_env
     if isinstance(target, type):
+        # `hasattr` would not tell: every class can be called, through its metaclass.
         if any("__call__" in vars(base) for base in target.__mro__):  # its instances are factories
             return _factory(build(parsed, target), flag)
         if not hasattr(target, "step") and not hasattr(target, "reset"):
@@ -120,6 +122,7 @@ def _factory(target: object, flag: str, parsed: FlagText | None = None) -> EnvFa
     try:
         if parsed is not None and _takes_task(target):
             options = read_options(parsed, target, None)
+        # Binds a task and the options without calling anything.
         inspect.signature(target).bind(None, **options)
     except TypeError as error:
         hint = "it must take the task as its argument; put tool functions in a list and name the list in --env"

@@ -1,4 +1,4 @@
-"""Plays an episode of an environment in this process, for people who look at it before a run."""
+"""Plays an episode of an environment in this process, for users who try it before a run."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ async def play(
             if (parsed := await answer(messages, tools)) is None:
                 break
             content, calls = parsed
+            # Without tools, the text is the completion itself.
             step = await step_env(env, content, parsed=parsed if tools else None)
             tell(step)
             rewards += [] if step.reward is None else [step.reward]
@@ -56,6 +57,7 @@ async def play(
             assistant_message: dict[str, object] = {"role": "assistant", "content": content}
             if calls:
                 assistant_message["tool_calls"] = [as_message(call) for call in calls]
+            # A new history replaces all messages so far.
             messages = (*messages, assistant_message, *step.messages) if step.history is None else step.history
     finally:
         await close_env(env)
@@ -63,7 +65,7 @@ async def play(
 
 
 def as_message(call: ToolCall) -> dict[str, object]:
-    """Return a call as OpenAI's messages have it."""
+    """Return a call in the format of OpenAI's messages."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

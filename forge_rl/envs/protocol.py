@@ -37,7 +37,7 @@ class Step(CompactRecord):
     messages: tuple[Message, ...] = ()
     """Messages to show the model after this completion and before the next."""
     calls: tuple[ToolCall, ...] = ()
-    """The completion's tool calls, with what running them took, for people who look at the episode; by default as they
+    """The completion's tool calls with their times and errors, for people who look at the episode; by default as they
     were parsed."""
     done: bool
     """True if the episode is over."""
@@ -96,7 +96,7 @@ class Env(Protocol):
 
     If the process of an environment dies, a new one in another process is given the episode's completions again, and
     the episode resumes; if it then shows something else, the episode restarts. Set `replayable = False` if steps
-    must not be repeated, as of a world that others share: the episode then starts again at once. An optional method
+    must not be repeated, for example in a shared world: the episode then starts again at once. An optional method
     `resume(completion, step, calls)`, plain or async, brings an environment past a completion whose `Step` is known,
     without doing the work again; it returns False to have `step` called instead.
 
@@ -134,6 +134,7 @@ class EnvFactory(Protocol):
         """Return an environment for one episode."""
 
 
+# Checked with isinstance, so that a factory needs no base class.
 @runtime_checkable
 class SharesFiles(Protocol):
     """A factory whose processes on several hosts pass each other the files that they fetched for tasks."""
@@ -177,6 +178,7 @@ def leaves_of(factory: EnvFactory) -> int:
     Raises:
         ConfigError: its `leaves` is not a positive integer.
     """
+    # `--env FILE.py:NAME,KEY=VALUE` binds options with a partial, which lacks the attributes of what it wraps.
     base_factory = factory.func if isinstance(factory, functools.partial) else factory
     leaves = getattr(base_factory, "leaves", 1)
     if type(leaves) is not int or leaves < 1:
@@ -198,6 +200,7 @@ def make_env(factory: EnvFactory, task: Task) -> Env:
         ForgeError: the factory returned something else.
     """
     env = factory(task)
+    # A user's factory may return anything, such as a coroutine if it is async.
     if not (hasattr(env, "reset") and hasattr(env, "step")):
         raise ForgeError(
             f"the environment's factory returned {env!r:.80}, which lacks reset or step",
@@ -207,8 +210,9 @@ def make_env(factory: EnvFactory, task: Task) -> Env:
 
 
 def prepare_env(factory: EnvFactory, tasks: Sequence[Task]) -> Mapping[str, float]:
-    """Let a factory that has a `prepare` begin with what coming tasks need; return its counts."""
+    """Let a factory with a `prepare` begin to fetch what coming tasks need; return its counts."""
     prepare = getattr(factory.func if isinstance(factory, functools.partial) else factory, "prepare", None)
+    # In a class that is its own factory, `prepare` can only be a method of one episode's environment.
     if prepare is None or isinstance(factory, type) or not tasks:
         return {}
     counts: Mapping[str, float] = prepare(tasks)
@@ -231,13 +235,15 @@ async def make_env_beside(
     try:
         return await in_thread(functools.partial(_raised_env, factory, task))
     except RuntimeError as error:
+        # asyncio raises "no running event loop" in a thread; other errors are the constructor's own.
         if "event loop" not in str(error):
             raise
+    # In the event loop, although it blocks it: the constructor needs the loop.
     return make_env(factory, task)
 
 
 def _raised_env(factory: EnvFactory, task: Task) -> Env:
-    """Make an environment where no StopIteration may be raised, which no future can hold."""
+    """Make an environment in a thread, whose future cannot hold a StopIteration."""
     try:
         return make_env(factory, task)
     except StopIteration as error:
@@ -268,6 +274,7 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
     option_names = _wanted(type(env))
     kwargs: dict[str, object] = {"truncated": truncated} if "truncated" in option_names else {}
     if "calls" in option_names:
+        # A parsed completion comes without its calls.
         completion, kwargs["calls"] = parsed or (completion, ())
     step = await env.step(completion, **kwargs)
     if not isinstance(step, Step):
@@ -291,6 +298,7 @@ async def replay_env(env: Env, observation: Observation, log: Sequence[Exchange]
     resume = getattr(env, "resume", None)
     for turn, (completion, truncated, parsed, step) in enumerate(log, 1):
         content, calls = parsed or (completion, ())
+        # An environment may decline by returning False; the turn is then stepped and compared.
         if resume is not None:
             resumed = resume(content, step, calls)
             if await resumed if inspect.isawaitable(resumed) else resumed:
@@ -302,6 +310,7 @@ async def replay_env(env: Env, observation: Observation, log: Sequence[Exchange]
 
 def _shown(output: Observation | Step) -> str:
     """Return what the model and the score see, without addresses of objects."""
+    # Calls differ in their times, and addresses between processes.
     names = [f.name for f in fields(output) if f.name != "calls"]
     return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", repr([getattr(output, name) for name in names]))
 
@@ -316,6 +325,7 @@ async def fork_env(env: Env) -> Env:
         return copy.deepcopy(env)
     env_copy = fork()
     env_copy = await env_copy if inspect.isawaitable(env_copy) else env_copy
+    # Branches that shared a world would change one another's.
     if env_copy is env or not (hasattr(env_copy, "reset") and hasattr(env_copy, "step")):
         raise ForgeError(
             f"{type(env).__name__}.fork returned {env_copy!r:.80}, which is not another environment",
@@ -332,10 +342,12 @@ async def close_env(env: object) -> None:
         await close_result
 
 
+# By class, as every step of every episode asks.
 @functools.cache
 def _wanted(kind: type[Env]) -> frozenset[str]:
     """Return the optional arguments that an environment class's `step` takes."""
     parameters = inspect.signature(kind.step).parameters.values()
+    # A `step` with **kwargs takes both.
     optional = {"truncated", "calls"}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return frozenset(optional if takes_all else optional & {parameter.name for parameter in parameters})

@@ -39,6 +39,7 @@ def tool(*, pure: bool = False, version: str = "") -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         if pure:
+            # On the inner function, so that partials of it are pure as well.
             setattr(inner_function(function), _MARK, version)
         return function
 
@@ -58,6 +59,7 @@ def version_of(function: Callable[..., object]) -> str:
         ConfigError: it has bound objects that cannot be compared, and no declared version.
     """
     inner, declared_version = inspect.unwrap(inner_function(function)), purity(function)
+    # Bound arguments, a method's object, defaults and closures change results without a change of the code.
     bound_objects: list[object] = []
     while isinstance(function, functools.partial):
         bound_objects += [function.args, function.keywords]
@@ -80,6 +82,7 @@ def version_of(function: Callable[..., object]) -> str:
         bound_text = ""
     digest = hashlib.blake2b(digest_size=16)
     for part in (inner.__module__, inner.__qualname__, declared_version or "", bound_text, sys.version, _file(inner)):
+        # Each part is hashed on its own, so that no text can move from one part to the next.
         digest.update(hashlib.blake2b(part.encode("utf-8", "surrogatepass")).digest())
     digest.update(_code(inner.__code__))
     return digest.hexdigest()
@@ -88,6 +91,7 @@ def version_of(function: Callable[..., object]) -> str:
 def _version_of_bound(value: object) -> str:
     if isinstance(value, types.FunctionType):
         return version_of(value)
+    # json.dumps passes it on to `version_of`, which then asks for a declared version.
     raise TypeError
 
 
@@ -109,7 +113,7 @@ class CachedTool:
     tool: Tool
     cache: ResultCache
     about: str = ""
-    """Anything but the arguments that results depend on."""
+    """Text that covers all that results depend on besides the arguments."""
 
     @property
     def schema(self) -> Mapping[str, object]:
@@ -130,6 +134,7 @@ class CachedTool:
             kwargs = self.tool.read(arguments)
         except ValueError as error:
             return str(error), None
+        # All that a result depends on is in its key, so that no entry ever becomes wrong.
         key = content_key(self.tool.name, version_of(self.tool.function), self.about, self.tool.canonical(kwargs))
         run = functools.partial(self.tool.run, kwargs, timeout_s=timeout_s)
         return await self.cache.get(key, run, wait_s=timeout_s)

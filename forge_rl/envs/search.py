@@ -51,6 +51,7 @@ class Corpus:
             raise ConfigError(f"the corpus {path} has no text files", hint=f"add files that end in {', '.join(_TEXTS)}")
         digest = hashlib.sha256()
         for file in files:
+            # Path, size and time stand for the content: reading a whole corpus at each start would take long.
             state = file.stat()
             digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
         make_private(cache, ConfigError)
@@ -68,9 +69,12 @@ class Corpus:
         words = re.findall(r"\w+", query)
         if not words:
             return []
+        # Quoted, as a bare OR or NEAR would be an operator of FTS5.
         match_query = " OR ".join(f'"{word}"' for word in words[:32])
         statement = "SELECT title, snippet(texts, 1, '', '', ' ... ', 64) FROM texts WHERE texts MATCH ? "
+        # immutable: an index never changes once it is in place, so that SQLite needs no locks.
         with contextlib.closing(sqlite3.connect(f"{self.index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+            # bm25's weights: a word in the title counts twice.
             rows = database.execute(statement + "ORDER BY bm25(texts, 2.0, 1.0) LIMIT ?", (match_query, results))
             return [(str(title), str(text)) for title, text in rows]
 
@@ -93,6 +97,7 @@ def _build(index: Path, path: Path, files: list[Path]) -> None:
         with contextlib.closing(sqlite3.connect(name)) as database:
             database.execute("CREATE VIRTUAL TABLE texts USING fts5(title, text)")
             database.executemany("INSERT INTO texts VALUES (?, ?)", _texts(path, files))
+            # Merges the index into one segment, which is worth it as nothing is added later.
             database.execute("INSERT INTO texts(texts) VALUES ('optimize')")
             database.commit()
         os.replace(name, index)

@@ -52,11 +52,13 @@ class TaskList:
         order = self._order[1] if self._order[0] == epoch else self._order_of(epoch)
         indices = order[index : index + tasks]
         if missing := tasks - len(indices):
+            # A short list comes around again within one look ahead.
             indices = list(dict.fromkeys([*indices, *self._order_of(epoch + 1)[:missing]]))
         return [self._train[index] for index in indices]
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._train)))
+        # The order follows from the seed and the epoch, so that a resumed run needs only the number of tasks drawn.
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
@@ -78,6 +80,7 @@ class TaskList:
         Raises:
             TaskError: the position belongs to another list.
         """
+        # In another list, or under another seed, the position would point to other tasks.
         num_drawn = state.get("drawn")
         if not isinstance(num_drawn, int) or num_drawn < 0 or dict(state) != {**self.state(), "drawn": num_drawn}:
             raise TaskError(
@@ -99,7 +102,9 @@ def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tu
     for task in tasks:
         by_key.setdefault(hashlib.sha256(key(task).encode()).hexdigest(), []).append(task)
     digests = sorted(by_key)
+    # Each digest decides on its own: tasks that are added later move no other to the other side.
     held_out_digests = [digest for digest in digests if int(digest[:8], 16) < share * 2**32]
+    # At least one is held out, and at least one is left to train on.
     held_out_digests = (held_out_digests or digests[:1])[: len(digests) - 1] if share else []
     held_out = [by_key[digest][0] for digest in held_out_digests]
     held_out_set = set(held_out_digests)

@@ -99,6 +99,7 @@ class Tool:
         try:
             text = arguments.strip() or "{}"
             kwargs: Mapping[str, Any] = self._adapter.validate_json(text)
+            # validate_json takes NaN and Infinity, which are not JSON.
             pydantic_core.from_json(text, allow_inf_nan=False)
         except pydantic.ValidationError as error:
             raise ValueError(f"error: wrong arguments of {self.name}: {_explained(error)}") from None
@@ -119,11 +120,14 @@ class Tool:
                 function = functools.partial(self.function, *[self.owner] * self.is_method, **kwargs)
                 result = function() if self._is_async else await _in_thread(function)
                 if inspect.isawaitable(result):
+                    # Code that handles errors of a TaskGroup changes its task's count of cancellations, on which the
+                    # timeout relies.
                     result = await in_own_task(result)
         except TimeoutError:
             return f"error: {self.name} took longer than {timeout_s:g} s", False
         except ForgeError:
             raise
+        # A tool that calls sys.exit ends its call, not the run.
         except (Exception, SystemExit) as error:
             return f"error: {type(error).__name__}: {error}".removesuffix(": "), False
         try:
@@ -156,6 +160,7 @@ class Tool:
         }
         fields: dict[str, object] = {}
         parameters = list(inspect.signature(self.function).parameters.values())
+        # Without `self`, for which `owner` is passed.
         for parameter in parameters[1:] if self.is_method else parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(
@@ -174,12 +179,14 @@ class Tool:
                 field_options["json_schema_extra"] = (
                     {"default": parameter.default} if _is_json(parameter.default) else None
                 )
+                # Left out of the arguments if the model omits it, so that the function's own default applies.
                 fields[parameter.name] = typing_extensions.NotRequired[
                     Annotated[hints[parameter.name], pydantic.Field(**field_options)]
                 ]
         shape = typing_extensions.TypedDict(self.name, fields)  # type: ignore[misc]
         try:
             adapter = pydantic.TypeAdapter(pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(shape))
+            # Types without a schema are reported now, not when an episode first shows the tool.
             adapter.json_schema()
         except Exception as error:
             cause = str(error).splitlines()[0]
@@ -232,6 +239,7 @@ def _without_titles(schema: Any) -> Any:
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    # Below these keys stand data, in which "title" may be a key like any other.
     values = ("default", "enum", "const", "examples")
     return {
         key: value if key in values else _without_titles(value)

@@ -134,13 +134,14 @@ class ToolEnv(ToolSettings):
         tools: dict[str, Tool] = self._tools  # type: ignore[attr-defined]
         if not isinstance(self.tools, type):
             return ToolUse(self, task, {name: self._kept(tool, "") for name, tool in tools.items()})
+        # A world of its own for each episode: methods change it.
         world = self.tools(task) if inspect.signature(self.tools).parameters else self.tools()
         world_key = task_key(task)
         world_tools = {name: replace(tool, owner=world) for name, tool in tools.items()}
         return ToolUse(self, task, {name: self._kept(tool, world_key) for name, tool in world_tools.items()}, world)
 
     def _kept(self, tool: Tool, about: str | None) -> CallableTool:
-        """Return a tool that is declared pure with the cache before it; `about` is what else its results depend on."""
+        """Put the cache before a tool that is declared pure; `about` covers what else its results depend on."""
         if about is None or purity(tool.function) is None:
             return tool
         return CachedTool(tool, self._cache, about)  # type: ignore[attr-defined]
@@ -172,6 +173,7 @@ class ToolUse:
 
     def resume(self, completion: str, step: Step, calls: Sequence[ToolCall]) -> bool:
         """Take an earlier turn from its step without running its calls, unless they changed a world."""
+        # Calls of functions without a world changed nothing, and the step has their outputs.
         if self._world is not None:
             return False
         self._turns += 1
@@ -185,10 +187,12 @@ class ToolUse:
         self._turns += 1
         if truncated or not attempts_call(completion, calls):  # a truncated one may have lost calls, or part of one
             return await self._end(completion)
+        # The model would never see the outputs of calls in its last turn, so that they are not run.
         if self._turns == self._config.max_turns:
             return await self._end("")
         outputs: list[Message] = []
         finished_calls: list[ToolCall] = []
+        # One after another: a later call may depend on what an earlier one has changed.
         for call in calls:
             start_time = time.monotonic()
             text, cached = await self._run(call)
@@ -234,6 +238,7 @@ def first_messages(task: Task, instruction: str, examples: Sequence[Message]) ->
     messages = list(task.messages)
     if messages[0]["role"] != "system" and instruction:
         messages.insert(0, {"role": "system", "content": instruction})
+    # Examples follow the system message: chat templates take one only at the beginning.
     position = 1 if messages[0]["role"] == "system" else 0
     messages[position:position] = examples
     return messages
@@ -251,6 +256,7 @@ def _as_turn(completion: str, calls: Sequence[ToolCall]) -> Message:
 def _as_message(call: ToolCall) -> Message:
     arguments: object = call.arguments
     with contextlib.suppress(ValueError, RecursionError):
+        # Chat templates expect an object rather than its text.
         arguments = parse_json(call.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
@@ -259,6 +265,7 @@ def _methods(kind: type) -> list[Callable[..., object]]:
     """Return the public methods of a class, unbound, in definition order."""
     methods: dict[str, Callable[..., object]] = {}
     for base in reversed(kind.__mro__[:-1]):
+        # Base classes come first: an override replaces the function and keeps its place.
         methods |= {name: value for name, value in vars(base).items() if inspect.isfunction(value)}
     return [value for name, value in methods.items() if not name.startswith("_") and name not in _NOT_TOOLS]
 
@@ -275,7 +282,7 @@ def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
 
 
 def clipped(text: str, max_chars: int) -> str:
-    """Return a text without the middle of what exceeds this length."""
+    """Cut the middle out of a text that is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

@@ -53,6 +53,7 @@ class Worker:
         self._lines = lines
         self._pipe = calls
         self._ids = itertools.count(1)
+        # The answer with id 0 reports that the script is ready.
         self._calls: dict[int, asyncio.Future[object]] = {0: asyncio.get_running_loop().create_future()}
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
@@ -72,6 +73,7 @@ class Worker:
         try:
             async with asyncio.timeout(deadline_s):
                 await worker._calls[0]
+        # Also when the start is cancelled: nobody else knows of the process yet.
         except BaseException as error:
             await worker.close()
             if isinstance(error, TimeoutError):
@@ -96,6 +98,7 @@ class Worker:
         if not self.alive:
             raise self._died()
         number = next(self._ids)
+        # Answers may come in any order; the number tells them apart.
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             self._send({"id": number, **call})
@@ -130,6 +133,7 @@ class Worker:
             async for line in self._lines:
                 answer = json.loads(line)
                 call = self._calls.get(answer["id"])
+                # The call was cancelled, and its answer crossed the cancellation.
                 if call is None or call.done():
                     continue
                 if "error" in answer:

@@ -16,7 +16,7 @@ _MOST_PATH = 4096
 
 
 class AdapterEngines(Protocol):
-    """Engines that serve adapters, as `Generator` does."""
+    """Engines that serve adapters; `Generator` implements it."""
 
     async def load_adapter(self, name: str, folder: Path) -> None: ...
     async def drop_adapter(self, name: str) -> None: ...
@@ -30,7 +30,7 @@ class LoadRequest(BaseModel):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
-    """Replace the adapter of that name, if there is one; requests in flight go on with the values that they began
+    """Replace the adapter of that name, if there is one; requests in flight continue with the weights they started
     with."""
 
 
@@ -51,10 +51,10 @@ class ServedAdapters:
         await adapters.add("math", Path("runs/math"))
 
     Args:
-        find: returns the folder of the adapter in PEFT's format that a run or folder stands for, once it is known that
-            the engines can serve it; raises ConfigError or ModelError.
-        folders: folders from which requests may load adapters; without any, they can neither load nor drop some.
-        max_adapters: maximum number that are loaded at a time.
+        find: returns the folder, in PEFT's format, of the adapter in a run or folder, after checking that the engines
+            can serve it; raises ConfigError or ModelError.
+        folders: folders from which requests may load adapters; if empty, requests can neither load nor drop any.
+        max_adapters: maximum number of adapters loaded at a time.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ServedAdapters:
         """Load an adapter into the engines, in place of an earlier one of its name.
 
         Raises:
-            ConfigError: the engines cannot serve it, or there are as many already as there may be.
+            ConfigError: the engines cannot serve it, or `max_adapters` are already loaded.
             ModelError: its files are missing, malformed, or of another base model.
             ServiceError: no engine is left.
         """
@@ -89,7 +89,7 @@ class ServedAdapters:
             await self._add(name, place)
 
     async def load(self, body: bytes, model_names: Sequence[str]) -> str:
-        """Answer a request for a further adapter; returns the message for its client.
+        """Load the adapter that a request names; return the text of the response.
 
         Args:
             model_names: names of the model itself.
@@ -107,6 +107,7 @@ class ServedAdapters:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", param="lora_name")
         if name in model_names:
             raise ApiError(400, f"`{name[:100]}` is the model's own name", param="lora_name", code="invalid_value")
+        # Resolving a path reads the file system, which may be slow.
         place = await asyncio.to_thread(self._allowed, request.lora_path)
         async with self._changing:
             if name in self._places and not request.load_inplace:
@@ -122,7 +123,7 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, body: bytes) -> str:
-        """Answer a request to drop an adapter; requests that sample with it go on.
+        """Drop the adapter that a request names, and return the text of the response. Requests in flight continue.
 
         Raises:
             ApiError: the request is malformed, or no such adapter is loaded.
@@ -142,6 +143,7 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _add(self, name: str, place: Path) -> None:
+        # Replacing an adapter takes no further place.
         if name not in self._places and len(self._places) >= self._max_adapters:
             raise ConfigError(
                 f"{len(self._places)} adapters are loaded, the most that there may be",
@@ -161,11 +163,12 @@ class ServedAdapters:
             )
 
     def _allowed(self, text: str) -> Path:
-        """Return the place that a request names, if it is in a folder from which requests may load.
+        """Return the path that a request names, if it is in a folder from which requests may load.
 
-        Whether another place exists is not told.
+        The error is the same whether or not a path outside of those folders exists.
         """
         try:
+            # Resolved before the comparison, so that neither `..` nor a link leads out of the folders.
             place = Path(text[:_MOST_PATH]).resolve()
         except (OSError, ValueError, RuntimeError):  # a NUL, or links in a circle
             place = Path("/")

@@ -43,13 +43,16 @@ def main(name: str, *flags: str) -> None:
         return
     request = json.loads(sys.stdin.read())
     task = request["task"]
+    # The task comes without its truth: an agent must not see the answer that it is scored by.
     agent_task = Task(
         id=task["id"], source=task["source"], messages=tuple(task["messages"]), tools=tuple(task["tools"])
     )
     num_parameters = len(inspect.signature(agent).parameters)
     answer = agent(*(agent_task, AgentSession(**request["session"]))[:num_parameters])
     if inspect.isawaitable(answer):
+        # asyncio.run takes coroutines only, and a function may return any awaitable.
         answer = asyncio.run(_result(answer))
+    # The last line of the output; what the function itself prints comes before it.
     print(json.dumps({"answer": None if answer is None else str(answer)}))
 
 

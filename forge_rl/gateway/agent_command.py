@@ -43,7 +43,7 @@ class AgentStartError(AgentError):
 
 
 class Workplace(Protocol):
-    """Where an agent's process works in one episode."""
+    """The place in which an agent's process works in one episode."""
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -97,11 +97,12 @@ class AgentCommand:
         self.workplaces = workplaces
         self._slots = asyncio.Semaphore(self.limits.at_a_time)
         self._failed_starts: list[str] = []
-        """Cause, repeated, of each process that failed since one last called the policy."""
+        """The common cause of failures since a process last called the policy, once for each."""
 
     def logging_to(self, log: Path) -> Self:
         """Return a copy of the agent that logs to `log`."""
         agent = copy.copy(self)
+        # A shallow copy would share the list with the original.
         agent.log, agent._failed_starts = log, []
         return agent
 
@@ -161,8 +162,10 @@ class AgentCommand:
             head = visible(f"--- task {session.task_id}: {process.problem or 'ended with status 0'}")
             _append(self.log, head.encode() + b"\n" + stderr.rstrip(b"\n") + b"\n")
         problem = process.problem or "ended with status 0"
+        # Without numbers, which differ between processes that fail for one cause.
         cause = re.sub(r"\d+", "", problem)
         called_policy = bool(session.turns) or session.refusal is not None
+        # A different cause starts the count again: only one that repeats stops the run.
         if called_policy or cause not in self._failed_starts:
             self._failed_starts.clear()
         if not called_policy:
@@ -212,6 +215,7 @@ class AgentFunction(AgentCommand):
         process = await run_command((*self.command, "--check"), self.limits, variables={}, stdin=b"")
         if process.problem:
             lines = [line for line in process.errors.splitlines() if line.strip()]
+            # agent_child ends with the message and the hint, a line each.
             problem, hint = (lines[-2], lines[-1]) if len(lines) > 1 else (process.problem, "")
             raise ConfigError(problem, hint=hint)
 
@@ -235,6 +239,7 @@ def _path() -> str:
 
 def _append(log: Path, text: bytes) -> None:
     """Append to a log, and rotate it when it is long."""
+    # The first process of a run has no log yet, and another may have rotated it just now.
     with contextlib.suppress(FileNotFoundError):
         if log.stat().st_size > _LOG_BYTES:
             log.replace(log.with_name(f"{log.name}.1"))

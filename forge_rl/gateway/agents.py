@@ -45,8 +45,8 @@ Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | Score | None]]
 """Function that works on a task with the policy at session.base_url, using session.key. Returns the text to score, None
 for the policy's last answer, or a Score that replaces the reward's. Blocking work must run in a thread or a process; a
 ReplicaError means that such a process died, and the episode is retried. It must end when it is cancelled; one that is
-named, as MODULE:FUNCTION, has a process of its own and is ended with it. Of one in this process that ignores its
-cancellation, the coroutine is ended; threads and tasks that it has started go on."""
+named, as MODULE:FUNCTION, has a process of its own and is ended with it. If one in this process ignores its
+cancellation, its coroutine is ended, but threads and tasks that it started continue."""
 
 _LEFT_HINT = (
     "let it raise CancelledError (`except Exception:` does, `except:` does not), or start it with "
@@ -131,6 +131,7 @@ class AgentEpisodeRunner:
         session = self.gateway.open(task.id, sampling=client.sampling.updated(seed=client.seed))
         with self.backend.connected(session, client):
             outcome, result, problem = await self._work(task, session, client)
+        # The text that an agent returns may be the policy's, with its thoughts.
         own_score, text = (result, None) if isinstance(result, Score) else (None, result and without_thoughts(result))
         episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
         if outcome.scored:
@@ -159,6 +160,7 @@ class AgentEpisodeRunner:
             # No request of the session may be on an engine after the episode.
             await session.ended()
         last = session.turns[-1] if session.turns else None
+        # An agent that kept calling the policy is truncated and scored. One that hung is not the policy's failure.
         if deadline.limit.expired():
             if last is not None and not deadline.hangs:
                 return Outcome.TRUNCATED, None, ""
@@ -166,6 +168,7 @@ class AgentEpisodeRunner:
             return Outcome.ENVIRONMENT_ERROR, "", f"the agent took longer than {self.deadline_s:g} s, {hangs}"
         if died:
             return Outcome.INFRASTRUCTURE_ERROR, "", failure
+        # The agent failed after the gateway refused its last request: the refusal decides the outcome, not the agent.
         if failure and session.refusal is not None:
             if session.refusal.code == "context_length_exceeded" and last is None:
                 raise ContextError(session.refusal.message, hint="raise --generator.max-model-len")
@@ -182,6 +185,7 @@ class AgentEpisodeRunner:
     async def _agent_of(self, task: Task, session: Session) -> str | Score | None:
         """Run the agent, leave it behind if it ignores its cancellation, and later end it."""
         work, endable = self.agent(task, session), None
+        # A process is killed when its call is cancelled; only a coroutine may have to be ended from here.
         if inspect.iscoroutine(work) and not isinstance(self.agent, AgentCommand):
             endable = EndableTask(work)
         agent_task = asyncio.ensure_future(work) if endable is None else endable.task
@@ -216,6 +220,7 @@ class AgentEpisodeRunner:
 
     async def _end_left(self) -> None:
         """End all agents that were left behind, and wait for them for a moment."""
+        # A process has no endable task, and ends itself.
         for endable in self._left.values():
             if endable is not None:
                 endable.end()
@@ -259,12 +264,15 @@ class _OwnTime:
 
     def _look(self) -> None:
         loop, used_s, turns = asyncio.get_running_loop(), self._used_s(), len(self._session.turns)
+        # A request in flight counts as a call of the policy for as long as it takes.
         if self._session.running or turns > self._turns:
             self._asked_s, self._turns = used_s, turns
         if used_s < self._deadline_s:
+            # Polled, as the episode's own time stops while it waits for an engine.
             self._timer = loop.call_later(self._deadline_s / _LOOKS, self._look)
             return
         self.hangs = used_s - self._asked_s > self._deadline_s / 2
+        # Ends the context at once, with a TimeoutError.
         self.limit.reschedule(loop.time())
 
 
@@ -294,6 +302,7 @@ async def serving_agents(
     """
     if isinstance(agent, str):
         agent = function = AgentFunction(agent, config.agent_limits)
+        # A wrong name fails here, before the gateway and any episode start.
         await function.check()
     if isinstance(agent, AgentCommand) and logs is not None:
         agent = agent.logging_to(logs / "agent.log")

@@ -89,6 +89,7 @@ class ChatMessage:
         if message.content is None and not message.tool_calls and message.role != "assistant":
             raise ApiError(400, "the message has no content", param=f"{where}.content")
         return cls(
+            # Most chat templates know no role `developer`, which is OpenAI's later name for `system`.
             role="system" if message.role == "developer" else message.role,
             content=_join_text(message.content, f"{where}.content"),
             calls=tuple(
@@ -123,7 +124,7 @@ class Prompt(ValueRecord):
     text: str | None = None
     """Raw prompt text; None for chat and for prompts of ids."""
     messages: tuple[Mapping[str, object], ...] = ()
-    """What follows the recorded turn that the prompt continues, see `Turn.messages`."""
+    """Messages after the recorded turn that the prompt continues; see `Turn.messages`."""
     reads: Callable[[str, Sequence[int]], tuple[str, Sequence[ToolCall]]] | None = None
     """Parses content and tool calls from a completion's text and ids; None if the text is the content."""
     asked_temperature: float | None = None
@@ -137,10 +138,12 @@ def parsed(arguments: str) -> object:
     """
     try:
         value = json.loads(arguments)
+        # Lone surrogates can only come from escapes in this text: the body that brought it is valid UTF-8.
         if "\\u" in arguments:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
+    # Level by level, as recursion could be exhausted by the data.
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(_MOST_LEVELS):
         inner = (entry.values() if isinstance(entry, dict) else entry for entry in level)
@@ -194,6 +197,7 @@ class PromptBuilder:
             ModelError: the chat template rejects the messages.
             ApiError: the chat template does not render tools.
         """
+        # The tokenizer then writes tools and calls into the messages as text, which only this parser reads back.
         if tools and not self.tokenizer.shows_tools and self._tool_parser != "hermes":
             raise ApiError(
                 400,
@@ -204,6 +208,7 @@ class PromptBuilder:
         settings_json = _canonical([list(tools), settings or {}])
         # Digests of the tools and the first n messages, for n from 0.
         digests = list(accumulate(messages, extend_digest, initial=hashlib.sha256(settings_json).digest()))
+        # Longest prefix first: the fewer messages are left, the more tokens are the engine's own.
         recorded = (
             (count, ids)
             for count in range(len(messages), 0, -1)
@@ -217,6 +222,8 @@ class PromptBuilder:
         if count == 0:
             token_ids: TokenIds = self.tokenizer.render(template_messages, tools=tools, settings=settings)
         else:
+            # Rendering the whole conversation would tokenize the model's text again, and may give other tokens than it
+            # sampled.
             calls = messages[count - 1].template_calls()
             token_ids = self.tokenizer.extend(context, template_messages, tools=tools, calls=calls, settings=settings)
         return Prompt(token_ids=token_ids, digest=digests[-1], messages=tuple(template_messages))
@@ -228,6 +235,7 @@ class PromptBuilder:
             return Prompt(token_ids=[min(max(token, -1), 2**31 - 1) for token in prompt])
         prefix, context = session.longest_prefix(prompt) if session is not None else ("", ())
         rest = prompt[len(prefix) :]
+        # A begin-of-sequence token belongs only at the start of the whole prompt.
         added_ids = self.tokenizer.encode(rest, add_special=not prefix)
         return Prompt(
             token_ids=[*context, *added_ids],
@@ -247,6 +255,7 @@ def response_messages(instructions: str | None, input_items: str | Sequence[Mapp
         ApiError: an item has an unknown type or lacks a required field.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    # A plain string is shorthand for one message of the user.
     if isinstance(input_items, str):
         return [*messages, {"role": "user", "content": input_items}]
     for index, item in enumerate(input_items):
@@ -254,8 +263,10 @@ def response_messages(instructions: str | None, input_items: str | Sequence[Mapp
         for name, field_type in _ITEM_FIELDS.get(kind, {}).items():
             if not isinstance(item.get(name), field_type):
                 raise ApiError(400, f"an item of type {kind!r} has no valid {name}", param=f"{where}.{name}")
+        # The text and the calls of one answer arrive as separate items; chat templates expect one message.
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind in ("function_call", "custom_tool_call"):
+            # A custom tool takes free text; templates and parsers know calls with JSON arguments only.
             arguments = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
             function = {"name": item["name"], "arguments": arguments}
             if last is None:
@@ -295,4 +306,5 @@ def _join_text(content: str | Sequence[Mapping[str, Any]] | None, where: str) ->
 
 
 def _canonical(value: object) -> bytes:
+    # Sorted, as clients may send the keys of an object in any order.
     return json.dumps(value, sort_keys=True, ensure_ascii=False).encode(errors="surrogatepass")

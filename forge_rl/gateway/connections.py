@@ -50,7 +50,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._overhead_bytes += len(data)
+        # Parsed before the check, as parts of a body reset the count.
         super().data_received(data)
+        # Headers that never end would be collected without limit: on_headers_complete is never called for them.
         if self._overhead_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
             is_body = self.cycle is not None and self.cycle.more_body and not self._reads_head
             self._too_large(f"the {'trailers' if is_body else 'headers'} are longer than {MOST_HEAD_BYTES} bytes")
@@ -62,6 +64,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._open_connections.begin(self)
 
     def on_headers_complete(self) -> None:
+        # An exception in a callback makes httptools stop parsing, and uvicorn call send_400_response.
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MOST_HEAD_BYTES:
             raise self._too_large(f"the headers are longer than {MOST_HEAD_BYTES} bytes")
         if len(self.headers) > MOST_HEADERS:
@@ -81,6 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        # A pipelined request is served next, without a wait to limit.
         if not self.pipeline:
             self._open_connections.wait(self, HEAD_DEADLINE_S if self._reads_head else KEEP_ALIVE_S)
         super().on_response_complete()
@@ -129,6 +133,7 @@ class OpenConnections:
         self._count += 1
         self._unused[connection] = self._loop.time() + HEAD_DEADLINE_S
         if self._count > self._max_connections:
+            # `_unused` ends with the new connection itself, which is closed only if all others serve a request.
             waiting = self._idle if len(self._unused) == 1 and self._idle else self._unused
             waiting.popitem(last=False)[0].transport.close()
 
@@ -141,6 +146,7 @@ class OpenConnections:
         """Start the deadline of a connection's request at its first byte."""
         for waiting in (self._unused, self._idle):
             if connection in waiting:
+                # Never later than before: the first byte of a head must not buy a slow client more time.
                 waiting[connection] = min(waiting[connection], self._loop.time() + HEAD_DEADLINE_S)
 
     def serve(self, connection: HttpProtocol) -> None:

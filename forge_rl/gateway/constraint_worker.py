@@ -43,12 +43,15 @@ def main(limits: dict[str, float]) -> None:
     die_with(os.getppid())
     vocabulary = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
+        # A fork per constraint: a crash or an exceeded limit ends only that trial, and the vocabulary is in memory
+        # already.
         read, write = os.pipe()
         parent = os.getpid()
         if not (child := os.fork()):
             die_with(parent)
             os.close(read)
             kind, text = json.loads(line)
+            # At most 1000 bytes, which a pipe takes without a reader.
             os.write(write, attempt(vocabulary, kind, text, limits).encode()[:1000])
             os._exit(0)
         os.close(write)
@@ -61,6 +64,7 @@ def main(limits: dict[str, float]) -> None:
 def die_with(parent: int) -> None:
     """Kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # A parent that ended before prctl sends no signal any more.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -77,11 +81,13 @@ def ending(status: int) -> str:
 
 def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> str:
     """Compile a constraint and sample under it, in this process; return the problem, or ""."""
+    # Engines and requests on the same cores go first.
     os.nice(5)
     signal.alarm(round(limits["wall_s"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as statm:
         mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    # RLIMIT_AS limits all mappings, so that those inherited from the parent are added.
     memory_limit = mapped_bytes + int(limits["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     allow_cpu(limits["read_s"])
@@ -104,6 +110,8 @@ def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> 
 
 def allow_cpu(seconds: float) -> None:
     """Limit this process to `seconds` more seconds of CPU time."""
+    # RLIMIT_CPU counts from the start of the process. The hard limit stays, so that the next phase can raise the soft
+    # one.
     limit = int(time.process_time() + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
@@ -138,6 +146,7 @@ FORMS: dict[str, tuple[str, str, Any]] = {
 
 def walk(compiled: Any, vocabulary_size: int) -> str:
     """Sample completions under a grammar; return the problem, or ""."""
+    # [1, ceil(V / 32)] words with a bit for each of V tokens.
     mask = np.full((1, (vocabulary_size + 31) // 32), -1, np.int32)
     draw = random.Random(0)
     for _ in range(_WALKS):
@@ -151,6 +160,7 @@ def walk(compiled: Any, vocabulary_size: int) -> str:
             allowed_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary_size])
             if not len(allowed_ids):
                 return "it allows no first token" if count == 1 else ""
+            # A stop token would end the walk early. After eight draws, hardly anything else is allowed.
             token = next(
                 (int(token_id) for token_id in draw.choices(allowed_ids, k=8) if int(token_id) not in stops), None
             )
@@ -160,6 +170,7 @@ def walk(compiled: Any, vocabulary_size: int) -> str:
             matcher.accept_token(token)
             token_s = fill_s + time.thread_time() - start_time
             total_s += token_s
+            # The mean is over at least 16 tokens, so that a slow start alone does not exceed it.
             if token_s > _WORST_S or total_s / max(count, 16) > _MEAN_S:
                 return f"each token takes {1000 * total_s / count:.0f} ms, for which all requests wait"
             if matcher.is_terminated():
@@ -194,6 +205,7 @@ def read_rules(text: str) -> dict[str, Rule]:
         for token in _TOKEN.findall(body):
             items = open_rules[-1].alternatives[-1]
             if token == "(":
+                # A name that no rule of a grammar can have.
                 group = f"({len(rules)}"
                 items.append(Item(group))
                 open_rules.append(rules.setdefault(group, Rule()))
@@ -224,6 +236,7 @@ def repeats_too_much(text: str) -> str:
     def may_be_empty(item: Item) -> bool:
         return item.min_count == 0 or item.is_empty or (item.rule in rules and rules[item.rule].may_be_empty)
 
+    # A fixed point: whether a rule may be empty depends on rules that come later, or on itself.
     has_changed = True
     while has_changed:
         has_changed = False
@@ -247,6 +260,7 @@ def repeats_too_much(text: str) -> str:
         products[name] = max_product, max_empty_product
         return max_product, max_empty_product
 
+    # Rules may refer to one another in a chain as long as the grammar.
     sys.setrecursionlimit(20_000)
     product_pairs = [nested(name) for name in rules]
     max_product, max_empty_product = (max((pair[index] for pair in product_pairs), default=1) for index in (0, 1))

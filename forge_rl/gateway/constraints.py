@@ -90,6 +90,7 @@ class ConstraintChecker:
         if problem is None:
             problem = await self._verdict(key, kind, text, caller)
         else:
+            # The verdict used least recently is forgotten first.
             self._verdicts.move_to_end(key)
         if problem:
             raise _refusal(problem)
@@ -104,6 +105,7 @@ class ConstraintChecker:
         self._closed = True
         if (process := self._process) is not None:
             process.kill()  # ends a trial that waits for it
+        # Behind a trial that still runs: only the executor's thread touches the pipes.
         self._executor.submit(self._kill)
         await asyncio.to_thread(self._executor.shutdown)
 
@@ -116,6 +118,7 @@ class ConstraintChecker:
             self._callers.setdefault(caller, (asyncio.Lock(), waiting_keys))[1].add(key)
             self._waiting[key] = trial = asyncio.ensure_future(self._in_turn(key, kind, text, caller))
             trial.add_done_callback(lambda future: self._keep(key, future))
+        # Other requests may wait for the same trial, which one that is cancelled must not end.
         return await asyncio.shield(trial)
 
     async def _in_turn(self, key: bytes, kind: str, text: str, caller: str) -> str:
@@ -133,6 +136,7 @@ class ConstraintChecker:
 
     def _keep(self, key: bytes, future: asyncio.Future[str]) -> None:
         del self._waiting[key]
+        # Only verdicts are kept: a failure of the process says nothing about the constraint.
         if not future.cancelled() and future.exception() is None:
             self._verdicts[key] = future.result()
             if len(self._verdicts) > _MOST_VERDICTS:
@@ -148,6 +152,7 @@ class ConstraintChecker:
         try:
             process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
             process.stdin.flush()
+            # The first trial also waits for the start of the process.
             if select.select([process.stdout], [], [], self._limits.wall_s + _START_S)[0]:
                 (problem,) = json.loads(process.stdout.readline())
                 return str(problem)
@@ -161,6 +166,7 @@ class ConstraintChecker:
             from xgrammar import TokenizerInfo  # loads torch
 
             script, limits = Path(__file__).with_name("constraint_worker.py"), json.dumps(asdict(self._limits))
+            # A session of its own: Ctrl-C is for the gateway, which then kills this process.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(script), limits],
                 stdin=subprocess.PIPE,

@@ -40,6 +40,7 @@ class EngineClient:
         renderer: the attributes of vLLM's renderer that the server reads.
     """
 
+    # Attributes that vLLM's handlers read of a client.
     errored = False
     vllm_config = input_processor = None
 
@@ -60,6 +61,7 @@ class EngineClient:
         state, built_prompt = REQUEST.get(), prompt["forge_rl"]
         choices = [self._choice(built_prompt, params, index, state) for index in range(params.n)]
         state.choices += choices
+        # All completions of a prompt have one constraint.
         constraint = choices[0].sampling.extra.get("structured_outputs")
         if isinstance(constraint, Mapping):
             await self._check_constraint(constraint, "" if state.session is None else state.session.key)
@@ -80,15 +82,18 @@ class EngineClient:
 
         streamed = params.output_kind == vllm.RequestOutputKind.DELTA
         decode_task = asyncio.ensure_future(decode())
+        # Wakes the loop below however decoding ends.
         decode_task.add_done_callback(lambda _: output_queue.put_nowait(None))
         state.decoding.append(decode_task)
         try:
             while (request_output := await output_queue.get()) is not None:
                 yield request_output
+            # Raises what decoding raised; after a success it returns at once.
             await decode_task
             if not streamed:
                 yield output([_output(choice, choice.all()) for choice in choices])
         except (Exception, asyncio.CancelledError) as error:
+            # vLLM's handler turns errors into text; the server raises the one recorded here instead.
             state.fail(error)
             raise
 
@@ -167,8 +172,10 @@ class EngineClient:
         session, tokens, temperature = state.session, params.max_tokens, params.temperature
         stop = tuple(params.stop or ())
         seed = params.seed
+        # With one seed, all completions of a prompt would be equal.
         if seed is not None and index:
             seed = derive_seed(seed, "choice", index)
+        # One completion asks for the prompt's logprobs, on behalf of all.
         of_prompt = {} if params.prompt_logprobs is None or index else {"prompt_logprobs": params.prompt_logprobs}
         extra = of_prompt | {
             name: value for name in _EXTRA if _changes(value := getattr(params, name), getattr(_PLAIN, name))
@@ -178,6 +185,7 @@ class EngineClient:
         if session is not None:
             session_sampling = session.sampling
             tokens, seed = min(tokens, session_sampling.max_tokens), session.seed_for(prompt.token_ids)
+            # An agent's own stop strings are honoured in every mode: they shorten a turn, and change no logprob.
             stop = (*stop, *session_sampling.stop)
             if self._agent_sampling == "replaced" or session_sampling.temperature == 0:
                 requested_temperature = prompt.asked_temperature
@@ -207,6 +215,7 @@ class EngineClient:
             return
         for choice in state.choices:
             prompt = choice.prompt
+            # Logprobs under other settings are another distribution's than the one that training assumes.
             has_session_sampling = (
                 session.sampling.temperature == choice.sampling.temperature and not choice.sampling.extra
             )

@@ -56,6 +56,7 @@ class ApiError(Exception):
         kind = (_ANTHROPIC_TYPES if is_anthropic else _OPENAI_TYPES).get(self.status, other)
         if not is_anthropic:
             return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        # Anthropic's errors have no field for the parameter.
         is_named = self.param is None or self.param in self.message
         message = self.message if is_named else f"{self.param}: {self.message}"
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -70,11 +71,14 @@ def to_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        # Engines and the chat template raise these for what a request asks of them.
         case ConfigError() | ModelError():
             return ApiError(400, error.message)
+        # DeadlineError and PoisonError are ServiceErrors, and must be matched before that class.
         case DeadlineError():
             return ApiError(504, f"the engines took too long: {error.message}", code="timeout")
         case PoisonError():
+            # A client error, as clients retry server errors, and this request would crash further engines.
             return ApiError(400, f"this request cannot be answered: {error.message}", code=ENDS_ENGINES)
         case ServiceError() | WeightsError():
             return ApiError(503, f"the engines cannot answer now: {error.message}", code="engine_unavailable")

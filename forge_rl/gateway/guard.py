@@ -61,6 +61,7 @@ class InFlightLimit:
             yield
         finally:
             self._counts[caller] -= count
+            # Sessions come and go; a count of zero would keep each of them in memory.
             if not self._counts[caller]:
                 del self._counts[caller]
 
@@ -119,6 +120,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            # 1008 is a violation of the server's policy.
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
@@ -134,6 +136,7 @@ class Guard:
         Raises:
             ApiError: the host or the page's origin is not allowed.
         """
+        # Two Host headers join to a text that names no server, and are refused.
         host = ",".join(headers.getlist("host")).lower()
         if not self._serves(host):
             raise ApiError(
@@ -142,6 +145,7 @@ class Guard:
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
+        # Browsers send an Origin with requests of other sites' pages; here it is missing, or is this host and port.
         if origin is None or origin.lower().partition("://")[2] == host:
             return
         if "*" not in self._origins and origin not in self._origins:
@@ -176,13 +180,16 @@ class Guard:
         caller: Hashable = None
         with contextlib.ExitStack() as stack:
             try:
+                # The key is checked before the body is read: a stranger cannot make this process hold one.
                 caller = self._caller(headers)
+                # In flight until the app has answered, to the end of a stream.
                 stack.enter_context(self._in_flight.admit(1, caller))
                 if scope["method"] not in _WITHOUT_BODY:
                     receive = _replay(await self._read_body(headers, receive), receive)
             except ApiError as error:
                 await self._refuse(error, caller, scope, receive, send)
                 return
+            # Nobody is left to answer.
             except _IncompleteRequestError:
                 return
             state = {**scope.get("state", {}), "caller": caller}
@@ -197,6 +204,7 @@ class Guard:
         """
         max_bytes, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
         length = headers.get("content-length", "0")
+        # Without parameters such as the charset.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in self._content_types and (length != "0" or "transfer-encoding" in headers):
             # A web page cannot send these to another origin without CORS.
@@ -206,6 +214,7 @@ class Guard:
         too_long = ApiError(
             413, f"the body is longer than {max_bytes} bytes (max-body-bytes)", code="request_too_large"
         )
+        # Refused before a byte of it arrives. A chunked body announces no length, and is counted below.
         if length.isdecimal() and int(length) > max_bytes:
             raise too_long
         body = bytearray()
@@ -221,6 +230,7 @@ class Guard:
                     self._arriving_bytes += len(part)
                     if len(body) > max_bytes:
                         raise too_long
+                    # Of all clients together: many slow uploads must not fill the memory.
                     if self._arriving_bytes > _BODIES_AT_ONCE * max_bytes:
                         raise ApiError(503, "too many request bodies at once; try again", headers={"retry-after": "1"})
         except TimeoutError:
@@ -247,5 +257,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         message, body_message = body_message, None
         return message if message is not None else await receive()
 
+    # The closure then holds the only reference, and drops it with the first message.
     del body
     return replayed

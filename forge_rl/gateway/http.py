@@ -48,6 +48,7 @@ class HttpServer:
         listeners = _listen(config)
         self._connections = OpenConnections(_allow_connections(config.max_concurrent + _SESSIONS))
         host, port = listeners[0].getsockname()[:2]
+        # The wildcard addresses accept connections, but are not addresses to connect to.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """URL of the server on this machine."""
@@ -98,6 +99,7 @@ def _listen(config: GatewayConfig) -> list[socket.socket]:
     try:
         if has_way_out():
             listeners.append(listen_outside(host, port))
+            # The same port inside and outside, also if 0 has picked it.
             port = listeners[0].getsockname()[1]
             if config.is_public:  # the address does not exist inside
                 host = "::1" if ":" in host else "127.0.0.1"
@@ -135,7 +137,7 @@ def _allow_connections(count: int) -> int:
 
 
 def encode(body: object, *, is_long: bool = False) -> bytes:
-    """Encode as compact JSON; functions in the body are called where they stand.
+    """Encode as compact JSON; functions in the body are replaced by their results.
 
     The encoder of a short body holds the GIL throughout. A long one is written piece by piece, for use in a thread.
     """
@@ -223,7 +225,9 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    # A task of its own: cancelling it when a session closes leaves this coroutine to write the error response.
     task = asyncio.ensure_future(work)
+    # The body has been read, so that the only message left is the disconnect.
     watch = asyncio.ensure_future(until_gone())
     running.add(task)
     try:
@@ -238,4 +242,5 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         running.discard(task)
         if not task.done():
             task.cancel()
+            # Wait for the abort, so that the request has left its engine when the connection is given up.
             await asyncio.gather(task, return_exceptions=True)

@@ -65,6 +65,7 @@ class KeyRing:
         key = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         digest = _digest(key)
         session = self._sessions.get(digest)
+        # The comparison takes the same time for every wrong key.
         if session is not None or (self._owner is not None and hmac.compare_digest(digest, self._owner)):
             return session
         if self._open_to_all and not (key.startswith("forge-") and "." in key):  # the key of a closed session
@@ -97,11 +98,13 @@ def read_key_file(file: Path, *, most_bytes: int = _MOST_FILE_BYTES) -> str:
     """
     users = {0, os.getuid()}
     try:
+        # Whoever owns a link decides which file is read next time.
         link = file.lstat()
         if stat.S_ISLNK(link.st_mode) and link.st_uid not in users:
             raise ConfigError(f"the key file {file} is another user's link", hint="use a file that you own")
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            # Of the open file, as another could take its path between a check and the read.
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_uid not in users or status.st_mode & _OTHERS:
                 raise ConfigError(
@@ -124,6 +127,7 @@ def kept_key(file: Path, *, prefix: str = "") -> str:
     """
     try:
         if not os.path.lexists(file):
+            # Written under another name first, so that no reader finds a file without its key.
             partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
             try:
                 with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as stream:

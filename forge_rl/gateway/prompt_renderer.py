@@ -77,6 +77,7 @@ class PromptRenderer(vllm.OnlineRenderer):
         texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
         for message in chat_messages:
             texts += [message.content, *(call.arguments for call in message.calls)]
+        # A message has at least one token. Both checks are cheap, and come before anything is rendered.
         self._reader.check_room(max(len(chat_messages), 1), param)
         self._reader.check_room("\n".join(texts), param)
         params = request.build_chat_params(default_template, default_template_content_format)
@@ -86,11 +87,14 @@ class PromptRenderer(vllm.OnlineRenderer):
         if not state.only_counts:
             self._check_completion(state, prompt, request)
         is_free = request.tool_choice in ("auto", "none", None)
+        # A forced call is sampled under a constraint, which training does not assume.
         if tools and session is not None and not is_free and self._shared.config.agent_sampling == "replaced":
             request.tool_choice = "auto"
             self._shared.replaced("tool_choice")
         elif not is_free:
             _force_arguments(request.tools)
+        # The parser that writes the response also reads the recorded turn, so that what clients send back has its
+        # digest.
         reads = None
         if parser is not None and (tools or parser.reasoning_parser_cls is not None):
             parser_instance = parser(
@@ -99,6 +103,7 @@ class PromptRenderer(vllm.OnlineRenderer):
                 model_config=self.model_config,
                 chat_template_kwargs=params.chat_template_kwargs | template_args,
             )
+            # Parsers change requests, such as to keep the special tokens that they read.
             if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
                 parser_instance.adjust_request(request)
             reads = partial(read_calls, parser_instance, request)
@@ -114,6 +119,7 @@ class PromptRenderer(vllm.OnlineRenderer):
             size = self._tokenizer.vocab_size
             if not len(prompt.token_ids):
                 raise ApiError(400, "the prompt is empty", param="prompt")
+            # Clients choose these ids, and an engine would use them as indices.
             if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
                 raise ApiError(400, f"token ids must be from 0 to {size - 1}", param="prompt")
             self._check_completion(state, prompt, request)
@@ -146,6 +152,7 @@ class PromptRenderer(vllm.OnlineRenderer):
 def _engine_input(prompt: Prompt, request: Any, text: str | None = None) -> dict[str, Any]:
     """Return vLLM's input for a prompt; `text` is echoed, if that is requested."""
     engine_input = dict(vllm.tokens_input(prompt.token_ids.tolist(), prompt=text))
+    # vLLM's handlers pass the input on to `EngineClient.generate` with this key in it.
     return {**engine_input, "forge_rl": replace(prompt, asked_temperature=request.temperature)}
 
 

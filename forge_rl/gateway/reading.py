@@ -72,11 +72,13 @@ class Reader:
         Raises:
             ApiError: too many requests wait. Exceptions of `work` propagate.
         """
+        # Work that the thread itself starts would wait forever for its only thread.
         if body_bytes < _LONG_BYTES or threading.get_ident() in self._threads:
             return work()
         if self._waiting_bytes + body_bytes > _MOST_WAITING_BYTES:
             raise ApiError(503, "too many long requests wait; try again", code="busy", headers={"retry-after": "1"})
         self._waiting_bytes += body_bytes
+        # Work reads REQUEST; unlike asyncio.to_thread, an executor does not pass context variables on.
         context = contextvars.copy_context()
 
         def noted() -> T:
@@ -127,10 +129,13 @@ class Reader:
         """
         min_tokens = len(text) // self._longest_token
         if (
+            # The first bound proves that the text is too long; below the second, it usually fits, and tokenizing it is
+            # cheap.
             min_tokens > self._limit
             or (len(text) if text.isascii() else 4 * len(text)) < _BYTES_PER_TOKEN * self._limit
         ):
             return min_tokens
+        # Only texts that may exceed the context get here.
         num_tokens = 0
         for begin in range(0, len(text), _SLICE_CHARACTERS):
             num_tokens += len(self._tokenizer.encode(text[begin : begin + _SLICE_CHARACTERS]))
@@ -145,6 +150,7 @@ def holds_more(text: bytes, values: int, containers: int) -> bool:
         return False
     # Commas and brackets in strings do not count. A value has at most two strings: its key and itself.
     most_quotes = 4 * (values + containers)
+    # Every second piece lies outside of strings.
     pieces = text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', most_quotes + 1)
     return len(pieces) > most_quotes + 1 or not _within(b"".join(pieces[::2]), values, containers)
 

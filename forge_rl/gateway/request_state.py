@@ -95,10 +95,12 @@ class CompletionChoice:
         self._behaviour += chunk.logprobs.tolist()
         self._versions += chunk.versions.tolist()
         self.finish, self._routed = chunk.finish, chunk.routed
+        # Sent once, with the first chunk.
         self.of_prompt = chunk.prompt or self.of_prompt
         logprobs = self._token_logprobs(chunk)
         self.logprobs += logprobs or []
         for count, token in enumerate(ids, 1):
+            # The token that ended the completion is recorded with the turn, and no text of it is shown.
             is_stop_token = chunk.finish == "stop" and count == len(ids) and token in self.tokenizer.stop_ids
             if not is_stop_token:
                 self.text += self._stream.add(token)
@@ -115,6 +117,7 @@ class CompletionChoice:
             agent: name of the agent that asked for it.
             calls: tool calls that were parsed from it.
         """
+        # Decoded from the ids: `self.text` depends on what the client asked to see.
         text = self.tokenizer.decode(self.ids)
         if self.stop_text:
             text = text.partition(self.stop_text)[0]
@@ -147,6 +150,7 @@ class CompletionChoice:
         if matches:
             position, self.stop_text = min(matches)
             self.text, self.finish = self.text[: position + len(self.stop_text) * self.keeps_stop], "stop"
+        # The end of the text may begin a stop string, which clients must never see.
         held_back = 0 if self.finish else max((_overlap(self.text, stop) for stop in self.sampling.stop), default=0)
         begin, self._shown = self._shown, max(self._shown, len(self.text) - held_back)
         return self.text[begin : self._shown]
@@ -159,7 +163,8 @@ class CompletionChoice:
         for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
             # A greedy completion has no behaviour logprob: report the most likely token's.
             reported_logprob = logprob if math.isfinite(logprob) else dict(top).get(token, LEAST_LOGPROB)
-            top = top[: self.top]  # max, given NaN second, returns the first
+            top = top[: self.top]
+            # `max` returns its first argument if the second is NaN.
             ids, logprobs = tuple(other for other, _ in top), tuple(max(LEAST_LOGPROB, value) for _, value in top)
             entries.append(
                 TokenLogprob(
@@ -238,6 +243,7 @@ REQUEST: ContextVar[RequestState] = ContextVar("request")
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the text's longest suffix that is a proper prefix of a stop string."""
+    # A whole stop string would have been found before: the overlap is shorter than the string.
     tail = text[max(0, len(text) - len(stop) + 1) :]
     position = tail.find(stop[0])
     while position >= 0 and not stop.startswith(tail[position:]):

@@ -1,4 +1,4 @@
-"""What requests may ask for: each API's parameters, and their bounds. vLLM's models check the parameters' types."""
+"""Parameters that requests may set in each API, and their bounds; vLLM's models check the parameters' types."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ParsedRequest:
     text: Any
     """Its messages, prompts or input; vLLM's models would take long to check them."""
     stop: list[str]
-    """Its stop strings, of which vLLM's models take fewer."""
+    """Its stop strings; vLLM's models accept fewer."""
     num_completions: int
     """Number of completions requested."""
 
@@ -146,9 +146,11 @@ class Api:
                 parameters["structured_outputs"] = self._constraint.validate_python(constraint)
             except ValidationError as error:
                 raise invalid(error, "structured_outputs") from None
+        # Placeholders stand in for the text, whose validation by vLLM's models would take long.
         request = self._model.model_validate(
             {**parameters, self.text: "-" if self.text == "prompt" else []}, strict=True
         )
+        # Only completions take a list of prompts; each gets `n` completions.
         num_completions = (len(text) if self.text == "prompt" else 1) * (getattr(request, "n", None) or 1)
         self._check(request, num_completions)
         return ParsedRequest(vllm=request, text=text, stop=stop, num_completions=num_completions)
@@ -171,6 +173,7 @@ class Api:
                 raise ApiError(400, f"missing parameter: {name}", param=name, code="missing_required_parameter")
         name, text = self.text, parameters.pop(self.text)
         if name == "prompt":
+            # [1, 2] is one prompt of token ids; ["a", "b"] and [[1], [2]] are two prompts.
             prompts = text if isinstance(text, list) and text and not isinstance(text[0], int) else [text]
             if not all(isinstance(prompt, str) or _all_of(int, prompt) for prompt in prompts):
                 raise _wrong(name, "a text, a list of token ids, or a list of these")
@@ -183,8 +186,10 @@ class Api:
 
     def _check(self, request: Any, num_completions: int) -> None:
         """Raise ApiError if a parameter of a request is out of range."""
+        # Without booleans: `logprobs` is a switch in chats and a number in completions.
         parameters = {name: value for name, value in request if value is not None and not isinstance(value, bool)}
         for name, (minimum, maximum) in _RANGES.items():
+            # NaN fails both comparisons, and is refused.
             if not minimum <= parameters.get(name, minimum) <= maximum:
                 raise _wrong(name, f"a number from {minimum:g} to {maximum:g}")
         if parameters.get("temperature") and not _COLDEST <= parameters["temperature"] <= self._hottest:
@@ -192,12 +197,14 @@ class Api:
         if num_completions > _MOST_COMPLETIONS:
             problem = f"the request asks for {num_completions} completions, more than {_MOST_COMPLETIONS}"
             raise ApiError(400, problem, param=self.text)
+        # Per position, a response lists the sampled token and the `logprobs` likeliest ones; -1 stands for neither.
         logprobs = parameters.get(
             "logprobs", parameters.get("top_logprobs", 0) if getattr(request, "logprobs", None) else -1
         )
         if num_completions * (logprobs + 1) > _MOST_LOGPROBS:
             problem = f"all completions together may have {_MOST_LOGPROBS} logprobs per position; request fewer"
             raise ApiError(400, problem, param="logprobs")
+        # Without echo, there would be nothing to return.
         if parameters.get("max_tokens") == 0 and not getattr(request, "echo", False):
             raise ApiError(400, "max_tokens 0 requires echo to be true", param="max_tokens")
         if getattr(request, "stream", False) and scores_prompt(request):
@@ -205,6 +212,7 @@ class Api:
         for name, (maximum, max_total) in _LENGTHS.items():
             if len(parameters.get(name, ())) > maximum or len(parameters.get(name, ())) * num_completions > max_total:
                 raise _wrong(name, f"of at most {maximum} entries, and {max_total} over all completions")
+        # Written with `all` and `<=` so that NaN is refused too.
         if not all(abs(bias) <= _BIAS for bias in parameters.get("logit_bias", {}).values()):
             raise _wrong("logit_bias", f"an object of numbers from {-_BIAS:g} to {_BIAS:g}")
         if not all(0 < len(word) <= _MOST_WORD_CHARACTERS for word in parameters.get("bad_words", ())):
@@ -244,6 +252,7 @@ def _may_set_variable(name: str) -> bool:
 
 def _read_stop(parameters: dict[str, Any]) -> list[str]:
     """Remove the stop strings from a request, and return them."""
+    # Anthropic's name, then OpenAI's.
     name = "stop_sequences" if "stop_sequences" in parameters else "stop"
     stop = parameters.pop(name, [])
     stop = [stop] if isinstance(stop, str) else stop
@@ -255,6 +264,7 @@ def _read_stop(parameters: dict[str, Any]) -> list[str]:
 
 
 def _all_of(kind: type, value: object) -> bool:
+    # By exact type: True is an int to isinstance, but not a token id.
     return isinstance(value, list) and all(type(entry) is kind for entry in value)
 
 
@@ -271,6 +281,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     try:
         value = pydantic_core.from_json(body)
     except ValueError as error:
+        # The parser refuses lone surrogates without saying where; clients get the path of the first one.
         if (param := _lone_surrogate(body)) is not None:
             problem = f"{param or 'the body'} has a lone surrogate, which stands for no character"
             raise ApiError(400, problem, param=param or None, code="invalid_value") from None
@@ -291,6 +302,7 @@ def _lone_surrogate(body: bytes) -> str | None:
         pending: list[tuple[object, tuple[str, ...]]] = [(json.loads(body.decode(errors="surrogatepass")), ())]
     except (ValueError, RecursionError):
         return None
+    # Depth first with a stack of our own: documents may nest deeper than Python recurses.
     while pending:
         value, path = pending.pop()
         texts = value if isinstance(value, dict) else [value]

@@ -86,6 +86,7 @@ class Gateway:
 
     def __post_init__(self, api_key: str, open_to_all: bool, constraints: ConstraintChecker | None) -> None:
         config, backend, tokenizer = self.config, self.backend, self.tokenizer
+        # An alias may repeat the name of the model, which /v1/models lists once.
         self._models = tuple(dict.fromkeys((backend.model, *config.aliases)))
         self._reader = Reader(tokenizer, backend.max_model_len)
         self._constraints = constraints or ConstraintChecker(tokenizer)
@@ -98,6 +99,7 @@ class Gateway:
         self._keys = KeyRing(api_key, open_to_all=open_to_all)
         if config.is_public and open_to_all and not api_key:
             self.warn(f"the gateway listens on {config.host} without a key: anyone who can reach it may use it")
+        # /v1/models reports this as every model's time of creation.
         self._started_s = int(time.time())
         self._running: set[asyncio.Task[None]] = set()
         """Requests in flight outside of sessions."""
@@ -113,6 +115,7 @@ class Gateway:
         Raises:
             ConfigError: the port is in use, the address is not this machine's, or vLLM lacks a configured parser.
         """
+        # Parsers and vLLM take seconds to load; an address in use is reported before that.
         http.check_address(self.config)
         name = self.config.tool_parser or await asyncio.to_thread(parser_for, self.tokenizer)
         reasoning = self.config.reasoning_parser
@@ -136,8 +139,10 @@ class Gateway:
 
             return VLLMServer(shared)
 
+        # In a thread: the event loop may be a run's controller, which does not wait for the import.
         self._vllm = await asyncio.to_thread(load)
-        gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
+        # A collection over all objects of vLLM would block the event loop for half a second.
+        gc.freeze()
         self._http = http.HttpServer(self._app(), self.config)
 
     @property
@@ -159,6 +164,7 @@ class Gateway:
             sampling: the turns' sampling settings; config.agent_sampling says which of them requests override. Turns'
                 seeds are derived from its seed.
         """
+        # KeyRing.caller recognizes keys of this form, and never takes a closed session's for the owner's.
         key = f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
         session = Session(
             key=key,
@@ -176,6 +182,7 @@ class Gateway:
     async def stop(self) -> None:
         """Abort all requests, close all sessions, and stop listening."""
         self._closing = True
+        # A copy of the key ring's sessions, as closing one removes its key.
         for session in self._keys.sessions:
             session.close()
         for task in self._running:
@@ -223,8 +230,10 @@ class Gateway:
         writer = http.ResponseWriter(send, self.config.client_deadline_s)
         status = 500
         session: Session | None = request.state.caller
+        # Tasks by owner: closing a session cancels the requests of that session only.
         running = self._running if session is None else session.running
         try:
+            # A single part, as the guard passes the whole body in one message.
             body = b"".join([part async for part in request.stream()])
             agent = request.headers.get(AGENT_HEADER, "")[:_MOST_NAME]
             work = self._serve(path, body, session, writer, agent)
@@ -236,8 +245,10 @@ class Gateway:
         except Exception as error:
             api_error = to_api_error(error)
             status = api_error.status
+            # The client of a bug reads only that the gateway failed; raising it below leaves its traceback in the log.
             is_bug = not isinstance(error, ApiError | ForgeError)
             if session is not None and not is_bug:
+                # The episode's outcome depends on the last refusal, if its agent fails.
                 session.refusal = api_error
             with contextlib.suppress(http.ClientGoneError):
                 await writer.write_error(api_error, path.startswith(ANTHROPIC_PATH))
@@ -254,22 +265,26 @@ class Gateway:
             raise ApiError(503, "the session or the server was closed", code="closed")
         assert self._vllm is not None
         state = RequestState(session=session, agent=agent)
+        # This coroutine has a task of its own, and with it a context: other requests do not see these values.
         REQUEST.set(state)
         PARSED.set({})
         request = await self._vllm.read(path, body, state, partial(self._check_model, session=session))
         del body
         if session is not None and not state.only_counts:
             session.check_room(state.num_completions)
+        # The guard has counted one completion when it admitted the request.
         with self._in_flight.admit(state.num_completions - 1, session):
             try:
                 answer = await self._vllm.answer(path, request, state)
                 if isinstance(answer, AsyncGenerator):
                     await self._write_stream(answer, state, writer)
+                # With logprobs even a short completion makes a long response.
                 elif state.completion_tokens < _LONG_TOKENS and not any(choice.logprobs for choice in state.choices):
                     await writer.write_json(http.encode(answer))
                 else:
                     await writer.write_json(await asyncio.to_thread(http.encode, answer, is_long=True))
             finally:
+                # Also after a disconnect or an error: no completion may keep an engine busy that nobody reads.
                 await state.end()
         self._metrics.tokens(state.prompt_tokens, state.completion_tokens)
 
@@ -277,6 +292,7 @@ class Gateway:
         self, events: AsyncGenerator[str, None], state: RequestState, writer: http.ResponseWriter
     ) -> None:
         """Write events at the client's pace, once an engine has answered: earlier failures become error responses."""
+        # Nothing is sent before an engine has answered, so that an error until then still chooses the status.
         buffer = b""
         async with contextlib.aclosing(events):
             async for event in events:
@@ -298,6 +314,7 @@ class Gateway:
         """
         if name in self._models:
             return ""
+        # Episodes of a run sample the policy alone.
         adapters = self._adapter_names if session is None else ()
         if name in adapters:
             return name
@@ -312,6 +329,7 @@ class Gateway:
         """Load or drop an adapter, with the paths and bodies of vLLM's server."""
         path = request.url.path
         if self.adapters is None or request.state.caller is not None or self._closing:
+            # For an episode's key, or without adapters, the path does not exist.
             raise HTTPException(404)
         body = await request.body()
         load = path == _LOAD
@@ -332,6 +350,7 @@ class Gateway:
     def _count_refusal(self, path: str, caller: Hashable, error: ApiError) -> None:
         if isinstance(caller, Session):
             caller.refusal = error
+        # One label for all paths: these are any client's text, and each value of a label stays in memory.
         self._metrics.request("refused", error.status, 0.0)
 
     async def _list_models(self, request: Request) -> Response:
@@ -339,6 +358,7 @@ class Gateway:
         if (name := request.path_params.get("name")) is not None:
             self._check_model(name)
             return JSONResponse(self._model_card(name))
+        # Anthropic's listing has these fields, OpenAI's clients ignore them.
         page_fields = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **page_fields})
 
@@ -366,6 +386,7 @@ class Gateway:
     async def _failed(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             reason = "Unknown path" if error.status_code == 404 else "Wrong method"
+            # One label for all unknown paths, as for refusals.
             self._metrics.request("other", error.status_code, 0.0)
             message = f"{reason}: {request.method} {request.url.path}"
             error = ApiError(error.status_code, message, headers=error.headers or {})

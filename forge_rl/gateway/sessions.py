@@ -66,6 +66,7 @@ class Session:
 
     def check_room(self, num_completions: int) -> None:
         """Raise ApiError if `num_completions` more completions would exceed the session's limits."""
+        # Requests count once they are recorded: concurrent ones may together exceed a limit.
         turns, tokens = len(self._turns) + num_completions, self._tokens
         if turns <= self.most_turns and tokens < self.most_tokens:
             return
@@ -96,6 +97,8 @@ class Session:
         """Return a new seed for each completion of a prompt, independent of the order of concurrent requests."""
         if self.sampling.seed is None:
             return None
+        # By prompt and number of earlier requests for it, not by arrival: the order of concurrent requests varies
+        # between runs.
         prompt = hashlib.blake2b(prompt_ids.astype(np.int64).tobytes(), digest_size=16).hexdigest()
         self._times_asked[prompt] += 1
         return derive_seed(self.sampling.seed, "agent turn", prompt, self._times_asked[prompt] - 1)
@@ -108,6 +111,7 @@ class Session:
             digest: digest of the tools and messages, including the returned one.
             text: prompt and completion as text, if the request was not a chat.
         """
+        # Only the refusal of the last request counts, and this one succeeded.
         self.refusal = None
         self._turns.append(turn)
         ids = turn.context

@@ -1,4 +1,4 @@
-"""What the parts of a gateway share."""
+"""Objects that the parts of a gateway share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_rl.tokens.tool_parsers import ToolParser
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayContext:
-    """What the engine client, the prompt renderer and the handlers of a gateway share."""
+    """Objects that a gateway's engine client, prompt renderer and handlers share."""
 
     config: GatewayConfig
     backend: Backend

@@ -23,6 +23,7 @@ class _Logprobs:
         content = _made_late([partial(self._chat_entry, entry) for entry in top_logprobs])
         if REQUEST.get().streamed:
             return vllm.ChatCompletionLogProbs(content=content)
+        # Unvalidated, as the entries are functions until the response is encoded.
         return vllm.ChatCompletionLogProbs.model_construct(content=content)
 
     def _create_completion_logprobs(
@@ -38,6 +39,7 @@ class _Logprobs:
             _entry(token, position_logprobs) for token, position_logprobs in zip(token_ids, top_logprobs, strict=False)
         ]
         texts = [self._token(token) for token in token_ids]
+        # Character offsets of the tokens' texts, as in OpenAI's legacy completions.
         offsets = [initial_text_offset]
         for text in texts:
             offsets.append(offsets[-1] + len(text))

@@ -1,4 +1,4 @@
-"""All names that the gateway uses of vLLM's server, so that a vLLM upgrade changes one file. Importing takes seconds.
+"""All names of vLLM's server that the gateway uses, so that a vLLM upgrade changes one file. Importing takes seconds.
 
 Other modules of the gateway import this one, late: `from forge_rl.gateway import vllm_internals as vllm`.
 """

@@ -65,11 +65,13 @@ class VLLMServer:
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         self._reader = shared.reader
         hf = vllm.get_cached_tokenizer(tokenizer.hf)
+        # The attributes of vLLM's ModelConfig that its handlers read.
         model = SimpleNamespace(
             model=shared.backend.model,
             max_model_len=shared.backend.max_model_len,
             hf_config=SimpleNamespace(model_type=""),  # gpt-oss too has its prompts from its own template
             hf_text_config=SimpleNamespace(model_type=""),
+            # No sampling defaults from the model's generation_config.json.
             generation_config="vllm",
             override_generation_config={},
             get_diff_sampling_param=dict,
@@ -131,6 +133,7 @@ class VLLMServer:
                 state.converted = parsed.text
             else:
                 setattr(request, state.param, parsed.text)
+            # Set after validation, as vLLM's models take fewer stop strings.
             chat.stop = parsed.stop
             return request
 
@@ -149,6 +152,7 @@ class VLLMServer:
             with _as_client_errors(state):
                 answer = await self._handlers[path](request)
         except BaseException:
+            # The engines' error, not what vLLM's handler has made of it.
             if state.failure is not None:
                 raise state.failure from None
             raise
@@ -223,6 +227,7 @@ def _shown(response: Any, state: RequestState) -> dict[str, Any]:
     name = type(response).__name__
     if name in ("ChatCompletionResponse", "CompletionResponse"):
         response.system_fingerprint = f"weights-{state.version}" if state.version >= 0 else None
+        # Logprobs may be functions, made when the response is encoded; a dump would try to serialize them.
         body = response.model_dump(exclude={"choices": {"__all__": {"logprobs"}}})
         for entry, choice in zip(body["choices"], response.choices, strict=True):
             entry["logprobs"] = dict(choice.logprobs) if choice.logprobs is not None else None

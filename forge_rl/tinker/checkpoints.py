@@ -26,7 +26,7 @@ _MOST_METADATA = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRecord:
-    """What is kept of a training, also once it has ended, if it has left a checkpoint."""
+    """A training's record on disk, which outlives the training if it leaves a checkpoint."""
 
     model_id: str
     tenant: str
@@ -46,9 +46,9 @@ class AdapterCheckpoint:
     kind: CheckpointKind
     name: str
     seq: int
-    """Place of the request that saved it among its adapter's requests."""
+    """Sequence number, among its adapter's requests, of the request that saved it."""
     updates: int
-    """Optimizer steps that the weights have taken."""
+    """Number of optimizer steps behind the weights."""
     time: str
     size_bytes: int
     user_metadata: Mapping[str, str] | None = None
@@ -112,7 +112,7 @@ class CheckpointStore:
         return self._folder / model_id
 
     def add(self, record: AdapterRecord) -> None:
-        """Keep a new training."""
+        """Record a new training."""
         folder = self.folder(record.model_id)
         folder.mkdir(exist_ok=True)
         write_whole(folder / "model.json", json.dumps(asdict(record)).encode())
@@ -136,8 +136,10 @@ class CheckpointStore:
             ApiError: there is none.
         """
         path = self._folder / model_id / "model.json"
+        # Ids come from clients; the pattern keeps the path inside of the folder.
         if _MODEL.fullmatch(model_id) and path.is_file():
             record = AdapterRecord(**json.loads(path.read_text()))
+            # Another tenant's training is answered like one that does not exist.
             if record.tenant == tenant:
                 return record
         raise ApiError(404, f"there is no training {model_id[:100]!r}", code="not_found")
@@ -147,15 +149,17 @@ class CheckpointStore:
         return (self.folder(model_id) / "model.json").is_file()
 
     def checkpoints(self, model_id: str) -> list[AdapterCheckpoint]:
-        """Return a training's checkpoints, oldest first; expired ones are deleted."""
+        """Return a training's checkpoints, oldest first, and delete expired ones."""
         checkpoints = []
         for path in self.folder(model_id).glob(f"*/*/{_RECORD}"):
             if not _NAME.fullmatch(path.parent.name):  # being written, or cut off by a kill
                 continue
             try:
+                # The record is written last in a folder that is renamed when it is whole: where it is, so is all else.
                 checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
             except FileNotFoundError:  # deleted meanwhile
                 continue
+            # No timer deletes them: they go when they are next listed.
             if checkpoint.is_expired:
                 shutil.rmtree(path.parent, ignore_errors=True)
             else:
@@ -168,10 +172,10 @@ class CheckpointStore:
             yield from self.checkpoints(record.model_id)
 
     def find(self, path: str, tenant: str) -> tuple[AdapterRecord, AdapterCheckpoint, Path]:
-        """Return what a tinker:// path of a tenant leads to, and its folder.
+        """Return the training, the checkpoint and the folder of a tenant's tinker:// path.
 
         Raises:
-            ApiError: nothing.
+            ApiError: there is no such checkpoint, or it has expired.
         """
         parts = path.removeprefix("tinker://").split("/") if path.startswith("tinker://") else []
         if len(parts) == 3 and parts[1] in _TYPES and _NAME.fullmatch(parts[2]):
@@ -201,7 +205,7 @@ class CheckpointStore:
     async def save(
         self, record: AdapterRecord, settings: SaveSettings, write: Callable[[Path], Awaitable[None]]
     ) -> AdapterCheckpoint:
-        """Write a checkpoint, whole or not at all; one that the same request has written already stays.
+        """Write a checkpoint completely or not at all; if this request or a later one has written it, return that one.
 
         Args:
             write: writes the adapter into a folder.
@@ -219,12 +223,14 @@ class CheckpointStore:
         folder = self.folder(record.model_id) / settings.kind / settings.name
         if (folder / _RECORD).is_file():
             checkpoint = AdapterCheckpoint(**json.loads((folder / _RECORD).read_text()))
-            if checkpoint.seq >= settings.seq:  # this request is computed again; it or a later one wrote that
+            if checkpoint.seq >= settings.seq:  # the request is computed again after a failure
                 return checkpoint
             if not settings.overwrite:
                 raise ApiError(400, f"there is a checkpoint {checkpoint.path} already", param="path")
+        # Counting reads a file for each checkpoint, so that it is left to a thread.
         elif len(await asyncio.to_thread(lambda: list(self.all_of(record.tenant)))) >= self._max_checkpoints:
             raise ApiError(400, f"this key has {self._max_checkpoints} checkpoints, the most it may have: delete some")
+        # A name that no checkpoint can have; the rename below makes the checkpoint appear whole.
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -243,6 +249,7 @@ class CheckpointStore:
                 expires_at=None if expires is None else expires.isoformat(),
             )
             (partial / _RECORD).write_text(json.dumps(asdict(checkpoint)))
+            # An overwritten checkpoint; a rename cannot replace a folder that holds files.
             if folder.exists():
                 await asyncio.to_thread(shutil.rmtree, folder)
             partial.rename(folder)

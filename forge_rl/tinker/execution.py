@@ -26,7 +26,7 @@ MOST_DATA = 4096
 
 
 class RequestExecutor:
-    """Executes one request at a time; its effect depends on the earlier requests of its own adapter alone."""
+    """Executes requests one at a time; the effect of each depends only on earlier requests of its own adapter."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class RequestExecutor:
                     beta2=adam.beta2,
                     eps=adam.eps,
                     weight_decay=adam.weight_decay,
+                    # To clients, 0 means no clipping; the step reports the norm in any case.
                     max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf"),
                 )
                 metrics, training.updates = await self._trainer.adapters.step(training.model_id, step)
@@ -66,6 +67,7 @@ class RequestExecutor:
                 return await self._save(training, entry)
             case "load_weights":
                 request = requests.read(requests.LoadWeights, entry.body)
+                # The first request of a training that starts from a checkpoint; its adapter does not exist yet.
                 if request.model_id is None:
                     await self._create(training)
                 _, checkpoint, folder = self._store.find(request.path, training.record.tenant)
@@ -78,6 +80,7 @@ class RequestExecutor:
 
     async def packed(self, training: Training, entry: JournalEntry) -> PackedPass:
         """Check and pack a pass; raises ApiError for its client."""
+        # It was packed for a joint pass that was not run.
         if training.packed_pass is not None and training.packed_pass.seq == entry.seq:
             return training.packed_pass
         request = await asyncio.to_thread(wire.read_pass, entry.body, most_data=MOST_DATA)
@@ -93,14 +96,16 @@ class RequestExecutor:
         return training.packed_pass
 
     async def take_snapshot(self, training: Training, seq: int) -> None:
-        """Write a training's state, which its journal then need not lead to."""
+        """Write a training's state to disk, and drop the journal's requests up to `seq`."""
         earlier = training.snapshot
         partial = training.folder / f"snapshot-{seq}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         await self._trainer.adapters.save(training.model_id, partial)
+        # The requests up to `seq` leave the journal, so that their results could not be computed again.
         results = self._promises.unsent(training.request_id(past) for past in range(max(0, seq - MOST_AHEAD), seq + 1))
         (partial / "results.json").write_text(json.dumps(results))
+        # The snapshot counts from here on; a kill before leaves the earlier one and the whole journal.
         partial.rename(training.folder / f"snapshot-{seq}")
         training.journal.keep(seq)
         training.snapshot_updates = training.updates
@@ -115,14 +120,16 @@ class RequestExecutor:
         training.has_gradient, training.snapshot_updates = False, training.updates
 
     async def replay(self, training: Training) -> None:
-        """Bring one adapter back to where it was."""
+        """Restore one adapter after a restart of the trainer: its snapshot, and the requests executed since then."""
         snapshot = training.snapshot
         if snapshot is not None:
             await self.load_snapshot(training)
         for entry in training.journal.read():
+            # Requests not executed yet are left to the queue, and those before the snapshot are in its weights.
             is_past = entry.seq >= training.expected or (snapshot is not None and entry.seq <= snapshot[0])
             if is_past or entry.seq in training.poison:
                 continue
+            # Saves change no state of the adapter.
             if entry.kind in ("create", "pass", "optim_step", "load_weights"):
                 try:
                     await self.execute(training, entry)
@@ -151,6 +158,7 @@ class RequestExecutor:
         is_sampler = entry.kind == "save_weights_for_sampler"
         settings = SaveSettings(
             kind="sampler_weights" if is_sampler else "weights",
+            # Derived from the request, so that computing it again leads to the same checkpoint.
             name=request.path or f"seq-{entry.seq}",
             seq=entry.seq,
             updates=training.updates,
@@ -164,6 +172,7 @@ class RequestExecutor:
 
         checkpoint: AdapterCheckpoint = await self._store.save(training.record, settings, write)
         answer: dict[str, object] = {"type": entry.kind, "path": checkpoint.path}
+        # Without a path, the client wants to sample from these weights at once.
         if is_sampler and request.path is None:
             seq = request.sampling_session_seq_id or 0
             answer["sampling_session_id"] = self._sessions.open_sampler(training.session_id, seq, checkpoint.path)

@@ -1,4 +1,4 @@
-"""Promises: results of requests that are computed after their client has got an id for them."""
+"""Promises: results of requests, for which clients get an id at once and ask later."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ POLL_S = 30.0
 """Maximum time for which a request for a result waits; the client gives up after 45 s."""
 _MOST_DONE = 4096
 _MOST_DONE_BYTES = 256 << 20
-"""Maximum results of a tenant that are kept, and their bytes; a sixteenth more until the oldest are looked for."""
+"""Maximum number and bytes of the results kept for a tenant; a sixteenth more until old ones are next looked for."""
 _SHARE = 16
-"""Share of a tenant's promises after which old ones are looked for: so each costs the same, however many wait."""
+"""Old promises are looked for after every sixteenth of a tenant's promises, so that the cost of each is constant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FutureResult:
-    """What a request came to."""
+    """The result of a request, in the form that its client gets."""
 
     body: bytes
     is_protobuf: bool = False
@@ -31,7 +31,7 @@ class FutureResult:
 
 @dataclass(eq=False)
 class Promise:
-    """One request's result, or the lack of it."""
+    """The result of one request, once it is known."""
 
     tenant: str
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -39,11 +39,11 @@ class Promise:
     error: str = ""
     is_user_error: bool = False
     is_sent: bool = False
-    """Whether its client has got it."""
+    """True once the answer was sent to its client."""
 
     @property
     def answer(self) -> FutureResult:
-        """What its client gets once it is done: the result, or the error."""
+        """The answer for its client once it is done: the result or the error."""
         error = {"error": self.error, "category": "user" if self.is_user_error else "server"}
         return self.result or FutureResult(body=json.dumps(error).encode())
 
@@ -53,8 +53,9 @@ class Promise:
         self.done.set()
 
     def fail(self, error: Exception) -> None:
-        """Set the error that its client sees: a user's own, or the server's without its traces."""
+        """Set the error that its client sees, without a traceback, and whether the request caused it."""
         api_error = to_api_error(error)
+        # A loss or a checkpoint fails for what the request brings, whatever the status of its error.
         self.is_user_error = api_error.status < 500 or isinstance(error, LossError | CheckpointError)
         hint = f" ({error.hint})" if isinstance(error, ForgeError) and error.hint and self.is_user_error else ""
         self.error = api_error.message + hint
@@ -62,21 +63,24 @@ class Promise:
 
 
 class Promises:
-    """Promises by id; old ones of the same tenant that are done are forgotten, the oldest first."""
+    """Promises by id; beyond a limit, a tenant's oldest finished ones are forgotten."""
 
     def __init__(self) -> None:
         self._promises: dict[str, Promise] = {}
         self._names: dict[str, OrderedDict[str, None]] = {}
         """Ids of each tenant's promises, the oldest first."""
         self._opened: Counter[str] = Counter()
-        """Promises that a tenant opened since old ones were looked for."""
+        """Number of promises that each tenant has opened since its old ones were last looked for."""
 
     def open(self, request_id: str, tenant: str) -> Promise:
         """Make a promise."""
         names = self._names.setdefault(tenant, OrderedDict())
         self._opened[tenant] += 1
-        if self._opened[tenant] > len(names) // _SHARE:  # each would take as long as all promises are many
+        # Looking at all promises each time would make each of n promises cost O(n).
+        if self._opened[tenant] > len(names) // _SHARE:
+            # Only this tenant's: one of many requests must not make the server forget another's results.
             self._forget(tenant)
+        # An id that is opened again moves to the end.
         names.pop(request_id, None)
         names[request_id] = None
         promise = self._promises[request_id] = Promise(tenant)
@@ -86,7 +90,7 @@ class Promises:
         """Return a tenant's promise.
 
         Raises:
-            ApiError: there is none, or none any more.
+            ApiError: there is none, or it was forgotten.
         """
         promise = self._promises.get(request_id)
         if promise is None or promise.tenant != tenant:
@@ -97,7 +101,7 @@ class Promises:
         return request_id in self._promises
 
     def unsent(self, request_ids: Iterable[str]) -> dict[str, tuple[bool, str]]:
-        """Return the answers to requests whose clients have not got them yet, in a form for JSON."""
+        """Return the answers that clients have not fetched yet, in a JSON-serializable form."""
         promises = [(name, self._promises[name]) for name in request_ids if name in self._promises]
         return {
             name: (promise.answer.is_protobuf, base64.b64encode(promise.answer.body).decode())
@@ -106,12 +110,12 @@ class Promises:
         }
 
     def take_up(self, results: Mapping[str, tuple[bool, str]], tenant: str) -> None:
-        """Keep answers to a tenant that `unsent` returned."""
+        """Restore a tenant's answers, as returned by `unsent`."""
         for name, (is_protobuf, text) in results.items():
             self.open(name, tenant).keep(FutureResult(body=base64.b64decode(text), is_protobuf=is_protobuf))
 
     def _forget(self, tenant: str) -> None:
-        """Forget old promises of a tenant, so that another one has room."""
+        """Forget a tenant's oldest finished promises beyond the limits."""
         self._opened[tenant] = 0
         names = self._names[tenant]
         done = [(name, promise) for name in names if (promise := self._promises[name]).done.is_set()]

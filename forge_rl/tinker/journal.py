@@ -1,4 +1,4 @@
-"""The requests of one adapter on disk, in their order: none that was accepted is lost when a process is killed."""
+"""The journal of one adapter's accepted requests on disk; none of them is lost if the process is killed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class JournalEntry:
     """An accepted request."""
 
     seq: int
-    """Its place among the adapter's requests."""
+    """Its sequence number among the adapter's requests."""
     kind: Kind
     body: bytes
-    """As it came."""
+    """The request's body, unchanged."""
 
 
 class Journal:
@@ -58,15 +58,17 @@ class Journal:
             try:
                 num_bytes = 0
                 while num_bytes < len(data):
+                    # A disk that is nearly full takes a part only; the next write raises.
                     num_bytes += os.write(descriptor, data[num_bytes:])
             except OSError:
+                # A half-written request would hide all that are appended after it.
                 os.ftruncate(descriptor, size)
                 raise
         finally:
             os.close(descriptor)
 
     def read(self) -> list[JournalEntry]:
-        """Return the whole requests; a last one that a kill cut off was never accepted, and is cut away."""
+        """Return all complete requests. A last one cut off by a kill was never accepted, and is cut from the file."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -84,7 +86,7 @@ class Journal:
         return entries
 
     def keep(self, after: int) -> None:
-        """Drop the requests up to a seq, which a snapshot holds."""
+        """Keep only the requests after a sequence number; a snapshot has the effect of the earlier ones."""
         entries = [entry for entry in self.read() if entry.seq > after]
         write_whole(self._path, b"".join(map(_encode, entries)))
 

@@ -1,4 +1,4 @@
-"""Losses of the Tinker API: sums over tokens, divided by nothing."""
+"""Losses of the Tinker API: sums over tokens, without normalization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "token_weights"
-"""Column with the weight of each target, of cross_entropy."""
+"""Column with each target's weight, for cross_entropy."""
 _SAMPLED = ("logprobs", "advantages")
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
@@ -63,6 +63,7 @@ class TinkerLoss(Loss):
         values = {**defaults, **config}
         low, high = values.get("clip_low_threshold", 0.0), values.get("clip_high_threshold", 0.0)
         beta = values.get("beta", 0.0)
+        # NaN, which protobuf can carry, fails the comparisons.
         if not (0 <= low <= high < 1e6 and 0 <= beta < 1e6):
             raise ApiError(400, f"a setting of {kind} is out of range: {values}", param="loss_fn_config")
         return TinkerLoss(kind=kind, low=low, high=high, beta=beta)
@@ -75,9 +76,10 @@ class TinkerLoss(Loss):
 
         p, q, advantages = inputs.logprobs, inputs.behaviour, inputs.advantages
         if self.kind == "cross_entropy":
-            # where before the product: 0 * -inf is NaN
+            # `where` comes before the product, as 0 * -inf is NaN.
             objective = torch.where(inputs.columns[WEIGHTS] != 0, p, 0.0) * inputs.columns[WEIGHTS]
             return -torch.where(inputs.mask, objective, 0.0).sum(), {}
+        # A token without advantage adds nothing, and its ratio may overflow: 0 * inf is NaN.
         is_used = inputs.mask & (advantages != 0) if self.kind != "dro" else inputs.mask
         p = torch.where(is_used, p, 0.0)
         ratio = torch.where(is_used, p - q, 0.0).exp()
@@ -86,8 +88,10 @@ class TinkerLoss(Loss):
             case "importance_sampling":
                 objective = ratio * advantages
             case "ppo":
+                # The minimum removes the gradient of ratios that moved past a threshold in the advantage's direction.
                 objective = torch.minimum(ratio * advantages, clipped * advantages)
             case "cispo":
+                # The clipped ratio only weighs the gradient of the logprob.
                 objective = clipped.detach() * p * advantages
             case _:
                 objective = p * advantages - 0.5 * self.beta * (p - q).square()

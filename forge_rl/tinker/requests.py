@@ -9,12 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge_rl.gateway.errors import invalid
 
+# Well within the journal's 64-bit integers.
 Seq = Annotated[int, Field(ge=0, lt=1 << 62)]
 Text = Annotated[str, Field(max_length=500)]
+# Ids go into int32 arrays.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
 
 
 class _ClientRequest(BaseModel):
+    # Leaving out a field that the server does not know may change what a request means. The API names fields model_*,
+    # which pydantic reserves by default.
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     type: str = ""
@@ -40,6 +44,7 @@ class Lora(BaseModel):
 
     rank: Annotated[int, Field(ge=1, le=1 << 16)] = 32
     seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
+    # Accepted, as it is the client's default, and without effect: adapters are of linear layers.
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -53,6 +58,7 @@ class Optimizer(BaseModel):
 
 class CreateModel(_ClientRequest):
     session_id: Text
+    # At most nine digits, as the ids of trainings have.
     model_seq_id: Annotated[int, Field(ge=0, lt=10**9)]
     base_model: Text
     user_metadata: Mapping[str, Any] | None = None
@@ -70,6 +76,7 @@ class LoadWeights(_ClientRequest):
     path: Text
     optimizer: bool
     optimizer_config: Optimizer | None = None
+    # A type of None or of one literal refuses every other value: the feature is not supported.
     weights_access_token: None = None
 
 

@@ -51,11 +51,11 @@ def check_data(request: PassRequest, *, vocab_size: int, most_tokens: int) -> No
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedData:
-    """Data of one request in rows, whole and in their order: the result depends on nothing but the request."""
+    """Data of one request packed into rows, unsplit and in order, so that the result depends only on the request."""
 
     minibatch: Minibatch
     places: Sequence[tuple[int, slice]]
-    """Row and positions of each of the data."""
+    """Row index and positions of each datum."""
 
     @staticmethod
     def pack(data: Sequence[Datum], layout: Layout) -> PackedData:
@@ -65,12 +65,14 @@ class PackedData:
         used = 0
         for datum in data:
             length = len(datum.tokens)
+            # Never split: a datum that does not fit begins the next row.
             if rows[-1] and used + length > layout.longest:
                 rows.append([])
                 used = 0
             rows[-1].append(datum)
             places.append((len(rows) - 1, slice(used, used + length)))
             used += length
+        # Each data-parallel share takes the same number of rows; empty ones fill up.
         rows += [[] for _ in range(-len(rows) % layout.shares)]
         first = 0
         packed_rows = []
@@ -94,6 +96,7 @@ def _row(data: Sequence[Datum], first: int, layout: Layout) -> Row:
     lengths = [len(datum.tokens) for datum in data]
     parts = layout.context_parallel_degree
     multiple = layout.pad_multiple * layout.tensor_parallel_degree
+    # A row is cut into equal parts, one for each context-parallel device, all of them padded alike.
     part = max(layout.least_tokens, -(-sum(lengths) // parts), 1)
     size = parts * (-(-part // multiple) * multiple)
 
@@ -113,8 +116,11 @@ def _row(data: Sequence[Datum], first: int, layout: Layout) -> Row:
     return Row(
         token_ids=laid([datum.tokens for datum in data], np.int64),
         positions=laid([np.arange(length) for length in lengths], np.int64),
+        # Each datum is a tree of its own, which attention does not leave; padding is in none.
         trees=laid(each(range(len(data))), np.int32, -1),
+        # A key is seen by queries up to the end of its datum; see `packing.rows.attends`.
         until=laid(each(ends), np.int32, size),
+        # Clients give targets explicitly, instead of the next tokens of the row.
         targets=laid([datum.inputs[TARGETS] for datum in data], np.int64),
         mask=laid(each([1] * len(data)), np.bool_),
         behaviour=given("logprobs"),

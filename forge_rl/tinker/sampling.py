@@ -1,4 +1,4 @@
-"""Samples for all tenants from one set of engines, of the base or of adapters that are loaded when asked for."""
+"""Samples for all tenants from one set of engines: from the base, or from adapters that are loaded on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forge_rl.types import Sampling, Turn
 
 
 class SamplingEngines(Protocol):
-    """Engines that serve adapters, as `Generator` does."""
+    """Engines that serve adapters; `Generator` implements it."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -40,7 +40,7 @@ class SamplingEngines(Protocol):
 
 
 class LoadedAdapters:
-    """Adapters that engines hold: loaded when one is asked for, in place of the one idle longest.
+    """The adapters in the engines, loaded on demand; the one idle longest makes room.
 
         async with loaded.using(folder) as name:
             turn = await engines.generate(prompt_ids, Sampling(max_tokens=64, adapter=name))
@@ -53,7 +53,7 @@ class LoadedAdapters:
         self._engines = engines
         self._max_loaded = max_loaded
         self._users: OrderedDict[str, int] = OrderedDict()
-        """Number of requests that use each loaded adapter, the one used last at the end."""
+        """Number of requests that use each loaded adapter, least recently used first."""
         self._changing = asyncio.Lock()
         self._released = asyncio.Event()
 
@@ -63,14 +63,14 @@ class LoadedAdapters:
         if folder is None:
             yield ""
             return
-        # Of the place and its time, as a checkpoint may be saved again under its name.
+        # The name depends on the file's time too, as a checkpoint may be overwritten under its path.
         text = f"{folder} {(folder / 'checkpoint.json').stat().st_mtime_ns}"
         name = hashlib.sha256(text.encode()).hexdigest()[:24]
         while not await self._take(name, folder):
             await self._released.wait()
         try:
             yield name
-        finally:  # nothing to wait for: a client may cancel its request twice
+        finally:  # must not await: a client may cancel its request a second time
             self._users[name] -= 1
             self._released.set()
 
@@ -78,8 +78,10 @@ class LoadedAdapters:
         """Count a request as a user of an adapter, which is loaded if needed; False while others use all places."""
         async with self._changing:
             if name not in self._users:
+                # In order of use, so that the first one without users is the one idle longest.
                 idle = next((loaded for loaded, users in self._users.items() if not users), None)
                 if len(self._users) >= self._max_loaded and idle is None:
+                    # Nothing is awaited between the look and here, so that no release is missed.
                     self._released.clear()
                     return False
                 await _to_its_end(self._load(name, folder, idle if len(self._users) >= self._max_loaded else None))
@@ -97,8 +99,11 @@ class LoadedAdapters:
 
 
 async def _to_its_end(work: Coroutine[None, None, None]) -> None:
-    """Wait for work to its end, also if the waiting task is cancelled, which is raised then. Engines hold places that
-    are counted for all tenants, also when one cancels its request."""
+    """Wait for work to finish even if the waiting task is cancelled, and raise the cancellation afterwards.
+
+    All tenants share the engines' places for adapters; a load cut off by one tenant's cancelled request would leave
+    them miscounted.
+    """
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
@@ -129,7 +134,7 @@ class SampleService:
         self._max_scored = max_scored
 
     def tokens_of(self, request: SampleRequest) -> int:
-        """Return the most tokens that a request may take: its prompt, and its samples."""
+        """Return the maximum tokens of a request: its prompt and all of its samples."""
         prompt = sum(len(chunk.tokens) for chunk in request.prompt.chunks)
         return prompt + request.num_samples * min(
             request.sampling_params.max_tokens or self._engines.max_model_len, self._engines.max_model_len
@@ -148,7 +153,7 @@ class SampleService:
         """
         prompt = np.array([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int32)
         is_scored = request.sampling_params.temperature == 0 or request.topk_sample_logprobs > 0
-        room = self._engines.max_model_len - len(prompt) - is_scored  # whoever scores tokens decodes one more
+        room = self._engines.max_model_len - len(prompt) - is_scored  # scoring tokens decodes one more
         if not len(prompt) or room < 1:
             raise ApiError(400, f"a prompt of {len(prompt)} tokens; the context has {self._engines.max_model_len}")
         scores_prompt = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
@@ -171,6 +176,7 @@ class SampleService:
                     ]
                 samples = [await self._sample_of(prompt, task.result(), request, adapter) for task in tasks]
                 scores = None
+                # The first token has no logprob.
                 if scores_prompt and len(prompt) > 1:
                     scores = await self._engines.score(
                         prompt[:1], prompt[1:], top_k=request.topk_prompt_logprobs, adapter=adapter
@@ -196,13 +202,16 @@ class SampleService:
         if params.seed is not None:
             seed = derive_seed(params.seed, "choice", index)
         else:
+            # From the place of the request in its session, so that a client that is run again gets the same samples.
             seed = derive_seed(self._seed, "sample", sampler.seq, request.seq_id or 0, index)
         extra: dict[str, object] = {}
         if params.top_p < 1:
             extra["top_p"] = params.top_p
         if params.top_k > 0:
             extra["top_k"] = params.top_k
+        # The API takes one text, a list of texts, or a list of token ids.
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        # An explicit empty list stops at nothing, not even at the end of a turn; None keeps the model's own stops.
         if params.stop == []:
             extra["ignore_eos"] = True
         return Sampling(

@@ -60,7 +60,7 @@ NOT_HERE: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerServices:
-    """What trains and samples behind the server."""
+    """The services that train and sample for the server."""
 
     trainer: AdapterTrainer
     engines: SamplingEngines
@@ -114,11 +114,11 @@ class TinkerServer:
         return self._http.url
 
     async def start(self) -> None:
-        """Take up trainings that were left, and listen.
+        """Restore the trainings of an earlier server, and start to listen.
 
         Raises:
             ConfigError: the port is in use, or the address is not this machine's.
-            CheckpointError: what an earlier server left cannot be read.
+            CheckpointError: files of an earlier server cannot be read.
         """
         http.check_address(self._config.http)
         await self._trainings.restore()
@@ -183,6 +183,7 @@ class TinkerServer:
         every = ["GET", "POST", "PUT", "DELETE"]
         app = Starlette(
             routes=[
+                # First, as `sessions/search` would otherwise match `sessions/{session_id}`.
                 *(Route(f"{_API}/{path}", self._endpoint(work), methods=every) for path, work in refused.items()),
                 Route(f"{_API}/healthz", self._health),
                 *(Route(f"{_API}/{path}", self._endpoint(work), methods=["POST"]) for path, work in posts.items()),
@@ -213,6 +214,7 @@ class TinkerServer:
         return endpoint
 
     async def _health(self, request: Request) -> Response:
+        # The worker ends early only if the trainer has failed for good.
         works = self._work is not None and not self._work.done()
         return JSONResponse({"status": "ok" if works else "unavailable"}, 200 if works else 503)
 
@@ -286,12 +288,14 @@ class TinkerServer:
             model_id=f"{values.session_id}:train:{values.model_seq_id}",
             tenant=tenant,
             rank=lora.rank,
+            # Drawn once and kept in the record: a replay after a failure starts from the same factors.
             seed=secrets.randbits(62) if lora.seed is None else lora.seed,
             train_attn=lora.train_attn,
             train_mlp=lora.train_mlp,
             created=now(),
             user_metadata=_texts(values.user_metadata),
         )
+        # Refuses a training that would adapt nothing, before it exists.
         self._base.settings(record)
         return self._open(record, values.session_id, JournalEntry(seq=0, kind="create", body=body))
 
@@ -318,12 +322,12 @@ class TinkerServer:
         return self._open(record, values.session_id, JournalEntry(seq=0, kind="load_weights", body=body))
 
     def _open(self, record: AdapterRecord, session_id: str, entry: JournalEntry) -> Response:
-        """Accept the first request of a training; the same one again, as a client sends it, is the same training."""
+        """Accept the first request of a training; when a client sends it again, it belongs to the same training."""
         self._sessions.get(session_id, record.tenant)
         current = self._trainings.of(record.tenant)
         training = next((training for training in current if training.model_id == record.model_id), None)
         if training is None:
-            if self._store.holds(record.model_id):  # its checkpoints and requests are of the earlier one
+            if self._store.holds(record.model_id):  # its checkpoints belong to the ended one
                 raise ApiError(410, f"the training {record.model_id} has ended; create another one", code="ended")
             if len(current) >= self._config.max_adapters:
                 raise ApiError(
@@ -359,12 +363,15 @@ class TinkerServer:
     async def _unload(self, tenant: str, body: bytes, request: Request) -> Response:
         model_id = requests.read(requests.ModelId, body).model_id
         self._trainings.end(self._trainings.get(model_id, tenant))
+        # The client asks for the result of this request as of any other; it is known already.
         request_id = f"{model_id}:unload"
         answer = json.dumps({"type": "unload_model", "model_id": model_id}).encode()
         self._promises.open(request_id, tenant).keep(FutureResult(body=answer))
         return self._promised(request_id, model_id)
 
     async def _pass(self, tenant: str, body: bytes, request: Request) -> Response:
+        # Only the address is read here. Data are checked when the pass is next in its adapter's order, and fail that
+        # request.
         address = await asyncio.to_thread(wire.read_address, body)
         training = self._trainings.get(address.model_id, tenant)
         entry = JournalEntry(seq=address.seq_id, kind="pass", body=body)
@@ -403,6 +410,7 @@ class TinkerServer:
         )
 
     async def _sample(self, tenant: str, body: bytes, request: Request) -> Response:
+        # In a thread, as a long prompt is a long list of integers to validate.
         values = await asyncio.to_thread(requests.read, requests.SampleRequest, body)
         if values.sampling_session_id is None or values.seq_id is None:
             raise ApiError(400, "no sampling_session_id and seq_id", param="sampling_session_id")
@@ -415,6 +423,7 @@ class TinkerServer:
         sequences = [f"{request_id}:{index}" for index in range(values.num_samples)]
         if request_id not in self._promises:
             admission = self._tenants.in_flight(tenant, tokens=self._samples.tokens_of(values), body_bytes=len(body))
+            # Entered here, so that a refusal is this response. The task leaves it when its samples are done.
             admission.__enter__()
             promise = self._promises.open(request_id, tenant)
 
@@ -452,6 +461,7 @@ class TinkerServer:
                 await promise.done.wait()
         except TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        # A client that loses the response can ask again until the promise is forgotten or the server restarts.
         promise.is_sent = True
         kind = wire.PROTOBUF if promise.answer.is_protobuf else "application/json"
         return Response(promise.answer.body, media_type=kind)
@@ -462,7 +472,7 @@ class TinkerServer:
         def cards_of(tenant: str) -> list[dict[str, Any]]:
             return [self._run_card(record) for record in reversed(self._store.records(tenant))]
 
-        cards = await asyncio.to_thread(cards_of, tenant)  # of up to a thousand files
+        cards = await asyncio.to_thread(cards_of, tenant)  # reads up to a thousand files
         page, cursor = _page(cards, request)
         return JSONResponse({"training_runs": page, "cursor": cursor})
 

@@ -23,7 +23,7 @@ class Sampler:
 
     sampler_id: str
     seq: int
-    """Its place among the session's samplers, which the seeds of its samples derive from."""
+    """Its sequence number in the session, from which the seeds of its samples are derived."""
     model_path: str | None
     """None for the base."""
 
@@ -37,18 +37,18 @@ class ClientSession:
     user_metadata: Mapping[str, str] | None = None
     display_name: str | None = None
     samplers: dict[str, Sampler] = field(default_factory=dict)
-    """By id, the one used last at the end."""
+    """By id, least recently used first."""
 
 
 class Sessions:
-    """Sessions, those used last at the end, each in a file of its own: what one of them holds makes no other's change
-    slower.
+    """Sessions, least recently used first, each in a file of its own: changing one costs the same, however much the
+    others hold.
 
     Args:
-        folder: where the files are; made if it is missing. A file of this name with the ending .json, which
-            earlier servers kept for all sessions, is split up.
+        folder: folder of the files, created if it is missing. A file of the same name with the suffix .json, in which
+            earlier servers kept all sessions, is split up.
         max_sessions: maximum sessions of a tenant; past it, the one idle longest ends.
-        on_end: called with the id of a session that ends so.
+        on_end: called with the id of each session that ends this way.
     """
 
     def __init__(self, folder: Path, *, max_sessions: int, on_end: Callable[[str], None]) -> None:
@@ -75,18 +75,19 @@ class Sessions:
         return session
 
     def of(self, tenant: str) -> list[ClientSession]:
-        """Return a tenant's sessions, the one used last at the end."""
+        """Return a tenant's sessions, least recently used first."""
         return [session for session in self._sessions.values() if session.tenant == tenant]
 
     def get(self, session_id: str, tenant: str) -> ClientSession:
         """Return a tenant's session, which counts as used.
 
         Raises:
-            ApiError: there is none, or none any more.
+            ApiError: there is none, or it has ended.
         """
         session = self._sessions.get(session_id)
         if session is None or session.tenant != tenant:
             raise ApiError(410, f"there is no session {session_id[:100]!r}", code="session_gone")
+        # To the end, as the one used last.
         self._sessions[session_id] = self._sessions.pop(session_id)
         return session
 
@@ -102,6 +103,7 @@ class Sessions:
         if (session := self._sessions.get(session_id)) is not None:  # else it has ended meanwhile
             session.samplers.pop(sampler_id, None)
             session.samplers[sampler_id] = Sampler(sampler_id=sampler_id, seq=seq, model_path=model_path)
+            # In order of use, so that the last ones stay.
             for idle in list(session.samplers)[:-_MOST_SAMPLERS]:
                 del session.samplers[idle]
             self._write(session)
@@ -116,7 +118,7 @@ class Sessions:
         samplers = self.get(sampler_id.partition(":")[0], tenant).samplers
         if sampler_id not in samplers:
             raise ApiError(404, f"there is no sampler {sampler_id[:100]!r}", code="not_found")
-        samplers[sampler_id] = sampler = samplers.pop(sampler_id)  # as the one used last
+        samplers[sampler_id] = sampler = samplers.pop(sampler_id)  # to the end, as the one used last
         return sampler
 
     def _file(self, session_id: str) -> Path:
@@ -127,7 +129,7 @@ class Sessions:
 
 
 def _split(file: Path, folder: Path) -> None:
-    """Write each session of one file for all into its own, and remove that one."""
+    """Split a file of all sessions into a file for each, and remove it."""
     if not file.exists():
         return
     try:
@@ -135,7 +137,7 @@ def _split(file: Path, folder: Path) -> None:
         for index, fields in enumerate(json.loads(file.read_text())):
             path = folder / f"{ClientSession(**fields).session_id}.json"
             write_whole(path, json.dumps(fields))
-            os.utime(path, ns=(time_ns, time_ns + index))  # in this order they were used
+            os.utime(path, ns=(time_ns, time_ns + index))  # their order of use
         file.unlink()
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", hint="move it away") from error

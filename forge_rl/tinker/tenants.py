@@ -68,14 +68,16 @@ class Tenants:
         """Count tokens of a request as in flight inside the context.
 
         Args:
-            body_bytes: size of its body, which is in memory until then. It counts as at least a token for each 64
-                bytes, three times what a pass takes for one.
+            body_bytes: size of its body, which stays in memory meanwhile. It counts as at least one token per 64 bytes,
+                three times the size of a token in a pass.
 
         Raises:
             ApiError: the tenant would exceed its limit.
         """
+        # A long body with few tokens takes memory all the same.
         tokens = max(tokens, body_bytes // _BYTES_OF_TOKEN)
         current = self._in_flight[tenant]
+        # Trying again would not help, as it does after a 429.
         if tokens > self._most_in_flight:
             raise ApiError(400, f"a request of {tokens} tokens; a key may have {self._most_in_flight} in flight")
         problem = ""
@@ -99,13 +101,13 @@ class Tenants:
             self._requests[tenant] -= 1
 
     def count(self, tenant: str, **counts: int) -> None:
-        """Add to what a tenant has used."""
+        """Add to a tenant's usage, and write it to disk."""
         self._usage.setdefault(tenant, Counter()).update(counts)
         with contextlib.suppress(OSError):  # a full disk: counts stay in memory, and are written with the next ones
             write_whole(self._usage_file, json.dumps(self._usage, indent=1).encode())
 
     def usage(self, tenant: str) -> dict[str, int]:
-        """Return the counts of what a tenant has used."""
+        """Return a tenant's usage by name of the count."""
         return dict(self._usage.get(tenant, {}))
 
 

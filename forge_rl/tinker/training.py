@@ -27,7 +27,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Adapters(Protocol):
-    """Adapters of a trainer, as `TrainerAdapters` has them."""
+    """A trainer's adapters; `TrainerAdapters` implements it."""
 
     async def open(self, name: str, settings: AdapterSettings) -> None: ...
     async def drop(self, name: str) -> None: ...
@@ -39,7 +39,7 @@ class Adapters(Protocol):
 
 
 class AdapterTrainer(Protocol):
-    """A trainer of adapters, as `Trainer` is one."""
+    """A trainer of adapters; `Trainer` implements it."""
 
     @property
     def adapters(self) -> Adapters: ...
@@ -55,7 +55,7 @@ class BaseModel:
     """The model that all adapters adapt."""
 
     name: str
-    """In requests."""
+    """Name in requests."""
     folder: Path
     tokenizer_id: str
     """Where clients find its tokenizer."""
@@ -70,6 +70,7 @@ class BaseModel:
         Raises:
             ApiError: it would adapt nothing.
         """
+        # Adapters are of linear layers only, so that train_unembed alone leaves nothing to train.
         targets = self.lora.targets
         if not record.train_mlp:
             targets = _ATTENTION
@@ -94,11 +95,12 @@ class PackedPass:
         return sum(len(row) for row in self.adapter_pass.minibatch.rows)
 
     def answer(self, result: Pass, *, adapters: int = 1) -> FutureResult:
-        """Return what its client gets.
+        """Return the answer for its client.
 
         Args:
             adapters: number of adapters whose rows were computed together.
         """
+        # The client splits long data into several requests, and combines their metrics as the suffix says.
         metrics = {"loss:sum": result.metrics["loss"], "adapters:max": float(adapters)}
         body = wire.encode_pass(self.packed.of_data(result.logprobs), metrics)
         return FutureResult(body=body, is_protobuf=True)
@@ -112,9 +114,9 @@ class Training:
     session_id: str
     folder: Path
     expected: int = 0
-    """Seq of the request that is next."""
+    """Sequence number of the next request to execute."""
     waiting: dict[int, JournalEntry] = field(default_factory=dict)
-    """Accepted requests by seq."""
+    """Accepted requests by sequence number."""
     admitted: dict[int, contextlib.ExitStack] = field(default_factory=dict)
     updates: int = 0
     snapshot_updates: int = 0
@@ -124,7 +126,7 @@ class Training:
     attempts: int = 0
     """Times that the next request has ended the trainer."""
     poison: set[int] = field(default_factory=set)
-    """Seqs of requests that have ended the trainer too often, and are not executed any more."""
+    """Sequence numbers of requests that have ended the trainer too often, and are never executed again."""
 
     @property
     def model_id(self) -> str:
@@ -132,7 +134,7 @@ class Training:
         return self.record.model_id
 
     def add_poison(self, seq: int) -> None:
-        """Keep that a request ends the trainer, also over a restart of this process."""
+        """Mark a request as one that ends the trainer; the mark survives a restart of this process."""
         self.poison.add(seq)
         write_whole(self.folder / "poison.json", json.dumps(sorted(self.poison)))
 
@@ -147,6 +149,7 @@ class Training:
 
     @property
     def snapshot(self) -> tuple[int, Path] | None:
-        """Seq of the newest state on disk, and its folder."""
+        """Sequence number and folder of the newest snapshot on disk."""
+        # A folder that still ends in .partial was cut off, and does not match.
         folders = {int(path.name.partition("-")[2]): path for path in self.folder.glob("snapshot-*[0-9]")}
         return max(folders.items()) if folders else None

@@ -1,4 +1,4 @@
-"""Trainings of all tenants on one trainer: requests in the order of their clients, one at a time, none of them lost."""
+"""Trainings of all tenants on one trainer: each client's requests run in order, one at a time, and none is lost."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MOST_JOURNAL_BYTES = 1 << 30
 
 
 class Trainings:
-    """Executes the requests of all adapters, one at a time, in turn between adapters that have some.
+    """Executes the requests of all adapters one at a time, taking turns between adapters that have any.
 
         trainings = Trainings(trainer, executor, store, tenants, promises, TinkerConfig())
         await trainings.restore()
         request_id = trainings.submit(training, JournalEntry(seq=1, kind="optim_step", body=body))
 
-    What a request changes depends on the requests of its own adapter alone. A request is on disk before its client gets
-    an id for it; if the trainer or this process dies, each adapter's last state is loaded, and later requests are
+    The effect of a request depends only on earlier requests of its own adapter. A request is on disk before its client
+    gets an id for it; if the trainer or this process dies, each adapter's last state is loaded, and later requests are
     computed again.
     """
 
@@ -81,7 +81,7 @@ class Trainings:
         return training
 
     def add(self, record: AdapterRecord, session_id: str) -> Training:
-        """Keep a new training, whose first request creates its adapter."""
+        """Register a new training, whose first request creates its adapter."""
         training = Training(record, session_id, self._store.folder(record.model_id))
         training.folder.mkdir(exist_ok=True)
         (training.folder / "session").write_text(session_id)
@@ -90,9 +90,9 @@ class Trainings:
         return training
 
     async def restore(self) -> None:
-        """Take up the trainings that an earlier process left, where their requests end.
+        """Restore the trainings of an earlier process, and queue their unfinished requests.
 
-        One whose files cannot be read is left untouched on disk: this costs its tenant, and nobody else.
+        One whose files cannot be read stays on disk untouched, so that only its tenant is affected.
 
         Raises:
             ConfigError: this trainer takes no adapter of a training's rank, scale or targets.
@@ -114,10 +114,11 @@ class Trainings:
                     await self._trainer.adapters.drop(record.model_id)
 
     async def _take_up(self, training: Training) -> None:
-        """Take up one training; it is in none of the tables if this fails."""
+        """Restore one training; it is not registered if its files cannot be read."""
         folder = training.folder
         if (poison := folder / "poison.json").is_file():
             training.poison = set(json.loads(poison.read_text()))
+        # Snapshots and checkpoints that a kill cut off.
         for partial in (*folder.glob("*.partial"), *folder.glob("*/.*.partial")):
             shutil.rmtree(partial)
         entries = training.journal.read()
@@ -125,6 +126,7 @@ class Trainings:
         if training.snapshot is not None:
             results = json.loads((training.snapshot[1] / "results.json").read_text())
             await self._executor.load_snapshot(training)
+            # The snapshot includes the effect of the request that it is named for.
             training.expected = training.snapshot[0] + 1
         self._trainings[training.model_id] = training
         self._promises.take_up(results, training.record.tenant)
@@ -136,11 +138,11 @@ class Trainings:
         """Accept a request; one with a seq that was accepted already is the same request, sent again.
 
         Args:
-            trained, scored: tokens of a pass with or without a gradient, which count for the tenant's account now: what
-                is computed again after a failure does not count again.
+            trained, scored: tokens of a pass with or without a gradient. They are added to the tenant's usage here, so
+                that computing them again after a failure does not count twice.
 
         Returns:
-            Its id.
+            The request's id.
 
         Raises:
             ApiError: its tenant has too many tokens in flight, or it is too far ahead of the others.
@@ -157,6 +159,7 @@ class Trainings:
             tenant, size = training.record.tenant, len(entry.body)
             stack.enter_context(self._tenants.in_flight(tenant, tokens=trained + scored, body_bytes=size))
             training.journal.append(entry)
+            # In flight until the request is settled; if the journal cannot be written, the stack has released it.
             training.admitted[entry.seq] = stack.pop_all()
         if trained or scored:
             self._tenants.count(training.record.tenant, trained_tokens=trained, scored_tokens=scored)
@@ -167,7 +170,7 @@ class Trainings:
         """End a training; its checkpoints stay.
 
         Args:
-            cause: why, for clients that wait for its requests.
+            cause: error for clients that wait for its requests; by default, that it was unloaded.
         """
         if self._trainings.pop(training.model_id, None) is None:
             return
@@ -189,10 +192,12 @@ class Trainings:
             ForgeError: the trainer has failed for good.
         """
         while True:
+            # Before the look for work, so that a request that arrives after it wakes the loop.
             self._wake.clear()
             await self._drop_ended()
             training = next((training for training in self._ready if training.expected in training.waiting), None)
             if training is None:
+                # All of them lack their next request; `_wait` adds them again.
                 self._ready.clear()
                 await self._wake.wait()
                 continue
@@ -216,7 +221,7 @@ class Trainings:
             self._forget(training.model_id)
 
     def _forget(self, model_id: str) -> None:
-        """Remove what only an unfinished training needs, and all of one without a checkpoint."""
+        """Remove the files that only a running training needs, or the whole training if it has no checkpoint."""
         folder = self._store.folder(model_id)
         for path in folder.glob("snapshot-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -224,20 +229,21 @@ class Trainings:
         self._store.forget_empty(model_id)
 
     async def _step(self, training: Training) -> None:
-        """Execute the next request of a training, however often the trainer has to be restarted for it."""
+        """Execute a training's next request, restarting the trainer as often as needed."""
         entry = training.waiting[training.expected]
         promise = self._promises.get(training.request_id(entry.seq), training.record.tenant)
         if entry.seq in training.poison:
             promise.fail(PoisonError("this request ended the trainer before", service="trainer"))
+        # `end` may fail the promise while the request runs, which ends the loop too.
         while not promise.done.is_set():
             while not self._trainer.alive:
-                with contextlib.suppress(ReplicaError):  # it died again; it is not restarted for ever
+                with contextlib.suppress(ReplicaError):  # it died again while recovering
                     await self._recover()
             try:
                 promise.keep(await self._executor.execute(training, entry))
             except Exception as error:
                 if not isinstance(error, ApiError | ForgeError | OSError):
-                    # A mistake of ours in what one client sent: it costs that client, and is not computed again.
+                    # A bug of ours that one client's request triggers costs that client, and is not run again.
                     training.add_poison(entry.seq)
                     warnings.warn(f"request {entry.seq} of {training.model_id} failed: {error!r}", stacklevel=2)
                 if isinstance(error, ServiceError) and not self._trainer.alive:
@@ -252,7 +258,7 @@ class Trainings:
         await self._settle(training, entry, promise)
 
     async def _settle(self, training: Training, entry: JournalEntry, promise: Promise) -> None:
-        """Go on to a training's next request."""
+        """Finish a request: advance its training to the next one, and write a snapshot if one is due."""
         training.attempts, training.packed_pass = 0, None
         training.waiting.pop(entry.seq, None)
         training.expected = entry.seq + 1
@@ -260,6 +266,7 @@ class Trainings:
             stack.close()
         needs_snapshot = training.updates - training.snapshot_updates >= self._snapshot_updates
         needs_snapshot |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
+        # A snapshot holds no gradient, and waits for the step that uses it up.
         if needs_snapshot and self._trainer.alive and promise.result is not None and not training.has_gradient:
             with contextlib.suppress(OSError, ServiceError):  # the journal has all that this would have written
                 await self._executor.take_snapshot(training, entry.seq)
@@ -267,26 +274,29 @@ class Trainings:
     async def _run_together(self, first: Training) -> bool:
         """Execute the next passes of a training and of others that fit into one row with it.
 
-        Returns False, and executes nothing, if there are none, or if they cannot be computed together, such as for a
-        request that ends the trainer: `_step` then shows which of them it is.
+        Returns False if there are no others, or if the joint pass fails, for example as one of the requests ends the
+        trainer: `_step` then executes them one by one, and shows which it is.
         """
         together, room = list[tuple[Training, PackedPass]](), self._trainer.layout.longest
         for training in (first, *(training for training in self._ready if training is not first)):
             entry = training.waiting.get(training.expected)
             is_pass = entry is not None and entry.kind == "pass" and entry.seq not in training.poison
+            # A request that has ended the trainer once is tried again on its own.
             if entry is None or not is_pass or training.attempts:
                 continue
             try:
                 packed = await self._executor.packed(training, entry)
             except Exception:
                 continue  # `_step` fails with the same
+            # One pass computes gradients for all of its rows or for none.
             is_alike = not together or packed.adapter_pass.backward == together[0][1].adapter_pass.backward
             if is_alike and packed.tokens <= room:
                 together.append((training, packed))
                 room -= packed.tokens
             if training is first and not together:
                 return False
-        together = [(training, packed) for training, packed in together if packed.seq in training.waiting]  # not ended
+        # Packing awaits a thread, during which trainings may have ended.
+        together = [(training, packed) for training, packed in together if packed.seq in training.waiting]
         if len(together) < 2 or together[0][0] is not first or not self._trainer.alive:
             return False
         accepted = [
@@ -324,5 +334,5 @@ class Trainings:
             except (ForgeError, OSError) as error:
                 if not self._trainer.alive:
                     raise
-                # Its state cannot be read, such as on a broken disk: this costs its tenant, and nobody else.
+                # Its state cannot be read, for example from a broken disk; only its tenant is affected.
                 self.end(training, to_api_error(error) if isinstance(error, ForgeError) else ApiError(507, str(error)))

@@ -83,12 +83,12 @@ class WireSample:
     is_stopped: bool
     """True if a stop ended it, False if its maximum length did."""
     top: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
-    """[T, k] most likely tokens in the place of each token, and their logprobs."""
+    """[T, k] ids of the most likely tokens at each position, and their logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassAddress:
-    """Where a request for a pass belongs, and how much it is."""
+    """The training and sequence number of a requested pass, and its size."""
 
     model_id: str
     seq_id: int
@@ -97,7 +97,7 @@ class PassAddress:
 
 
 def read_address(body: bytes) -> PassAddress:
-    """Read where a request for a pass belongs; its data may still be wrong.
+    """Read the address of a requested pass; its data are not checked yet.
 
     Raises:
         ApiError: the body is not such a request.
@@ -106,6 +106,7 @@ def read_address(body: bytes) -> PassAddress:
     if message.seq_id < 0:
         raise ApiError(400, f"seq_id is {message.seq_id}", param="seq_id")
     parts = len(message.data)
+    # The number of data alone may exceed the maximum; then none is looked at.
     for datum in message.data if parts <= _MOST_PARTS else ():
         parts += len(datum.model_input) + len(datum.loss_fn_inputs)
     if parts > _MOST_PARTS:
@@ -133,7 +134,8 @@ def read_pass(body: bytes, *, most_data: int) -> PassRequest:
     data = [_read_datum(datum, index) for index, datum in enumerate(message.data)]
     size = message.ByteSize()
     message.DiscardUnknownFields()
-    if message.ByteSize() < size:  # of a later client: leaving them out may change what the request means
+    # Fields of a later client, without which the request may mean something else.
+    if message.ByteSize() < size:
         raise ApiError(400, "the request has fields that are not supported here", code="not_supported")
     return PassRequest(
         model_id=message.model_id,
@@ -163,6 +165,7 @@ def _read_datum(datum: Any, index: int) -> Datum:
     inputs = {}
     for name, tensor in datum.loss_fn_inputs.items():
         param = f"data.{index}.loss_fn_inputs.{name[:40]}"
+        # Several targets for a token, as sparse rows or a dense matrix.
         if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
             raise ApiError(400, f"{name[:40]} has several values for a token, which is not supported", param=param)
         if tensor.dtype not in _DTYPES:
@@ -174,6 +177,7 @@ def _read_datum(datum: Any, index: int) -> Datum:
 def _array(data: bytes, dtype: type[np.generic], param: str) -> npt.NDArray[Any]:
     if len(data) % np.dtype(dtype).itemsize:
         raise ApiError(400, f"{len(data)} bytes are not a whole number of values", param=param)
+    # A view of the message's bytes, not a copy.
     return np.frombuffer(data, dtype)
 
 
@@ -192,6 +196,7 @@ def encode_pass(logprobs: Sequence[npt.NDArray[np.float32]], metrics: Mapping[st
     field = record.fields["logprobs"]
     field.dtype = 1
     field.data = np.concatenate(logprobs).astype(np.float32).tobytes()
+    # Byte offsets of each datum's float32 values, and of the end.
     field.offsets = (4 * np.cumsum([0, *(len(values) for values in logprobs)])).astype(np.int64).tobytes()
     return bytes(message.SerializeToString())
 
@@ -205,11 +210,12 @@ def encode_samples(
 
     Args:
         prompt_logprobs: [T], NaN where there is none.
-        top: [T, k] most likely tokens at each place of the prompt, and their logprobs.
+        top: [T, k] ids of the most likely tokens at each position of the prompt, and their logprobs.
     """
     message = _message("SampleResponse")
     for sample in samples:
         sequence = message.sequences.add()
+        # STOP_REASON_STOP, or STOP_REASON_LENGTH.
         sequence.stop_reason = 0 if sample.is_stopped else 1
         sequence.tokens = sample.token_ids.astype(np.int32).tobytes()
         sequence.logprobs = sample.logprobs.astype(np.float32).tobytes()
@@ -251,6 +257,7 @@ def _classes() -> Mapping[str, Any]:
 
 
 def _add_field(message: Any, number: str, name: str, kind: str) -> None:
+    # Label 3 is repeated, 1 is optional. On the wire, a map is a repeated message of key and value.
     field = message.field.add(name=name, number=int(number), label=3 if kind[-1] in "*}" else 1)
     if kind.startswith("{"):
         entry_name = "".join(part.title() for part in name.split("_")) + "Entry"
@@ -260,6 +267,7 @@ def _add_field(message: Any, number: str, name: str, kind: str) -> None:
         _add_field(entry, "2", "value", kind.strip("{}"))
         kind = f"{message.name}.{entry_name}"
     elif kind.endswith("?"):
+        # proto3 writes an optional field as the only member of a oneof.
         field.oneof_index, field.proto3_optional = len(message.oneof_decl), True
         message.oneof_decl.add(name=f"_{name}")
     kind = kind.strip("*?")

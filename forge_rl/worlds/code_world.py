@@ -52,7 +52,7 @@ class CodeSettings:
 
 
 class CodeSession(Protocol):
-    """Where an episode's code runs. Starts nothing before the first code."""
+    """The session in which an episode's code runs; starts nothing before the first code."""
 
     was_kept: bool | None = None
     """True if the latest code was not run, as its output was in the cache; None without a cache."""
@@ -93,6 +93,7 @@ class CodeWorld:
         self.session = session
         self._settings, self._task, self._tool = settings, task, tool
         function: Any = tool.schema["function"]
+        # Unpacked as a list: the tool must have exactly one argument.
         [self._argument] = function["parameters"]["properties"]
         self._turns = 0
 
@@ -107,9 +108,11 @@ class CodeWorld:
         blocks = [] if calls or truncated else fenced_code(completion, self._settings.languages)
         if truncated or not (blocks or attempts_call(completion, calls)):  # a truncated one may have lost code
             return await self._end(completion)
+        # The model would never see the output of code in its last turn, so that the code is not run.
         if self._turns == self._settings.max_turns:
             return await self._end("")
         if blocks:
+            # All blocks of a completion are one run, with one output and one time limit.
             code = "\n".join(blocks)
             # The record of an episode shows code in blocks as it shows code in calls.
             call = ToolCall(id="block", name=self._tool.name, arguments=json.dumps({self._argument: code}))
@@ -140,6 +143,7 @@ class CodeWorld:
     async def _run(self, call: ToolCall, code: str | None = None) -> tuple[str, ToolCall]:
         """Run a call, or code from blocks; return what the model is shown, and the finished call."""
         start_time, was_kept, text = time.monotonic(), None, ""
+        # A wrong name or wrong arguments are answered with an error, from which the model may recover.
         if call.name != self._tool.name:
             text = f"error: there is no tool {call.name!r:.80}; there are: {self._tool.name}"
         elif code is None:
@@ -149,6 +153,7 @@ class CodeWorld:
                 text = str(error)
         if code is not None:
             try:
+                # The session limits the code's own time; this bounds the wait for a place in the pool.
                 async with asyncio.timeout(_QUEUE_S):
                     text = await self.session.run(code)
                 was_kept = self.session.was_kept
@@ -159,6 +164,7 @@ class CodeWorld:
         return text, replace(call, seconds=time.monotonic() - start_time, error=error_text, cached=was_kept)
 
     async def _end(self, answer: str) -> Step:
+        # Python and the plain shell leave the score to the run's reward.
         if (score := await self.session.score()) is None:
             return Step(done=True, output=answer)
         reward, parts = score

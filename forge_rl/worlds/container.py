@@ -19,9 +19,9 @@ from forge_rl.worlds.container_places import place_of
 from forge_rl.worlds.shell import shown_commands
 
 _MOST_LOST = 8
-"""How often the tests of one episode may lose their server."""
+"""Maximum losses of the sandbox's server during the tests of one episode."""
 _MOST_FAILURES = 2
-"""How often their session may fail while its server lives."""
+"""Failures of the tests' session, while its server lives, after which the tests have failed."""
 
 _SPENT = "error: files and processes exceeded the session's limits, and it has ended"
 
@@ -32,34 +32,34 @@ class _TestsEndedError(SandboxError):
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """What a task says of the container in which the model works.
+    """A task's settings for the container in which the model works.
 
     container = Container(reference="ubuntu:24.04", store="~/images", limits=Limits(), timeout_s=60)
     """
 
     reference: str
-    """Of the image."""
+    """Reference of the image."""
     store: str
     """Folder of images."""
     limits: Limits
     timeout_s: float
     """Seconds that the commands of one completion may run."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of commands, besides the image's."""
+    """Environment variables of commands, in addition to the image's."""
     folder: str = ""
     """Where commands start; "" for the image's working folder."""
     provider: str = ""
-    """Who runs containers; "" for sessions of this machine."""
+    """Name of the provider that runs containers; "" for sessions of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What the model has done, for the tests."""
+    """The model's changes to the image, which the tests judge."""
 
     root: RootNames
-    """Of the image."""
+    """Names in the image's root."""
     changes: Sequence[Change]
-    """All that it has changed of the image's root."""
+    """All of its changes to the image's root."""
 
 
 JudgeSession: TypeAlias = PoolSession | RentedSession
@@ -97,8 +97,8 @@ class ContainerSession(CodeSession):
         """Run command lines in the image's shell; return what the model is shown.
 
         Raises:
-            SandboxError: the image cannot be had, or the sandbox failed; a `DivergedError` if the files were lost, and
-                commands showed something else when they were rerun.
+            SandboxError: the image cannot be fetched, or the sandbox failed; a `DivergedError` if the files were lost
+                and commands showed something else when they were rerun.
         """
         result = await self.execute(commands)
         return _SPENT if result is None or self._session is None else shown_commands(self._session, result)
@@ -113,7 +113,7 @@ class ContainerSession(CodeSession):
             folder: where it starts; "" for the container's.
 
         Returns:
-            What it did; None if the session has ended because it exceeded its memory.
+            The result; None if the session has ended: it exceeded its memory, or a command took too long at a provider.
 
         Raises:
             SandboxError: as `run`.
@@ -129,12 +129,15 @@ class ContainerSession(CodeSession):
             folder=folder or container.folder,
         )
         if not session.alive and result.error is not None and result.error.name == "OutOfMemory":
-            self._is_spent = True  # by files in memory: the model's doing, and no failure of the sandbox
-            return None
-        if isinstance(session, RentedSession) and not session.alive:  # a command took too long, and its container too
+            # Files in memory count too: this is the model's doing, and no failure of the sandbox.
             self._is_spent = True
             return None
-        if not session.alive:  # it was lost with the same commands again and again, which cannot end it
+        # At a provider, a command that takes too long ends its container.
+        if isinstance(session, RentedSession) and not session.alive:
+            self._is_spent = True
+            return None
+        # Commands cannot end a session of this machine: its server was lost with the same ones again and again.
+        if not session.alive:
             raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
         return result
 
@@ -144,6 +147,7 @@ class ContainerSession(CodeSession):
         fork = ContainerSession(self._container, self._judge, hidden=self._hidden, session=session)
         fork._is_spent = self._is_spent
         if session is not None:
+            # The fork keeps the image in place itself, as it may outlive this session.
             await fork._place.hold()
         return fork
 
@@ -158,6 +162,7 @@ class ContainerSession(CodeSession):
     async def _open(self) -> DurableSession | RentedSession:
         self._session = await self._place.open()
         if self._hidden:
+            # Tests that the image holds would show the model what it is judged by.
             result = await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
             if result.status != 0:
                 raise TaskError(
@@ -168,15 +173,18 @@ class ContainerSession(CodeSession):
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Stop the model's session, and judge its changes in a fresh one; return the reward and its parts."""
+        # The model's own commands ended the session, and no files are left to judge.
         if self._is_spent:
             return 0.0, {}
         changes: Sequence[Change] = ()
         await self._place.hold()
         if self._session is not None:
+            # Ended before the tests start, so that nothing the model left running sees or touches them.
             model, self._session = self._session, None
             try:
                 async with model:
                     changes = (await model.changes()).changes
+            # What the model left in the container cannot be listed, so that it cannot be judged.
             except UnreadableRootError:
                 return 0.0, {}
         root = self._place.root()
@@ -196,6 +204,7 @@ class ContainerSession(CodeSession):
                 try:
                     return await self._judge(session, attempt)
                 except SandboxError as error:
+                    # A lost server says nothing about the tests, and is allowed more often than a failing session.
                     failures += not session.lost
                     if failures == _MOST_FAILURES:
                         raise _TestsEndedError(error.message, hint=error.hint) from error
@@ -205,9 +214,9 @@ class ContainerSession(CodeSession):
 
 
 def task_image(reference: str, *, local: bool, provider: str = "") -> str:
-    """Return the name of an image that a task gives.
+    """Check the image that a task names, and return its name.
 
-    Whoever writes it would decide what this machine reads and, with a Dockerfile, runs.
+    The task's author would otherwise decide which files this machine reads and, with a Dockerfile, which programs run.
 
     Raises:
         ImageError: it is not an image of a registry, and either not a file of this machine, or `local` is False, or a

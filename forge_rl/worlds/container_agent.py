@@ -1,4 +1,4 @@
-"""Lets an agent's process on this machine work in a task's container, by a program that it calls like Docker's."""
+"""Lets an agent's process on this machine work in a task's container, through a program called like Docker's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROGRAM = Path(__file__).parent / "peers" / "container_exec.py"
 _REQUEST_BYTES = 4 << 20
 """Maximum size of a request: the kernel allows a command line of 2 MiB."""
 _INVALID, _KILLED = 125, 137
-"""Exit statuses: of a request that cannot be read, and of a command that the session's limits ended."""
+"""Exit statuses of a request that cannot be read, and of a command that the session's limits ended."""
 
 
 class ContainerEnv(Protocol):
@@ -63,16 +63,16 @@ class AgentContainer:
     """The container of one episode, as its agent's process finds it.
 
     Args:
-        session: of the container.
+        session: session of the container.
         program: path of the program that runs commands there.
     """
 
     def __init__(self, session: ContainerSession, program: Path) -> None:
         self._session = session
         self._failure: ForgeError | None = None
-        """What kept a command from running, if anything did."""
+        """First error that kept a command from running, if any."""
         self.variables = {"FORGE_RL_CONTAINER": str(program)}
-        """For the agent's process."""
+        """Environment variables for the agent's process."""
 
     async def score(self) -> Score:
         """End the container, and run the task's tests in a fresh one.
@@ -87,7 +87,7 @@ class AgentContainer:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Run the command that a connection asks for."""
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError):  # agents give up on slow commands
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):  # an agent may give up on a slow command
             try:
                 request = json.loads(await reader.readline())
                 command, folder = [str(part) for part in request["command"]], str(request["folder"])
@@ -103,6 +103,7 @@ class AgentContainer:
         try:
             result = await self._session.execute(command, env=env, folder=folder)
         except ForgeError as error:
+            # The agent only sees a failed command; `score` raises the first error, so that the policy is not blamed.
             self._failure = self._failure or error
             return _response(_INVALID, stderr=f"{error.message}\n")
         if result is None:
@@ -123,6 +124,7 @@ async def agent_container(session: ContainerSession) -> AsyncIterator[AgentConta
         program, path = Path(folder) / "container", Path(folder) / "s"
         line = shlex.join([sys.executable, "-IS", str(_PROGRAM), str(path)])
         program.write_text(f'#!/bin/sh\nexec {line} "$@"\n')
+        # For this user only, as is the folder with the socket.
         program.chmod(0o700)
         container = AgentContainer(session, program)
         try:

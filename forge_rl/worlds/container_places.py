@@ -1,4 +1,4 @@
-"""Where containers of tasks run: in sessions of this machine, whose images a store keeps, or at a provider."""
+"""Places where tasks' containers run: sessions of this machine, with images from a store, or a provider."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ContainerPlace(Protocol):
     """The sessions of one episode's image."""
 
     async def hold(self) -> None:
-        """Have the image, until the place is closed.
+        """Fetch the image, and keep it until the place is closed.
 
         Raises:
-            SandboxError: it cannot be had.
+            SandboxError: it cannot be fetched.
         """
 
     async def open(self) -> DurableSession | RentedSession:
@@ -36,11 +36,11 @@ class ContainerPlace(Protocol):
         """Return the names in the image's root; with a provider, none before the model's session is open."""
 
     async def close(self) -> None:
-        """Let go of the image."""
+        """Release the image."""
 
 
 def place_of(reference: str, limits: Limits, *, store: str, provider: str) -> ContainerPlace:
-    """Return where containers of an image run.
+    """Return the place where containers of an image run.
 
     Args:
         store: folder of images, for sessions of this machine.
@@ -54,11 +54,12 @@ class LocalPlace:
 
     def __init__(self, reference: str, limits: Limits, store: str) -> None:
         self._reference, self._limits, self._store = reference, limits, store
+        # Empty until `hold`; closing it releases the image.
         self._held = contextlib.AsyncExitStack()
         self._image: ContainerImage | None = None
 
     async def hold(self) -> None:
-        """Fetch the image, which its store keeps until this is closed: one use of it, however often this is called."""
+        """Fetch the image, which the store keeps until the place is closed; further calls do nothing."""
         if self._image is not None:
             return
         self._image = await self._held.enter_async_context(image_lookahead(self._store).use(self._reference))
@@ -66,6 +67,7 @@ class LocalPlace:
     async def open(self) -> DurableSession:
         """Return the model's session."""
         await self.hold()
+        # Durable: if the sandbox's server dies, the episode's commands are rerun in another session.
         return DurableSessions(await self._pool()).open(limits=self._limits, image=self._image)
 
     @contextlib.asynccontextmanager
@@ -84,7 +86,7 @@ class LocalPlace:
         return LayerNames(self._image)
 
     async def close(self) -> None:
-        """Let go of the image."""
+        """Release the image."""
         self._image = None
         await self._held.aclose()
 
@@ -102,6 +104,7 @@ class ProviderPlace:
     async def open(self) -> RentedSession:
         """Start the model's container, and list its root."""
         provider, _ = _provider(asyncio.get_running_loop(), self._provider)
+        # Watched: the root is listed before the first command, so that the model's changes can be told from the image.
         session = await RentedSession.open(provider, self._reference, self._limits, watched=True)
         self._before = session.before or self._before
         return session
@@ -110,6 +113,7 @@ class ProviderPlace:
     async def session(self) -> AsyncIterator[RentedSession]:
         """Start a fresh container."""
         provider, _ = _provider(asyncio.get_running_loop(), self._provider)
+        # The changes of tests are of no interest, so that nothing is listed.
         async with await RentedSession.open(provider, self._reference, self._limits, watched=False) as session:
             yield session
 
@@ -123,13 +127,15 @@ class ProviderPlace:
 
 @functools.lru_cache(maxsize=8)
 def _provider(loop: asyncio.AbstractEventLoop, name: str) -> tuple[ContainerProvider, asyncio.Task[None]]:
-    """Return the provider of this name that all episodes of an event loop share, and what closes it with the loop."""
+    """Return the provider that all episodes of an event loop share, and the task that closes it when the loop ends."""
+    # One for each event loop, as its connections belong to the loop that opened them.
     provider = container_provider(name)
     return provider, loop.create_task(_closed_at_end(provider))
 
 
 async def _closed_at_end(provider: ContainerProvider) -> None:
     try:
+        # Never resolved; asyncio.run cancels all tasks at its end, and with them this wait.
         await asyncio.get_running_loop().create_future()
     finally:
         await provider.close()

@@ -42,6 +42,7 @@ class GuessNumber:
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the game's tasks."""
+        # A fixed seed, so that all runs play with the same numbers.
         numbers = random.Random(0).sample(range(1, self.highest + 1), min(self.highest, _MOST_TASKS))
         train, held_out = split([*map(self._task, numbers)], _HELD_OUT_SHARE, key=lambda task: task.id)
         return {"game": TaskList("game", train, held_out, seed=seed)}
@@ -76,9 +77,11 @@ class GuessingGame:
     async def step(self, completion: str) -> Step:
         self._turns += 1
         numbers = re.findall(r"\d{1,9}", completion)
+        # The last number, as a model may reason before it guesses. 0 is never possible.
         guess = int(numbers[-1]) if numbers else 0
         if guess == self._number:
             return Step(done=True, reward=1.0, parts={"won": 1.0})
+        # The bounds follow from the replies: a guess outside of them ignores what the model was told.
         reward = self._config.possible if self._low <= guess <= self._high else 0.0
         if self._turns == self._config.max_turns:
             return Step(done=True, reward=reward, parts={"won": 0.0})

@@ -83,6 +83,7 @@ class GymnasiumEnv:
         self._options = options
         self._tasks = tasks
         self._held_out = held_out
+        # Made once here, so that wrong names, options and spaces fail before a run starts.
         env = self.make()
         space = env.action_space
         observation_space, renders_text = env.observation_space, env.render_mode == "ansi"
@@ -98,7 +99,9 @@ class GymnasiumEnv:
                 f"the action space of {name} is {space}, which has no text form",
                 hint="choose an environment with discrete actions",
             )
+        # A discrete space need not begin at 0.
         self.first = int(space.start) if kind == "Discrete" else 0
+        # Names belong to the environment's usual actions; options may change their number.
         default_actions = _ACTIONS.get(name.rpartition(":")[2].rpartition("-v")[0], ())
         count = int(space.n) if kind == "Discrete" else 0
         self.actions = tuple(actions) or (tuple(default_actions) if len(default_actions) == count else ())
@@ -122,6 +125,7 @@ class GymnasiumEnv:
         import gymnasium
 
         try:
+            # Only an environment that has been made tells whether it can render text.
             env = gymnasium.make(self.name, **self._options)
             if "render_mode" not in self._options and "ansi" in env.metadata.get("render_modes", ()):
                 env.close()
@@ -139,6 +143,7 @@ class GymnasiumEnv:
             return completion.strip()
         action_by_word = {name.lower(): index for index, name in enumerate(self.actions)}
         action_by_word |= {str(self.first + index): index for index in range(len(self.actions))}
+        # Longest first, as a regex takes the first alternative that matches: "up" must not hide "up left".
         words = sorted(action_by_word, key=len, reverse=True)
         matches = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", completion.lower())
         return self.first + action_by_word[matches[-1]] if matches else None
@@ -168,11 +173,13 @@ class GymnasiumSession:
     async def step(self, completion: str, *, truncated: bool) -> Step:
         """Take the action that the completion names."""
         self._turns += 1
+        # An empty truncated completion means that the context has no room for another turn.
         is_last = self._turns == self._config.max_turns or (truncated and not completion)
         action = self._config.action_of(completion) if completion or not truncated else None
         if action is None:
             reminder: Message = {"role": "user", "content": f"Name one action: {', '.join(self._config.actions)}."}
             return Step(done=is_last, messages=() if is_last else (reminder,), reward=0.0, parts={"no_action": 1.0})
+        # In a thread: a step may take long, and other episodes share the event loop.
         observation, reward, terminated, is_truncated, _ = await asyncio.to_thread(self._env.step, action)
         is_done = bool(terminated or is_truncated or is_last)
         message: Message = {"role": "user", "content": self._told(observation)}

@@ -33,7 +33,7 @@ _UNSUPPORTED = {
     "tpu": "a TPU",
     "healthcheck": "services, as it checks their health",
 }
-"""What an environment can name in task.toml."""
+"""Settings of the environment in task.toml that are not supported, each with its description."""
 _IN_BLOCKS = (
     "You work in a shell. Write commands in a block that begins with ```sh, and you are shown their output. Files "
     "stay; each block starts in the task's folder. Once the task is done, answer without a block: then tests run."
@@ -68,7 +68,7 @@ class HarborTask:
 
     @property
     def image(self) -> str:
-        """Name of the task's image, as of `ImageStore.get`; "" if it has none."""
+        """Name of the task's image, as `ImageStore.get` takes it; "" if it has none."""
         if image := (self.config.get("environment") or {}).get("docker_image"):
             return str(image)
         folder = self.folder / "environment"
@@ -76,7 +76,7 @@ class HarborTask:
 
     @property
     def needs(self) -> str:
-        """What the task needs that a sandbox session does not have; "" if nothing."""
+        """The first of the task's needs that a sandbox session does not meet; "" if it meets all."""
         environment, verifier = (self.config.get(section) or {} for section in ("environment", "verifier"))
         requirement = next((name for name in _COMPOSED if (self.folder / "environment" / name).is_file()), "")
         if requirement:
@@ -94,6 +94,7 @@ class HarborTask:
                 return description
         if str(environment.get("os", "linux")).lower() != "linux" or (self.folder / "tests" / "test.bat").is_file():
             return "Windows"
+        # Harbor fills in ${NAME} from the machine's own environment.
         variables = [*(environment.get("env") or {}).values(), *(verifier.get("env") or {}).values()]
         if requirement := next((str(value) for value in variables if "${" in str(value)), ""):
             return f"the variable {requirement} of this machine"
@@ -163,6 +164,7 @@ class HarborEnv:
         )
         object.__setattr__(self, "settings", settings)
         folder = Path(self.folder).expanduser()
+        # An existing folder takes precedence over a data set of its name.
         if is_registry_name(self.folder):
             folder = dataset_folder(self.folder, cache=Path(self.datasets), registry=self.registry)
         object.__setattr__(self, "tasks", read_tasks(folder))
@@ -201,6 +203,7 @@ class HarborEnv:
 
     def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
         """Begin to fetch the images of coming tasks; see `ImageLookahead.prepare`."""
+        # A provider fetches images itself.
         references = [str(task.truth["image"]) for task in tasks if task.truth.get("image")]
         return image_lookahead(self.images).prepare(references) if references and not self.provider else {}
 
@@ -225,6 +228,7 @@ class HarborEnv:
             _check_image(task, local=self.local, provider=self.provider)
         refused_tasks = [task for task in self.tasks if task.needs]
         usable_tasks = [task for task in self.tasks if not task.needs]
+        # All of them are listed before a run starts, instead of failing one by one in it.
         if refused_tasks and not (self.skip and usable_tasks):
             task_lines = "\n".join(f"  {task.name}: {task.needs}" for task in refused_tasks[:_NAMED])
             more = f"\n  and {len(refused_tasks) - _NAMED} more" if len(refused_tasks) > _NAMED else ""
@@ -235,11 +239,13 @@ class HarborEnv:
                 hint=f"{skip_hint}run them with your own agent, start(agent=...)",
             )
         if any(task.has_script and not (self.provider and task.image) for task in usable_tasks):
+            # Only tasks whose tests run on this machine need its isolation.
             check_layers("process")
         if self.provider:
             container_provider(self.provider)
         name = f"harbor:{Path(self.folder).expanduser().name}"
         tasks = [_task(task, name) for task in usable_tasks]
+        # By instruction, so that copies of a task under other names stay on one side.
         train, held_out = split(tasks, self.held_out_share, key=lambda task: task.prompt)
         return {name: TaskList(name, train, held_out, seed=seed)}
 
@@ -267,7 +273,7 @@ def read_tasks(folder: Path) -> list[HarborTask]:
 
 
 def _needed_folder(path: str) -> str:
-    """Return a folder if a session cannot show it, or ""."""
+    """Describe a folder that a session cannot mount; "" if it can."""
     try:
         check_folders({path: "work"})
     except ConfigError:
@@ -280,6 +286,7 @@ def _folders(folder: Path, depth: int) -> list[Path]:
     for path in folder.iterdir() if folder.is_dir() and depth else ():
         if (path / "task.toml").is_file():
             folders.append(path)
+        # Hidden folders, such as .git, hold no tasks.
         elif path.is_dir() and not path.name.startswith("."):
             folders += _folders(path, depth - 1)
     return folders
@@ -317,6 +324,6 @@ def _task(task: HarborTask, source: str) -> Task:
         "folder": str(task.folder.absolute()),
         "config": dict(task.config),
         "has_script": task.has_script,
-        **({"image": task.image} if task.image else {}),  # what older checkpoints know of other tasks stays the same
+        **({"image": task.image} if task.image else {}),  # left out otherwise: older checkpoints have no such key
     }
     return Task(id=task.name, source=source, messages=messages, truth=truth)

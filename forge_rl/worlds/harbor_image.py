@@ -1,4 +1,4 @@
-"""Runs the tests of a Harbor task that has an image: in a fresh session of it, on what the model has changed."""
+"""Runs the tests of a Harbor task with an image: in a fresh session of it, on the model's changes."""
 
 from __future__ import annotations
 
@@ -68,20 +68,23 @@ class _Verifier:
     async def __call__(self, session: JudgeSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
         try:
+            # Changes that would run before or with the tests are left out, so that they cannot decide the reward.
             await session.apply(counted(attempt.changes, attempt.root))
         except SandboxError:
             if session.lost or not session.alive:
                 raise
-            return 0.0, {}  # what the model left cannot be put in place again
+            return 0.0, {}  # the model's changes do not fit into a fresh session
         await self._put_tests(session)
         variables = {str(name): str(value) for name, value in (self._settings.get("env") or {}).items()}
         result = await session.run(
             ["/bin/sh", "-c", _VERIFY],
             wall_s=float(self._settings.get("timeout_sec") or TESTS_S),
+            # PYTHONSAFEPATH keeps modules in the working folder from shadowing the tests' imports.
             env={**self._container.env, **UNTRUSTED, "PYTHONSAFEPATH": "1", **variables},
             folder=self._container.folder,
         )
-        is_killed = result.status is not None and result.status > _SIGNALS  # by what it tested
+        # A signal that ends the tests is put down to the code that they test.
+        is_killed = result.status is not None and result.status > _SIGNALS
         if is_killed or (result.error is not None and result.error.name in ("CellOverrun", "OutOfMemory")):
             return 0.0, {}
         for name in ("reward.json", "reward.txt"):

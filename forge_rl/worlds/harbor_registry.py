@@ -33,7 +33,7 @@ _VERSION_PARTS = re.compile(r"\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryTask:
-    """Where the registry says that a task is."""
+    """The location of a task, according to the registry."""
 
     name: str
     repository: str
@@ -51,9 +51,9 @@ def is_registry_name(text: str) -> bool:
 def dataset_folder(name: str, *, cache: Path, registry: str = REGISTRY) -> Path:
     """Return the folder with the tasks of a data set, which the first use fetches.
 
-    A folder that is there is complete, and nothing is asked of the network for it. Its name has the digest of what the
-    registry said, so that a registry that says something else later has another folder; a data set without a version
-    is the one that was first fetched, until the file NAME-*.json in the cache is deleted.
+    An existing folder is complete, and needs no network. Its name has a digest of the registry's entry, so that a
+    changed entry gets another folder. A data set without a version stays the one that was first fetched until the file
+    NAME-*.json in the cache is deleted.
 
     Args:
         name: NAME, for the newest version, or NAME@VERSION.
@@ -65,6 +65,7 @@ def dataset_folder(name: str, *, cache: Path, registry: str = REGISTRY) -> Path:
     """
     cache = cache.expanduser().absolute()
     make_private(cache, ConfigError, deep=False)
+    # Registries may give one name to different data sets.
     record = cache / f"{name}-{hashlib.sha256(registry.encode()).hexdigest()[:8]}.json"
     entry = json.loads(record.read_text()) if record.is_file() else find_dataset(name, _registry(registry))
     tasks = _tasks(name, entry)
@@ -141,6 +142,7 @@ def _tasks(name: str, entry: Mapping[str, Any]) -> list[RegistryTask]:
             f"Harbor's registry has an unreadable entry for {name}: {error!r:.200}",
             hint="a task there has git_url, git_commit_id and path",
         ) from None
+    # A task's name is its folder in the data set.
     if len({task.name for task in tasks}) < len(tasks) or not tasks:
         raise ConfigError(f"{name} has {'two tasks of one name' if tasks else 'no tasks'}", hint="name another version")
     return tasks
@@ -164,6 +166,7 @@ def _check(task: RegistryTask) -> None:
 def _fetch(tasks: Sequence[RegistryTask], folder: Path) -> None:
     """Copy each task out of its repository's commit into a folder, which appears when it is complete."""
     store = RepositoryStore(folder.parent / "repositories")
+    # One checkout for all tasks of a commit.
     commits: dict[tuple[str, str], list[RegistryTask]] = {}
     for task in tasks:
         commits.setdefault((task.repository, task.commit), []).append(task)
@@ -174,6 +177,7 @@ def _fetch(tasks: Sequence[RegistryTask], folder: Path) -> None:
                 for task in of_commit:
                     await asyncio.to_thread(_copy, checkout.folder, task, target)
 
+    # In the same folder, so that the rename below is a single step.
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as partial:
         target = Path(partial) / "tasks"
         target.mkdir()
@@ -190,11 +194,13 @@ def _fetch(tasks: Sequence[RegistryTask], folder: Path) -> None:
 
 
 def _copy(checkout: Path, task: RegistryTask, target: Path) -> None:
+    # Resolved: a link in the repository may lead out of the checkout, even if the path has no `..`.
     source = (checkout / task.path).resolve()
     if not source.is_relative_to(checkout.resolve()) or not (source / "task.toml").is_file():
         raise ConfigError(
             f"{task.repository} at {task.commit} has no task {task.path!r:.200}", hint="name another version"
         )
+    # A link out of the folder would lead whatever reads the task to other files of this machine.
     for path in source.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(source):
             raise ConfigError(

@@ -24,7 +24,7 @@ _PROCESSES, _FILES, _SHARE = 128, 20_000, 4
 TESTS_S = 600.0
 """Harbor's default for a verifier's timeout."""
 _MOST_LOST = 8
-"""How often the tests of one episode may lose their server."""
+"""Maximum losses of the sandbox's server during the tests of one episode."""
 _UNPACK = ("tar", "-x", "--no-same-owner", "-f", "-", "-C")
 _VERIFY = """mkdir -p /logs/verifier /logs/agent /logs/artifacts && chmod +x /tests/test.sh || exit 125
 /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"""
@@ -37,7 +37,7 @@ UNTRUSTED = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class HarborSession(CodeSession):
-    """Where the model works on one task. The sandbox session starts with the first commands, or else with the tests.
+    """The session in which the model works on one task. It starts with the first commands, or else with the tests.
 
     Args:
         timeout_s: seconds that the commands of one completion may run.
@@ -90,6 +90,7 @@ class HarborSession(CodeSession):
         )
         self._session = DurableSessions(await shared_pool(profile="process")).open(limits=limits)
         if (environment_folder := self._folder / "environment").is_dir():
+            # Unpacked inside, as the session's user and under its limits.
             result = await self._session.run(
                 [*_UNPACK, self._work], stdin=_packed(environment_folder), folders={self._work: "work"}
             )
@@ -98,8 +99,10 @@ class HarborSession(CodeSession):
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Run the tests on a copy of the session's files, in a fresh session; return the reward and its parts."""
+        # An episode without commands is tested as well, on the task's own files.
         model = self._session or await self._open()
         for retries_left in range(_MOST_LOST, -1, -1):
+            # A copy, so that tests which lose their server start again from the files that the model left.
             async with await model.branch() as session:
                 try:
                     return await self._verify(session)
@@ -109,7 +112,8 @@ class HarborSession(CodeSession):
         raise AssertionError("unreachable")
 
     async def _verify(self, session: PoolSession) -> tuple[float, dict[str, float]]:
-        folders = {self._work: "work", _TESTS: "tests", _LOGS: "verifier"}  # two of which the model has never seen
+        # The folders behind /tests and /logs are new: what the model left in its own /logs is not seen.
+        folders = {self._work: "work", _TESTS: "tests", _LOGS: "verifier"}
         tests = self._folder / "tests"
         result = await session.run([*_UNPACK, _TESTS], stdin=_packed(tests), folders=folders)
         _check_unpacked(tests, result.status, result.stderr)
@@ -121,6 +125,7 @@ class HarborSession(CodeSession):
             folder=self._work,
             folders=folders,
         )
+        # Tests that do not end are the fault of what they test; without a reward they are the task's.
         if result.error is not None and result.error.name == "CellOverrun":
             return 0.0, {}
         read_result = await session.run(["/bin/sh", "-c", _READ], folders=folders)
@@ -134,7 +139,7 @@ class HarborSession(CodeSession):
 
 
 def working_folder(environment: Mapping[str, Any]) -> str:
-    """Return where commands of a task start."""
+    """Return the folder in which a task's commands start."""
     return str(environment.get("workdir") or _WORK)
 
 
@@ -142,14 +147,14 @@ def parsed_reward(text: str, task: str) -> tuple[float, dict[str, float]]:
     """Read a reward file as Harbor does: reward.txt has a number, reward.json an object of numbers.
 
     Args:
-        text: the file's name, and its content behind it.
+        text: the file's name on the first line, then its content.
         task: the task's name, for errors.
 
     Returns:
         The value of `reward`, or else the mean of all; and each value if there are several.
 
     Raises:
-        TaskError: it has something else, or a number that is not finite.
+        TaskError: the file has something else, or a number that is not finite.
     """
     name, _, content = text.partition("\n")
     try:
@@ -174,6 +179,7 @@ def _packed(folder: Path) -> bytes:
         archive.add(
             folder,
             arcname=".",
+            # Devices and pipes have no place in a session.
             filter=lambda member: member if member.isreg() or member.isdir() or member.issym() else None,
         )
     return file.getvalue()

@@ -24,11 +24,10 @@ class ImageLookahead:
         async with lookahead.use("debian:12") as image:
             ...
 
-    An image that cannot be fetched is tried again when it is next named, or an episode uses it, which then gets the
-    error.
+    A failed fetch is tried again when the image is next named, or when an episode uses it, which then gets the error.
 
     Args:
-        most_images: images that are held for coming tasks; later ones are left to their episodes, or the next call.
+        most_images: maximum images held for coming tasks; further ones are left to their episodes, or the next call.
         most_bytes: no further image is fetched once those held take this much of the disk.
         shares: whether other hosts of the run may get layers from this one, and this one from them.
     """
@@ -46,36 +45,37 @@ class ImageLookahead:
         self._most_images, self._most_bytes = most_images, most_bytes
         self._clock = clock
         self._held: dict[str, tuple[contextlib.AsyncExitStack, str]] = {}
-        """For each reference of an image that is in place, what holds it, and its digest."""
+        """By reference, the stack that holds an image in place, and the image's digest."""
         self._fetching: asyncio.Task[None] | None = None
         self._wanted: list[str] = []
         """References named by the latest call, those needed first ahead."""
         self._pulling = ""
-        """The one that is being fetched."""
+        """Reference that is being fetched; "" for none."""
         self._failed: set[str] = set()
-        """Those of the latest call that could not be fetched."""
+        """References of the latest call that could not be fetched."""
         self._foreseen: set[str] = set()
-        """Named by the call before the latest, and never in place since this process began."""
+        """References that the call before the latest named, and that were never in place in this process."""
         self._ready: set[str] = set()
-        """Those that were in place at some time."""
+        """References that have been in place at some time."""
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._shares = shares
         self._serving, self._port = contextlib.ExitStack(), 0
 
     def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
-        """Begin to fetch images, those needed first ahead of others, in place of those named before.
+        """Begin to fetch images in this order, instead of those named before.
 
         A pull of an image that is named again continues.
 
         Returns:
-            Since the last call: `image_wait_s`, seconds that episodes waited for images; `image_uses`; those that were
-            `image_prefetched`; those that were `image_late`, as a call before the latest had named them, and they were
-            not in place; and prefetches that failed, `image_prefetch_failed`.
+            Counts since the last call: `image_wait_s`, seconds that episodes waited for images; `image_uses`;
+            `image_prefetched`, uses of images that were in place; `image_late`, uses of images that were not, although
+            a call before the latest had named them; and `image_prefetch_failed`, prefetches that failed.
         """
         self._foreseen = set(self._wanted) - self._ready
         self._wanted, self._failed = list(dict.fromkeys(references))[: self._most_images], set()
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.get_running_loop().create_task(self._fetch(None))
+        # A pull that is still wanted goes on, and its loop then sees the new list; another one is cut off.
         elif self._pulling not in self._wanted:
             self._fetching.cancel()
             self._fetching = asyncio.get_running_loop().create_task(self._fetch(self._fetching))
@@ -91,6 +91,7 @@ class ImageLookahead:
         began_s = self._clock()
         async with contextlib.AsyncExitStack() as stack:
             try:
+                # The wait counts also if the image cannot be fetched.
                 image = await stack.enter_async_context(self.store.use(reference))
             finally:
                 self._counts["image_wait_s"] += self._clock() - began_s
@@ -117,10 +118,12 @@ class ImageLookahead:
 
     async def _fetch(self, cancelled: asyncio.Task[None] | None) -> None:
         if cancelled is not None:
+            # Two loops at once would both fetch, and exceed the limits.
             await asyncio.wait([cancelled])
         while True:
             # Until a call no longer names an image: its episodes have opened it by then, and hold it themselves.
             await self._release([reference for reference in self._held if reference not in self._wanted])
+            # Measured after what is no longer wanted has been released.
             if await asyncio.to_thread(self._held_bytes) >= self._most_bytes:
                 return
             missing = (name for name in self._wanted if name not in self._held and name not in self._failed)
@@ -145,15 +148,16 @@ class ImageLookahead:
             await stack.aclose()
 
     def _held_bytes(self) -> int:
+        # Two references may name one image.
         digests = {digest for _, digest in self._held.values()}
         return sum(image.disk_bytes for image in self.store.images() if image.digest in digests)
 
 
 @functools.lru_cache(maxsize=8)
 def image_lookahead(folder: str) -> ImageLookahead:
-    """Return the lookahead of a folder of images, the only one of this process.
+    """Return this process's only lookahead for a folder of images.
 
-    Layers are asked of the peers in FORGE_RL_IMAGE_PEERS first, addresses of `forge-rl images serve` separated by
+    Layers are first requested from the peers in FORGE_RL_IMAGE_PEERS, addresses of `forge-rl images serve` separated by
     spaces, with the key in FORGE_RL_IMAGE_KEY.
     """
     addresses = value_of("FORGE_RL_IMAGE_PEERS").split()

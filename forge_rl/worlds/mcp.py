@@ -26,7 +26,7 @@ _HINT = "write --env 'mcp:COMMAND' or --env mcp:http://HOST:PORT/mcp"
 
 
 def _block_text(block: Any) -> str:
-    """Return what the model sees of one part of a tool's result: text, also a resource's, and addresses."""
+    """Return one block of a tool's result as text for the model: its text, a resource's text, or an address."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource":
@@ -44,9 +44,9 @@ class McpEnv(ToolSettings):
         McpEnv("http://127.0.0.1:8000/mcp")
 
     The model sees tool results, including errors, as text. If a server dies during a call, its episode is an
-    infrastructure error and is retried with a new server. A shared server that hangs, so that after a late call it does
-    not even list its tools within timeout_s, is replaced before the next call. A command gets only MCP's default
-    environment variables, such as HOME and PATH.
+    infrastructure error and is retried with a new server. After a call that timed out, a shared server that does not
+    even list its tools within timeout_s is replaced before the next call. A command gets only MCP's default environment
+    variables, such as HOME and PATH.
     """
 
     server: str
@@ -88,9 +88,11 @@ class McpEnv(ToolSettings):
         if self.per == "session":
             return await McpConnection(self).opened()
         if self._shared:
+            # A server that may hang is not used before it is known whether it does.
             await self._shared[0].checked()
         while self._shared and (old := self._shared[0]).is_over:
             await old.close()  # its server may hold a port or a lock that the next one needs
+            # Another episode may have replaced it while this one waited.
             if self._shared == [old]:
                 self._shared.clear()
         if not self._shared:
@@ -119,11 +121,12 @@ class McpConnection:
 
     async def opened(self) -> McpConnection:
         """Wait until the server has listed its tools."""
+        # Shielded: all episodes wait for this one future, and one of them may be cancelled.
         await asyncio.shield(self._ready)
         return self
 
     async def checked(self) -> None:
-        """Wait until it is known whether the server still answers, if a call was late."""
+        """Wait for the check that follows a call that timed out, if one is running."""
         if self._checking is not None:
             await asyncio.wait([self._checking])
 
@@ -146,6 +149,7 @@ class McpConnection:
             result = await self._client.call_tool(name, arguments, read_timeout_seconds=timeout_s)
         except MCPError as error:
             if error.error.code == REQUEST_TIMEOUT:
+                # One slow call is the tool's matter; a server that answers nothing would fail every episode.
                 if self._config.per == "process" and (self._checking is None or self._checking.done()):
                     self._checking = asyncio.get_running_loop().create_task(self._check(timeout_s))
                 return f"error: {name} took longer than {timeout_s:g} s"
@@ -158,10 +162,11 @@ class McpConnection:
             raise self._gone(name, f"{type(error).__name__}: {error}") from error
         parts = [_block_text(block) for block in result.content]
         text = "\n".join(parts) or (json.dumps(result.structured_content) if result.structured_content else "")
+        # Output that begins with "error: " is recorded as a failed call.
         return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
 
     async def _check(self, timeout_s: float) -> None:
-        """End the connection if the server does not even list its tools any more, so that it hangs."""
+        """End the connection if the server hangs: it does not even list its tools."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(timeout_s):
                 await self._client.list_tools()
@@ -173,8 +178,10 @@ class McpConnection:
 
     async def _hold(self) -> None:
         try:
+            # Entered and left in one task, as the cancel scopes inside of `mcp` require.
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self._config.start_s):
+                    # The deadline covers the wait for the port, too.
                     await self._until_listening()
                     self._client = await stack.enter_async_context(self._made())
                     self.schemas = await self._list()
@@ -206,6 +213,7 @@ class McpConnection:
 
         if self._config.server.startswith(("http://", "https://")):
             return Client(self._config.server)
+        # The supervisor ends the server with all of its descendants, also if this process is killed.
         program, *arguments = supervised(shlex.split(self._config.server))
         return Client(StdioServerParameters(command=program, args=arguments, env=dict(self._config.env)))
 
@@ -213,6 +221,7 @@ class McpConnection:
         schemas: dict[str, Mapping[str, object]] = {}
         cursor = None
         while True:
+            # Servers may list their tools in pages.
             page = await self._client.list_tools(cursor=cursor)
             for tool in page.tools:
                 schemas[tool.name] = tool_schema(tool.name, tool.description or "", tool.input_schema)
@@ -227,6 +236,7 @@ class McpConnection:
         return {name: schemas[name] for name in self._config.tools or schemas}
 
     def _not_started(self, error: BaseException) -> ForgeError:
+        # The task groups inside of `mcp` wrap the cause.
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, ForgeError):

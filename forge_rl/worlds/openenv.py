@@ -133,6 +133,7 @@ class OpenEnvSession:
         """
         schema = await self._schema()
         fields = schema.get("properties", {})
+        # An action that is a tool call has this field; an option that names another field takes precedence.
         self._by_tools = "tool_name" in fields and not self._factory.action
         self._field = self._factory.action or _text_field(schema)
         if self._factory.action and self._factory.action not in fields:
@@ -144,6 +145,7 @@ class OpenEnvSession:
         data = await self._begin({"seed": seed} if isinstance(seed, int) else {})
         tools: Sequence[Mapping[str, object]] = ()
         if self._by_tools:
+            # Listing tools is an action too, and comes after the reset that begins the session.
             tool_list = await self._ask("step", {"type": "list_tools"})
             empty_schema = {"type": "object", "properties": {}}
             tools = [
@@ -170,6 +172,7 @@ class OpenEnvSession:
         messages: list[Message] = []
         rewards: list[float] = []
         done = truncated or (self._by_tools and not calls)
+        # A truncated completion may lack calls, or a part of one.
         for call in calls if self._by_tools and not truncated else ():
             text, reward, done = await self._call(call)
             messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
@@ -200,6 +203,7 @@ class OpenEnvSession:
     async def _act(self, completion: str) -> tuple[str, float | None, bool]:
         if self._field:
             return await self._do({self._field: completion})
+        # The first to the last brace: models write text or fences around the object.
         begin, end = completion.find("{"), completion.rfind("}")
         try:
             action = parse_json(completion[begin : end + 1]) if begin >= 0 else None
@@ -220,10 +224,13 @@ class OpenEnvSession:
 
     def _shown(self, data: Mapping[str, Any]) -> str:
         observation = {key: value for key, value in data.get("observation", {}).items() if value is not None}
+        # The user's choice replaces all that follows.
         if self._factory.show:
             value = observation.get(self._factory.show, "")
             return value if isinstance(value, str) else json.dumps(value)
+        # Shown only if there is nothing else.
         metadata = observation.pop("metadata", None)
+        # Replies to tool calls have a form of their own: an error, or a list of content blocks.
         if isinstance(error := observation.get("error"), dict) and "tool_name" in observation:
             return f"error: {error.get('message')}"
         if isinstance(result := observation.get("result"), dict) and isinstance(content := result.get("content"), list):
@@ -251,6 +258,7 @@ class OpenEnvSession:
                 return schema
 
         try:
+            # The server may still be starting.
             schemas = await self._again(ask, (httpx.TransportError,))
             return dict(schemas["action"])
         except (httpx.HTTPError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -297,6 +305,7 @@ class OpenEnvSession:
                 if loop.time() + pause > deadline:
                     raise
             await asyncio.sleep(pause)
+            # Twice as long each time: many episodes may wait for one full server.
             pause = min(2 * pause, _AGAIN_S[1])
 
     async def _ask(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
@@ -310,6 +319,7 @@ class OpenEnvSession:
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self._socket.recv())
         except TimeoutError:
+            # Closed, as a late answer would be taken for that of the next request.
             await self.close()
             raise self._gone(f"no answer to `{kind}` in {self._factory.deadline_s:g} s") from None
         except (OSError, websockets.WebSocketException) as error:

@@ -21,7 +21,7 @@ from forge_rl.worlds.unit_tests import run_tests
 
 _PYTHON = "python"
 _SHARE = 4
-"""Wall time of a program over its CPU time, as other processes have the CPUs too."""
+"""Ratio of a program's wall time limit to its CPU time limit, as other processes use the CPUs too."""
 _LEAST_OUTPUT = 1 << 16
 _PLACE_S = 120.0
 _READ_INPUT = """import builtins, os, sys
@@ -90,6 +90,7 @@ class Programs(TextReward):
         """
         function, cases = self._cases(task)
         languages = PYTHON if self.language == _PYTHON else {*LANGUAGES[self.language].fences, self.language}
+        # No code is a wrong answer of the model, not an error of the task.
         if (code := last_code(text, languages)) is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
         if function and self.language != _PYTHON:
@@ -98,7 +99,9 @@ class Programs(TextReward):
                 hint=f"with language={self.language}, cases are inputs and outputs of programs",
             )
         if function:
+            # The expected value is in the tests' session only, which the solution never sees.
             tests = [f"assert same({function}(*{arguments!r}), {expected!r})" for arguments, expected in cases]
+            # LeetCode's form has the function as a method of a class Solution.
             target, timeout_s = f"Solution().{function}" if "class Solution" in code else function, self.timeout_s
             num_passed, feedback = await run_tests(
                 code, tests, setup=_SAME, target=target, timeout_s=timeout_s, task=task
@@ -116,22 +119,26 @@ class Programs(TextReward):
                 failure = await self._failed(pool, code, _as_text(case_input), _as_text(expected))
                 num_passed += not failure
                 feedback = feedback or failure
+                # Without partial scores, one failure decides.
                 if failure and not self.partial:
                     break
         return num_passed, feedback
 
     async def _failed(self, pool: Pool, code: str, stdin: str, expected: str) -> str:
         """Return why a program fails, or "" if its output is right."""
+        # Twice the expected output is wrong already; more would only take memory.
         max_bytes = max(_LEAST_OUTPUT, 2 * len(expected.encode()))
         limits = Limits(wall_s=_SHARE * self.timeout_s, cpu_s=self.timeout_s, output_bytes=max_bytes)
         async with pool.session(limits=limits, wait_s=_PLACE_S) as session:
             if self.language == _PYTHON:
+                # `_READ_INPUT` makes this file the standard input of the next cell, and deletes it.
                 await session.put("input", stdin.encode())
                 await session.run(_READ_INPUT)
                 result = await session.run(code)
             else:
                 result = await run_source(session, self.language, code, stdin=stdin.encode())
         error = result.error
+        # A program may end itself with status 0.
         if error is not None and not (error.name == "SystemExit" and error.message in ("", "0", "None")):
             return f"{error.name}: {error.message}"[:500]
         if result.status:
@@ -145,6 +152,7 @@ class Programs(TextReward):
         value: Any = task.truth.get(self.cases)
         try:
             value = json.loads(value) if isinstance(value, str) else value
+            # APPS and TACO have two lists, and the name of a function if there is one.
             if isinstance(value, dict):
                 function = value.get("fn_name") or ""
                 cases = list(zip(value["inputs"], value["outputs"], strict=True))
@@ -183,6 +191,7 @@ def _close(word: str, expected: str, tolerance: float) -> bool:
     if word == expected:
         return True
     try:
+        # float also reads nan and inf, which are not numbers to compare.
         values = float(word), float(expected)
         return all(map(math.isfinite, values)) and math.isclose(*values, rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:

@@ -55,7 +55,7 @@ class PythonEnv:
     """Maximum MiB in that folder; the least recently used are evicted."""
     settings: CodeSettings = field(init=False, repr=False)
     _sessions: list[DurableSessions] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Those of the pool in use, once opened."""
+    """Sessions of the pool in use, once opened."""
 
     def __post_init__(self) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""
@@ -91,6 +91,7 @@ class PythonEnv:
         Raises:
             SandboxError: this machine cannot isolate sessions, or the sandbox did not start.
         """
+        # A pool that was lost is replaced by another, in which the old sessions do not exist.
         pool = await shared_pool()
         if not self._sessions or self._sessions[0].pool is not pool:
             self._sessions[:] = [DurableSessions(pool, cache=self._made_cache())]
@@ -117,6 +118,7 @@ class PythonSession(CodeSession):
             SandboxError: the sandbox failed, and with it the episode's state.
         """
         if self._session is None:
+            # Opened with the first code: an episode without any takes no session.
             self._session = await self._config.open()
         result = await self._session.run(code, wall_s=self._config.timeout_s)
         self.was_kept = self._session.was_kept

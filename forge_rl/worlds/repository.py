@@ -32,7 +32,7 @@ T = TypeVar("T")
 _GITHUB = "https://github.com/"
 _PROCESSES, _FILES, _SHARE = 128, 20_000, 8
 _MOST_LOST = 8
-"""How often one command may lose its server."""
+"""Maximum losses of the sandbox's server during one command."""
 _START = """import os, subprocess, sys
 os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
 os.environ["PYTHONPATH"] = ":".join({packages!r})
@@ -140,7 +140,7 @@ class RepositorySession(CodeSession):
         self._checkout: Checkout | None = None
         self._session: PoolSession | None = None
         self._log: list[tuple[str, str]] = []
-        """Commands so far, and what the model was shown of each."""
+        """Commands so far, each with the output that the model was shown."""
 
     async def run(self, command: str) -> str:
         """Run a shell command in the repository's folder, and return its output. Changed files stay.
@@ -155,6 +155,7 @@ class RepositorySession(CodeSession):
         # If the sandbox's server dies, the episode continues in another session. If it dies during the command, which
         # may be half done, all earlier commands are first rerun on a fresh checkout.
         output = await self._surviving(functools.partial(self._run, command))
+        # Logged once it is finished: a rerun of the log must not include a command that is about to be retried.
         self._log.append((command, output))
         return output
 
@@ -172,6 +173,7 @@ class RepositorySession(CodeSession):
             except DivergedError:
                 raise
             except SandboxError:
+                # Only the loss of a server is worth a retry; what fails in a living session would fail again.
                 if not retries_left or (self._session is not None and not self._session.lost):
                     raise
                 await self._end()
@@ -182,6 +184,7 @@ class RepositorySession(CodeSession):
         self._session = await self._open()
         for number, (command, old_output) in enumerate(self._log, 1):
             output = await self._run(command)
+            # The model has seen the old output; files that differ would no longer fit the conversation.
             if repeatable(output) != repeatable(old_output):
                 raise DivergedError(
                     f"command {number} of an episode showed {output!r:.200}, not {old_output!r:.200}, when rerun",
@@ -193,6 +196,7 @@ class RepositorySession(CodeSession):
         session = self._session or await self._rerun()
         if not session.alive:  # killed by a program that an earlier command left running, or lost with its server
             session = await self._replace(session)
+        # `_START` has defined `shell` in the session's Python.
         result = await session.run(f"shell({command!r})")
         endings = []
         if result.error is not None:
@@ -229,6 +233,7 @@ class RepositorySession(CodeSession):
 
     async def _replace(self, session: PoolSession) -> PoolSession:
         """Continue in a new session with the files of a session that its commands killed."""
+        # Nothing is left out: the model continues with all files that its commands left.
         changes = await session.changes(leave_out=())
         await session.close()
         self._session = None
@@ -250,6 +255,7 @@ class RepositorySession(CodeSession):
         tests = replace(
             _tests(self._truth), packages=self._config.package_folders, timeout_s=self._config.tests_timeout_s
         )
+        # Of the tests alone, so that nothing which the model left running can reach them.
         self._session = await self._open(of_tests=True)
         verdict = await tests.run(self._session, changes)
         await self._end()
@@ -284,6 +290,7 @@ def _read(file: Path) -> list[Task]:
 
 
 def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
+    # SWE-bench's names stand in for ours where these are missing.
     row = {
         **row,
         **{
@@ -293,6 +300,7 @@ def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
         },
     }
     repository = str(row["repository"])
+    # SWE-bench names repositories OWNER/NAME.
     if "://" not in repository and not repository.startswith(("/", ".", "~")) and "repo" in row:
         repository = _GITHUB + repository
     lists = [row.get(key) or [] for key in ("tests", "FAIL_TO_PASS", "PASS_TO_PASS")]

@@ -87,6 +87,7 @@ class ShellSession(CodeSession):
                 the commands showed something else when they were rerun.
         """
         if self._session is None:
+            # Opened with the first commands: an episode without any takes no session.
             self._session = DurableSessions(await shared_pool(profile="process")).open()
         return shown_commands(self._session, await self._session.run(commands, wall_s=self._timeout_s))
 
@@ -110,8 +111,10 @@ def shown_commands(session: DurableSession | RentedSession, result: Result) -> s
     Raises:
         SandboxError: the session is gone.
     """
-    if not session.alive:  # it was lost with the same commands again and again, which cannot end it
+    # Commands cannot end a session: its server was lost with the same ones again and again.
+    if not session.alive:
         raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
     if result.error is not None:
         return shown_output(result, f"error: {result.error.message}")
+    # As in a terminal, success says nothing.
     return shown_output(result, f"exit status {result.status}" if result.status else "")

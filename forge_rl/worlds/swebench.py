@@ -164,6 +164,7 @@ class SweBenchEnv:
         else:
             check_layers("process")
         if any(task.truth["parser"] for task in self.tasks):
+            # Before the run, as the interpreter may have to be made, which may fail.
             self.parser_python()
         train, held_out = split(self.tasks, self.held_out_share, key=lambda task: task.prompt)
         name = f"swebench:{Path(self.file).stem}"
@@ -184,7 +185,7 @@ class _RowTests:
     async def __call__(self, session: JudgeSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
         tests = [*self._truth["fail_to_pass"], *self._truth["pass_to_pass"]]
-        # First, as what the model left may fill the session.
+        # The script comes first, as the model's files may fill the session.
         await session.put("/eval.sh", self._truth["script"].encode())
         try:
             await session.apply(self._counted(attempt.changes))
@@ -197,6 +198,7 @@ class _RowTests:
             wall_s=self._config.tests_timeout_s,
             env={"PYTHONDONTWRITEBYTECODE": "1"},
         )
+        # A timeout or too much memory: the fault of what was tested.
         if result.error is not None:
             return 0.0, {"tests_passed": 0.0}
         passed = await self._passed(result.stdout, tests)
@@ -204,12 +206,14 @@ class _RowTests:
 
     def _counted(self, changes: Sequence[Change]) -> list[Change]:
         """Return the changes of the repository that touch neither tests nor what configures or loads them."""
+        # Paths of changes are relative to the image's root.
         folder = posixpath.normpath(self._truth["folder"]).strip("/")
         relative = [
             Change(path=change.path[len(folder) + 1 :], before=change.before, after=change.after)
             for change in changes
             if change.path.startswith(f"{folder}/") and not change.path.startswith(f"{folder}/.git/")
         ]
+        # Relative to the repository, as the changes are.
         hidden = [path[len(folder) + 2 :] for path in self._truth["hidden"] if path.startswith(f"/{folder}/")]
         tests = RepositoryTests(
             tests=[test for test in self._truth["fail_to_pass"] if "::" in test and not test.startswith(("/", ".."))],
@@ -223,8 +227,9 @@ class _RowTests:
         ]
 
     async def _passed(self, log: str, tests: Sequence[str]) -> set[str]:
-        """Return the tests that passed. One with both results in the log has not: the tested code can print, too."""
+        """Return the tests that passed. One that is also listed as failed has not: the tested code can print, too."""
         body = log.partition(START)[2].partition(END)[0]
+        # A parser keeps the last status of each test. Read backwards as well, it shows the first one too.
         backwards = "\n".join(reversed(body.splitlines()))
         truth = self._truth
         if truth["parser"]:
@@ -232,7 +237,7 @@ class _RowTests:
             try:
                 answer = await self._parsed([log, backwards_log])
             except InfrastructureError:
-                await self._parsed([f"{START}\n{END}\n"])  # which raises if it was not what the log says
+                await self._parsed([f"{START}\n{END}\n"])  # raises if the parser fails for any log
                 return set()
             passed, statuses = set(answer["passed"]), answer["statuses"][1] or {}
         else:
@@ -241,16 +246,17 @@ class _RowTests:
             statuses = statuses_of(backwards, short_names=truth["short_names"])
             is_whole = START in log and END in log and bool(end)
             has_failed = any(status in _FAILED for status in forwards.values())
+            # A failed run that lists no failed test was cut short, maybe by the code that it tested.
             if not is_whole or (end[0] != "0" and not has_failed):
                 return set()
             passed = set(passed_tests(forwards, truth["fail_to_pass"], truth["pass_to_pass"]))
         return {test for test in passed if statuses.get(test) not in _FAILED} & set(tests)
 
     async def _parsed(self, logs: Sequence[str]) -> dict[str, Any]:
-        """Read logs in a process of swebench's interpreter, which has nothing that a hostile log could get at.
+        """Parse logs in a process of swebench's interpreter, which holds nothing that a hostile log could reach.
 
         Raises:
-            InfrastructureError: it failed.
+            InfrastructureError: the process failed, or took too long.
         """
         truth = self._truth
         row = {
@@ -271,6 +277,7 @@ class _RowTests:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            # Nothing of this process's environment, which may hold keys.
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
         )
         try:

@@ -23,7 +23,7 @@ _R2E_TESTS = ("r2e_tests", "run_tests.sh")
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """What rows do not say themselves."""
+    """Settings for what rows leave open."""
 
     image: str
     """Image of rows that name none; see `SweBenchEnv.image`."""
@@ -81,9 +81,11 @@ def _task(row: Mapping[str, Any], source: str, settings: RowSettings) -> Task:
     }
     if expected is not None:  # R2E-Gym
         statuses = json.loads(expected) if isinstance(expected, str) else dict(expected)
+        # R2E-Gym lists the outcome of every test after the fix, and does not tell the two kinds apart.
         truth["fail_to_pass"] = [str(test) for test, status in statuses.items() if status == "PASSED"]
         truth["pass_to_pass"] = []
         truth["short_names"] = True
+        # R2E-Gym's images hold the tests, which the model must not see.
         truth["hidden"] = [*(f"{settings.folder}/{path}" for path in _R2E_TESTS), "/r2e_tests"]
         truth["script"] = _script(
             settings.folder, "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests", "bash run_tests.sh"
@@ -120,7 +122,9 @@ def _own_script(row: Mapping[str, Any], truth: Mapping[str, Any], settings: RowS
         [line[6:] for line in truth["test_patch"].splitlines() if line.startswith("+++ b/")]
         or [test.partition("::")[0] for test in truth["fail_to_pass"]]
     )
+    # File names come from the row and go into a shell command.
     quoted_files = " ".join(f"'{file}'" for file in files if "'" not in file)
+    # A quoted here-document, in which the shell expands nothing.
     patch = f"git apply -v - <<'{_PATCH_END}'\n{truth['test_patch']}\n{_PATCH_END}" if truth["test_patch"] else ":"
     return _script(settings.folder, patch, command.replace("{files}", quoted_files))
 
@@ -131,10 +135,10 @@ def _script(folder: str, prepare: str, command: str) -> str:
 
 
 def with_exit_code(script: str) -> str:
-    """Return a test script that also prints the status of its tests behind the lines that are read.
+    """Return a test script that also prints the exit status of its tests, after the lines that are read.
 
     Raises:
-        ValueError: it does not mark where its output begins and ends.
+        ValueError: the script does not mark where the tests' output begins and ends.
     """
     if not script:
         return ""
@@ -142,6 +146,7 @@ def with_exit_code(script: str) -> str:
         raise ValueError(f"its eval_script prints no {START!r} and {END!r}")
     lines: list[str] = []
     for line in script.splitlines():
+        # $? is the status of the command before, which the line itself would replace.
         if END in line:
             lines += ["SWEBENCH_TEST_EXIT_CODE=$?", line, f'echo "{EXIT_CODE}: $SWEBENCH_TEST_EXIT_CODE"']
         else:
@@ -165,7 +170,7 @@ def statuses_of(log: str, *, short_names: bool) -> dict[str, str]:
 
 
 def passed_tests(statuses: Mapping[str, str], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]) -> list[str]:
-    """Return which tests have the outcome that they must have; one that passed before may be skipped."""
+    """Return the tests that have their required outcome; tests in `pass_to_pass` may also be skipped."""
     passing = ("PASSED", "XFAIL")
     return [
         *(test for test in fail_to_pass if statuses.get(test) in passing),

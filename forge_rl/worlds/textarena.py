@@ -41,6 +41,7 @@ class TextArena:
     """Number of additional held-out seeds."""
 
     def __post_init__(self) -> None:
+        # A game that does not exist, or is not for one player, fails before a run starts.
         self.start(0)
 
     def __call__(self, task: Task) -> TextArenaGame:
@@ -95,7 +96,9 @@ class TextArenaGame:
             messages = ({"role": "user", "content": f"error: {error}"},)
             return Step(done=is_last, messages=() if is_last else messages, reward=0.0 if is_last else None)
         if not done and self._turns < self._config.max_turns:
+            # A step that does not end the episode must show something, and a game may say nothing.
             return Step(done=False, messages=({"role": "user", "content": self._said() or "Go on."},))
+        # A game that is cut off has no rewards of its own.
         rewards, _ = self._game.close() if done else ({0: 0.0}, {})
         if not isinstance(rewards, Mapping) or 0 not in rewards:
             raise ForgeError(f"{self._config.game} returned no reward: {rewards!r}", hint="report it to textarena")

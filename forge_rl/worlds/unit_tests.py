@@ -19,7 +19,7 @@ from forge_rl.sandbox.shared import a_cpu_of_shared_pool, check_shared_pool
 from forge_rl.types import Score, Task
 
 _SHARE = 4
-"""Wall time of a test over its CPU time, as other processes have the CPUs too."""
+"""Ratio of a test's wall time limit to its CPU time limit, as other processes use the CPUs too."""
 _PLACE_S = 120.0
 _MOST_TOLD = 500
 _OWN_NAME = """import builtins, sys
@@ -75,6 +75,7 @@ class UnitTests(TextReward):
             SandboxError: the sandbox failed.
         """
         tests, code = self._tests(task), last_code(text)
+        # No code is a wrong answer of the model, not an error of the task.
         if code is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
         setup, target = (self._text(task, key) for key in (self.setup, self.entry_point))
@@ -152,6 +153,7 @@ class _Solution:
 
     async def call(self, name: str, packed_arguments: str) -> tuple[str, str]:
         """Return "value" and the packed value, or the error's class and message."""
+        # A lost session is the sandbox's failure, which `run` raises; an ended one is the solution's.
         if self._over or (not self._session.alive and not self._session.lost):
             return "Ended", self._over or "its session has ended"
         result = await self._session.run(f"forge_solution.call({name!r}, {packed_arguments!r})")
@@ -163,7 +165,7 @@ class _Solution:
 
 
 class _TestsSession:
-    """The session of the tests, which runs nothing of the solution and is believed."""
+    """The session of the tests, which runs nothing of the solution, and whose results are trusted."""
 
     def __init__(self, session: PoolSession, task: Task, limit_s: float) -> None:
         self._session, self._task = session, task
@@ -176,6 +178,7 @@ class _TestsSession:
             raise SandboxError(f"the session of the tests cannot be prepared: {prepared.error.message}")
         clock = asyncio.get_running_loop().time
         ends, calls = clock() + self._limit_s, 0
+        # Each cell ends with the tests' next call of the solution, or with their results.
         cell = f"forge_tests.start({setup!r}, {list(tests)!r}, {target!r})"
         while True:
             result = await self._session.run(cell, wall_s=max(0.01, ends - clock()))
@@ -195,8 +198,10 @@ class _TestsSession:
         """Return the results of tests that did not finish."""
         assert result.error is not None
         name, message = result.error.name, result.error.message
+        # Only these come from what the tests ran; all others are failures of the sandbox.
         if name not in ("CellOverrun", "OutOfMemory", "MemoryError"):
             raise SandboxError(f"the session of the tests of {self._task.id!r} failed: {name}: {message}")
+        # Nothing of the solution was called yet, so that the tests themselves are at fault.
         if not calls:
             raise self._broken(f"{name}: {message}")
         return [f"{name}: {message}"] * tests
@@ -214,6 +219,7 @@ def _module(name: str, file: str) -> str:
     names of the code that runs there."""
     folder = resources.files("forge_rl.worlds.inside")
     sources = "\n".join((folder / f"{stem}.py").read_text() for stem in ("plain", file))
+    # A __future__ import is only allowed at the beginning, and two files are joined here.
     sources = sources.replace("from __future__ import annotations\n", "")
     statement = f"{name} = __import__('types').ModuleType({name!r})"
     return f"{statement}\nexec(compile({sources!r}, {name!r}, 'exec'), {name}.__dict__)"

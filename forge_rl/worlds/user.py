@@ -69,6 +69,7 @@ class SimulatedUser:
         return UserConversation(self, task)
 
     def __getstate__(self) -> dict[str, object]:
+        # Without the cached client, whose connections belong to one process.
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -88,6 +89,7 @@ class SimulatedUser:
         import openai
 
         request_messages: Any = list(messages)
+        # OpenAI's newer models refuse `max_tokens`, and many other servers know only this name.
         length: Any = {"max_tokens" if self.base_url else "max_completion_tokens": self.max_tokens}
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -124,10 +126,12 @@ class UserConversation:
 
     async def step(self, completion: str, *, truncated: bool) -> Step:
         self._turns += 1
+        # A user does not answer a message that was cut off.
         if truncated or self._turns == self._config.max_turns:
             return Step(done=True)
         self._seen.append({"role": "user", "content": completion})
         reply = await self._config.reply(self._seen)
+        # With an empty reply, too, the user has nothing more to say.
         if self._config.done in reply or not reply.strip():
             return Step(done=True)
         self._seen.append({"role": "assistant", "content": reply})

@@ -87,6 +87,7 @@ class VerifiersEnv:
         self.settings = settings
         self._python = interpreter([PACKAGE, "uv", *settings.package.split()], python=settings.python)
         self._workers: list[asyncio.Task[Worker]] = []
+        # Episodes go to the workers in turn.
         self._turns = itertools.count()
         self._config: dict[str, Any] = {
             "taskset": {"id": name, **options},
@@ -95,6 +96,7 @@ class VerifiersEnv:
             "max_turns": settings.max_turns,
             "most_tasks": settings.most_tasks,
             "confine": settings.confine,
+            # Without a filter for this processor, namespaces alone confine programs.
             "filter": session_filter(has_network=True).hex() if platform.machine() in ARCHITECTURES else "",
         }
 
@@ -107,6 +109,7 @@ class VerifiersEnv:
         name = f"verifiers:{self.name}"
         tasks = self._list({}, "")
         if self.settings.eval:
+            # The prefix keeps the ids of the two lists apart.
             train, held_out = tasks, self._list(self.settings.eval, "eval/")
         else:
             train, held_out = split(tasks, self.settings.held_out_share, key=lambda task: str(task.truth["key"]))
@@ -126,6 +129,7 @@ class VerifiersEnv:
         """
         if not self._workers:
             raise ForgeError(f"no worker of {self.name} is running", hint="use the environment within `serving`")
+        # All episodes of a worker wait for one start, which a cancelled one must not end.
         worker = await asyncio.shield(self._workers[next(self._turns) % len(self._workers)])
         result: Any = await worker.call({"task": task.truth["data"], "base_url": policy.base_url, "key": policy.key})
         return Score(total=result["reward"], parts=result["parts"], answer=result["answer"])
@@ -140,6 +144,7 @@ class VerifiersEnv:
         self._workers = [self._start(index, logs) for index in range(self.settings.workers)]
         watch_tasks = [asyncio.ensure_future(self._watch(index, logs)) for index in range(self.settings.workers)]
         try:
+            # A worker that cannot start fails the run here, instead of its first episode.
             await asyncio.gather(*self._workers)
             yield
         finally:
@@ -152,6 +157,7 @@ class VerifiersEnv:
             self._workers = []
 
     def _start(self, index: int, logs: Path) -> asyncio.Task[Worker]:
+        # -E leaves out PYTHONPATH, which is for our interpreter.
         command = [str(self._python), "-E", str(_SCRIPT), "serve", json.dumps(self._config)]
         log = logs / f"verifiers-{index}.log"
         return asyncio.ensure_future(Worker.start(f"verifiers:{self.name}", command, log=log))
@@ -164,6 +170,7 @@ class VerifiersEnv:
                 async with asyncio.timeout(self.settings.hang_s):
                     await worker.call({"ping": True})
             except TimeoutError:
+                # The worker hangs. Killing it fails its episodes with a ReplicaError, upon which they are retried.
                 await worker.close()
             except ForgeError:  # it did not start, or died
                 await asyncio.sleep(_AGAIN_S)
@@ -174,6 +181,7 @@ class VerifiersEnv:
 
     def _list(self, options: Mapping[str, Any], prefix: str) -> list[Task]:
         config = self._config | {"taskset": self._config["taskset"] | dict(options)}
+        # In the interpreter of the environment: ours cannot import it.
         rows, error = _run_list(str(self._python), json.dumps(config))
         if error:
             raise ConfigError(

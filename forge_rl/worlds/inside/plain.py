@@ -48,6 +48,7 @@ def _packed(value: Any, depth: int, items_left: list[int]) -> object:
         raise NotPlainError("the data is too deep or too long")
     if value is None or isinstance(value, bool):
         return value
+    # Methods of the base class: a subclass may override its own with code of the model.
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
@@ -57,6 +58,7 @@ def _packed(value: Any, depth: int, items_left: list[int]) -> object:
         value = float.__float__(value)
         if value != value:
             raise NotPlainError("NaN equals nothing")
+        # False for infinities, as inf - inf is NaN.
         return value if value - value == 0 else ["float", repr(value)]
     if isinstance(value, complex):
         return ["complex", _packed(value.real, depth, items_left), _packed(value.imag, depth, items_left)]
@@ -81,6 +83,7 @@ def _unpacked(packed: Any) -> Any:
         if packed is None or isinstance(packed, bool | int | float | str):
             return packed
         raise TypeError("an object")
+    # Every list that `encode` writes begins with its kind.
     kind, *items = packed
     match kind:
         case "int":

@@ -24,6 +24,7 @@ class Reply:
 
 def call(target: str, packed_arguments: str) -> Reply:
     """Call a function of the solution with plain arguments; `Class().method` calls a method of a new object."""
+    # The model's code ran as cells of this module.
     space: dict[str, Any] = sys.modules["__main__"].__dict__
     owner, _, method = target.partition("().")
     if owner not in space:

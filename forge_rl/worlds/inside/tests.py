@@ -79,6 +79,7 @@ class Tests:
             raise BrokenTestsError(described(error)) from error
         names = [self.target] if self.target else free_names(trees, space)
         for name in names:
+            # Tests call `Class().method` by the method's name.
             space[name.rpartition(".")[2]] = self.function(name)
         return names
 
@@ -89,6 +90,7 @@ class Tests:
         except BrokenTestsError:
             raise
         except BaseException as error:
+            # An error that the solution raised is a failed test, not a broken one.
             if error not in self.from_solution and self.is_own(error):
                 raise BrokenTestsError(described(error)) from error
             return described(error)[:_MOST_TOLD] or "it failed"
@@ -111,6 +113,7 @@ class Tests:
 
     def run_one(self, test: str, name: str, names: list[str]) -> None:
         space = self.module.__dict__
+        # Definitions of earlier tests stay in the module; only those of this one are run.
         before = dict(space)
         exec(compile(test, name, "exec"), space)
         definitions = {key: value for key, value in space.items() if value is not before.get(key)}
@@ -133,6 +136,7 @@ class Tests:
                 packed_arguments = encode([list(arguments), dict(keywords)])
             except NotPlainError as error:
                 raise BrokenTestsError(f"they call {name} with an argument that cannot cross: {error}") from None
+            # Tests may use threads, and one exchange with the solution must end before the next begins.
             with self.calling:
                 self.calls += 1
                 self.requests.put(RequestText(call=name, arguments=packed_arguments))
@@ -188,6 +192,7 @@ _running: list[Tests] = []
 def start(setup: str, tests: list[str], target: str) -> RequestText:
     """Start the tests; return their first request, or the results."""
     _running.append(Tests(setup, tests, target))
+    # A thread keeps a test's stack alive while its cell returns with a request.
     threading.Thread(target=_running[0].run, daemon=True).start()
     return _running[0].requests.get()
 

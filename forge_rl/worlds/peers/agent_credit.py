@@ -12,9 +12,9 @@ _EPISODES = 16
 class AgentCredit:
     """Averages the rewards of the policy's agents, and refuses games whose mean teaches nothing.
 
-    In a game of a constant sum, what one agent wins another loses, so that each episode has the same mean: the policy
-    would be given the same reward for any play. A sum of 0 shows in one episode, another one in several that are won by
-    different agents: where the same one always wins, the others may only be too weak.
+    In a constant-sum game, what one agent wins another loses: the mean is the same however the policy plays. A sum of
+    zero shows in one episode, any other sum only in several episodes with different winners: if the same agent always
+    wins, the others may just be too weak.
 
         AgentCredit().mean(["first", "second"], [1.0, 0.0])  # 0.5
     """
@@ -26,7 +26,7 @@ class AgentCredit:
         self._rewards: tuple[float, ...] = ()
         """Rewards of the first of them."""
         self._varies = False
-        """Whether a later one had others."""
+        """Whether a later one of them had other rewards."""
 
     def mean(self, names: Sequence[str], rewards: Sequence[float]) -> float:
         """Return the mean reward of an episode's agents.
@@ -36,6 +36,7 @@ class AgentCredit:
         """
         mean = sum(rewards) / len(rewards)
         if max(rewards) - min(rewards) <= _TOLERANCE:
+            # Equal rewards show no winner; with another mean, the sum is not constant.
             self._episodes = self._episodes if abs(mean - self._mean) <= _TOLERANCE else 0
             return mean
         is_same = self._episodes > 0 and abs(mean - self._mean) <= _TOLERANCE

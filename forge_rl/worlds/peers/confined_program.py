@@ -25,6 +25,7 @@ def relay(port: int, path: str, listener: socket.socket) -> None:
     """Pass bytes between connections to a port and the host's socket for it, until this process is killed."""
     while True:
         connection, _ = listener.accept()
+        # A process per connection: a slow one holds up no other.
         if os.fork():
             connection.close()
             continue
@@ -47,6 +48,7 @@ def carry(connection: socket.socket, host: socket.socket) -> None:
                 key.data.sendall(data)
             except OSError:
                 return
+            # One direction has ended, which the other side is told; the other may still carry data.
             if not data:
                 selector.unregister(key.fileobj)
                 try:
@@ -59,12 +61,13 @@ def listen(ports: dict[str, str]) -> None:
     """Start a process that listens, and its children that relay, which are reaped by the kernel."""
     sockets = {}
     for port in ports:
+        # All ports listen before the program starts, so that its first connection is not refused.
         sockets[port] = socket.create_server(("127.0.0.1", int(port)))
     for port, path in ports.items():
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             null = os.open("/dev/null", os.O_RDWR)
-            for fd in (0, 1, 2):  # else who waits for the end of the program's output waits for this process
+            for fd in (0, 1, 2):  # else a reader of the program's output would wait for this process too
                 os.dup2(null, fd)
             relay(int(port), path, sockets[port])
     for server in sockets.values():
@@ -80,7 +83,9 @@ def become_user(uid: int) -> None:
 def filter_calls(program: bytes) -> None:
     """Apply a seccomp filter for good; bubblewrap has forbidden new privileges."""
     libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog: number of 8-byte instructions, and their address.
     fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    # PR_SET_SECCOMP, SECCOMP_MODE_FILTER.
     if libc.prctl(22, 2, fprog, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), "seccomp")
 
@@ -88,7 +93,9 @@ def filter_calls(program: bytes) -> None:
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     with open("/proc/self/oom_score_adj", "w") as file:
+        # If memory runs out, the kernel kills this program first.
         file.write("1000")
+    # Before the ports: relays run as the program's user as well.
     if settings["uid"]:
         become_user(settings["uid"])
     listen(settings["ports"])
@@ -96,6 +103,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
     if settings["filter"]:
         filter_calls(bytes.fromhex(settings["filter"]))
+    # Only these variables: the rest of the environment may hold keys.
     variables = {name: os.environ[name] for name in settings["variables"] if name in os.environ}
     os.execvpe(command[0], command, {**variables, "HOME": settings["home"], "TMPDIR": "/tmp"})
 

@@ -61,6 +61,7 @@ class ConfinedRuntime(SubprocessRuntime):
         self._hosts: set[str] = set()
         self._state: Path | None = None
         """Folder of the home folder, /tmp and sockets of the confined programs; None before the agent starts."""
+        # By process, as workers share no counter. Only root can start programs as other users.
         self._uid = _FIRST_UID + (os.getpid() * 64 + next(_numbers)) % _UIDS if os.geteuid() == 0 else 0
 
     async def prepare_execution(self, routes: list[str] | None) -> None:
@@ -74,6 +75,7 @@ class ConfinedRuntime(SubprocessRuntime):
         for route in routes:
             await self._serve(route)
         if self._uid:
+            # The program's user may pass through to what is mounted, and cannot list the folder.
             self._state.chmod(0o711)
             await asyncio.to_thread(give, [self.workdir, self._state / "home", self._state / "tmp"], self._uid)
 
@@ -113,6 +115,7 @@ class ConfinedRuntime(SubprocessRuntime):
         }
         launcher = Path(__file__).with_name("confined_program.py")
         command = [bwrap, *self._namespaces(), "--die-with-parent", "--new-session", *self._view()]
+        # Mounted read-only at a fixed path, outside of all that programs may write.
         command += ["--ro-bind", str(launcher), "/run/launcher.py", "--chdir", str(self.workdir)]
         python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
         return [*command, "--", python, "-I", "-S", "/run/launcher.py", json.dumps(settings), *argv]
@@ -148,14 +151,17 @@ class ConfinedRuntime(SubprocessRuntime):
 
     def _namespaces(self) -> list[str]:
         namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        # Without root, a user namespace gives the rights that the other namespaces need.
         if not self._uid:
             return ["--unshare-user", *namespaces, "--cap-drop", "ALL"]
+        # The launcher needs both to become the program's user, and loses them by that.
         return [*namespaces, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
     def _interpreter_folders(self) -> list[str]:
         """Return the folders of the interpreters that setup has prepared, and of scripts."""
         folders = {self.scripts_dir, sys.prefix, sys.base_prefix}
         for path in [sys.executable, *self._uv_interpreters.values()]:
+            # An interpreter of a virtual environment is a link to another one, and needs both folders.
             folders |= {str(Path(path).parent.parent), str(Path(os.path.realpath(path)).parent.parent)}
         return sorted(folder for folder in folders if not folder.startswith(("/usr", "/bin")) and folder != "/")
 
@@ -170,6 +176,7 @@ class ConfinedRuntime(SubprocessRuntime):
 
     async def prepare_uv_script(self, *arguments: Any, **options: Any) -> list[str]:
         """Install what a script of the harness or the environment declares, on the host."""
+        # A context variable, so that programs started meanwhile by other tasks stay confined.
         token = _trusted.set(True)
         try:
             return await super().prepare_uv_script(*arguments, **options)
@@ -187,6 +194,7 @@ class ConfinedRuntime(SubprocessRuntime):
         if self._state is None or _trusted.get():
             await super().write(path, data)
             return
+        # The path is an argument, not a part of the script, so that it needs no quotes.
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
         process = await SubprocessRuntime.open_process(self, self._confined(["sh", "-c", script, "sh", path], {}), {})
         await process.write(data)

@@ -19,7 +19,7 @@ _SHORT = {"-w": "--workdir", "-e": "--env"}
 
 
 class UsageError(Exception):
-    """The command line asks for something else."""
+    """The command line asks for something unsupported."""
 
 
 def parsed_exec(arguments: Sequence[str]) -> dict[str, object]:
@@ -44,6 +44,7 @@ def parsed_exec(arguments: Sequence[str]) -> dict[str, object]:
             folder = value
         else:
             name, _, env[name] = value.partition("=")
+    # The first is the container's id: there is only one container.
     if len(rest) < 2:
         raise UsageError("exec needs a container and a command")
     return {"folder": folder, "env": env, "command": rest[1:]}
@@ -71,6 +72,7 @@ def main(path: str, action: str, arguments: Sequence[str]) -> int:
             stream.flush()
         return int(str(answer["status"]))
     if action == "run":
+        # Agents read the new container's id from the output of `run`.
         print("container")
     elif action not in ("stop", "kill", "rm"):
         raise UsageError(f"there is no {action!r}: run, exec, stop, kill or rm")

@@ -12,7 +12,7 @@ import tempfile
 
 def main():
     request = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):  # of the package's own messages
+    with contextlib.redirect_stdout(sys.stderr):  # the package prints messages, and stdout is for the answer
         from swebench.harness.constants import EvalType
         from swebench.harness.grading import get_eval_tests_report, get_logs_eval
         from swebench.types import TestSpec

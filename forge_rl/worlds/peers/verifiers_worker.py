@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import httpx
 import verifiers.v1 as vf
-from agent_credit import AgentCredit  # beside this script, as is confined_runtime
+from agent_credit import AgentCredit  # next to this script, as is confined_runtime
 from confined_runtime import confine
 from openai import APIStatusError, AsyncOpenAI
 from verifiers.v1.clients import EvalClient, EvalClientConfig, ModelContext
@@ -112,16 +112,18 @@ def environment_of(config: dict) -> vf.Env:
     """Load the environment; its agents run here, with the chat loop unless its author or the user chose a harness."""
     module = types.ModuleType(CHAT)
     module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
+    # verifiers finds a harness by importing its id as a module.
     sys.modules[CHAT] = module
     Chat.__module__ = CHAT
     roles = resolve_env_config({"taskset": config["taskset"], **config["env"]})
     harness = {"id": config["harness"] or CHAT}
     env = dict(config["env"])
     for name, harness_config in roles.agent_harnesses().items():
+        # bash, the default of verifiers, has full access to the machine.
         has_own_harness = harness_config.id not in (
             "bash",
             "null",
-        )  # bash, verifiers' default, has full access to the machine
+        )
         seat = {"runtime": {"type": "subprocess"}, "max_turns": config["max_turns"]}
         if config["harness"] or not has_own_harness:
             seat["harness"] = harness
@@ -163,6 +165,7 @@ class Server:
         self.first: EvalClient | None = None
         self.keys: dict[str, str] = {}
         self.credit = AgentCredit()
+        # verifiers would make a client with connections of its own for each episode.
         interception.resolve_client = self.client_of
 
     def client_of(self, config: Any) -> Any:
@@ -176,6 +179,7 @@ class Server:
         return client
 
     async def run(self, number: int, call: dict) -> dict:
+        # verifiers names keys by environment variable; `client_of` looks this one up in `self.keys` instead.
         variable = f"FORGE_RL_API_KEY_{number}"
         self.keys[variable] = call["key"]
         try:
@@ -246,6 +250,7 @@ def result_of(episode: Any, credit: AgentCredit) -> dict:
     if not episode.ok:
         error = (episode.errors[-1:] or errors or [None])[-1]
         raise RuntimeError(f"{error.type}: {error.message}" if error else "the episode failed")
+    # An environment that marks no agent as trainable trains all of them.
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     parts: dict[str, float] = {}
     for trace in episode.traces:
@@ -259,9 +264,12 @@ def result_of(episode: Any, credit: AgentCredit) -> dict:
 
 
 def main() -> None:
+    # The real stdout carries answers, one a line; anything that prints would break them.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # send the environment's prints to the log
+    # A script has its own folder on the path, not the one in which the run was started.
     sys.path.append(os.getcwd())
+    # Programs that environments start find what is installed beside this interpreter.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     config = json.loads(sys.argv[2])
     if config["confine"]:
