@@ -279,6 +279,7 @@ class EnginePool:
             if any(hold_args):
                 self._hold_deadlines(True)
             have_weights = await self.each("hold", lambda replica: self._hold(replica, desired))
+            desired = self._desired  # a version may have been loaded meanwhile; an older one must not follow it
             if not (all(have_weights) or desired.asleep or desired.store is None):
                 store = desired.store
                 async with store.lease(desired.version) as manifest:
