@@ -1,5 +1,8 @@
 """The pool of engines: what one engine alone fails at costs that engine. No process is started."""
 
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,3 +75,28 @@ async def test_an_engine_that_loads_in_a_rollback_loads_the_new_weights(
     replica: Any = SimpleNamespace(index=0, link=SimpleNamespace(deadlines=deadlines))
     await pool._bring(replica, DesiredState())
     assert loaded == [(5, 0), (5, 1)]
+
+
+async def test_engines_that_wake_without_weights_load_the_version_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _ = pool_of(Engine(0))
+    leases: list[int] = []
+
+    class Store:
+        @contextlib.asynccontextmanager
+        async def lease(self, version: int) -> AsyncIterator[None]:
+            leases.append(version)
+            yield
+
+    async def hold(replica: object, desired: DesiredState) -> bool:
+        pool._desired = replace(pool._desired, version=6)  # a version is published while the engine wakes
+        return False
+
+    async def load(manifest: object, store: object) -> None: ...
+
+    monkeypatch.setattr(pool, "_hold", hold)
+    monkeypatch.setattr(pool, "_hold_deadlines", lambda is_held: None)
+    monkeypatch.setattr(pool, "load", load)
+    store: Any = Store()
+    pool._desired = DesiredState(version=5, store=store, asleep=True)
+    await pool.hold(asleep=False)
+    assert leases == [6]

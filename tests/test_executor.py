@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forge_rl.data.mixture import Mixture
+from forge_rl.engines.protocol import Sampling
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.envs.task_list import TaskList
@@ -21,6 +22,7 @@ from forge_rl.packing.pack import pack
 from forge_rl.packing.rows import Layout
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
+from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.run.records.step_metrics import StepMetrics
 from forge_rl.run.run_config import RunConfig
@@ -481,6 +483,25 @@ async def test_a_pause_holds_all_requests_at_a_token_and_loses_nothing(evaluates
     episodes = [found] if evaluates else list(found.episodes)
     assert len(episodes) == (1 if evaluates else 12)
     assert all(len(episode.turns[0].token_ids) == 12 for episode in episodes)
+
+
+async def test_requests_of_an_evaluation_that_wait_or_come_in_a_pause_go_on_after_it() -> None:
+    generator, hold = MortalGenerator(), Hold()
+    generator.serving = {0: 1}
+    executor = rollouts(generator=generator, hold=hold, environment=StagedEnvironment(TwoTurns))
+    sampling, tasks = Sampling(max_tokens=12, temperature=0), [CountingSource().draw() for _ in range(3)]
+    evaluation = Evaluation({"held": tasks}, episodes=1, sampling=sampling, version=0)
+    executor.start_evaluation(evaluation)
+    waiting = asyncio.ensure_future(executor.finish_evaluation())
+    await run_until_idle()
+    hold.pause()
+    await run_until_idle()
+    generator.gates[0].set_result(None)  # the first turn ends, and its episode asks for another
+    await run_until_idle()
+    assert (len(generator.seen), executor.status().queue) == (1, 2)
+    hold.resume()
+    await asyncio.wait_for(waiting, 10)
+    assert [len(episode.turns) for (episode,) in evaluation.results("held")] == [2, 2, 2]
 
 
 async def test_a_request_waits_until_an_engine_has_a_free_slot_for_it() -> None:

@@ -95,3 +95,35 @@ def test_an_evaluation_whose_engine_dies_goes_first():
     scheduler.restart(riding)
     scheduler.capacity.set_engines({0: 100})
     assert riding in scheduler.pop_starts()
+
+
+def test_an_interrupted_evaluation_goes_on_in_a_pause_once_it_is_awaited() -> None:
+    scheduler = schedule(groups=1, episodes=2, max_lag=0)
+    evaluate(scheduler, 1)
+    *batch, riding = begin(scheduler)
+    scheduler.capacity.set_engines({})  # its engine has died
+    scheduler.finish_turn(riding, interrupted=True)
+    scheduler.request_decode(riding)
+    scheduler.finish_turn(batch[0], interrupted=True)
+    scheduler.request_decode(batch[0])
+    scheduler.capacity.set_engines({1: 4})
+    scheduler.capacity.set_paused(True)
+    assert scheduler.pop_grants() == []
+    scheduler.await_evaluation(True)
+    assert scheduler.pop_grants() == [riding]
+
+
+def test_a_pause_of_everything_holds_an_awaited_evaluation() -> None:
+    scheduler = schedule(groups=1, episodes=2, max_lag=0)
+    evaluate(scheduler, 2)
+    first, second = begin(scheduler)[2:]
+    scheduler.capacity.set_paused(True)
+    scheduler.await_evaluation(True)
+    for riding in (first, second):
+        scheduler.finish_turn(riding)
+    scheduler.request_decode(first)  # it waits before the user pauses, the other one after
+    scheduler.await_evaluation(False)
+    scheduler.request_decode(second)
+    assert scheduler.pop_grants() == []
+    scheduler.await_evaluation(True)
+    assert scheduler.pop_grants() == [first, second]

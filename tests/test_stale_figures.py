@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools import figures
+from tools.measure_figures import measure
 from tools.python_code import read_code
 from tools.stale_figures import DEPENDENCIES, benchmark_paths, stale
 
@@ -244,3 +245,26 @@ def test_a_benchmark_includes_the_modules_of_benchmarks_that_it_imports() -> Non
     ]
     assert "benchmarks/container_sessions.py" in benchmark_paths("python -m benchmarks.containers")
     assert "benchmarks/long_row.py" in benchmark_paths("python -m benchmarks.gpu"), "of a package"
+
+
+def test_figures_are_measured_by_their_own_commands_and_a_failure_keeps_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "writer.py").write_text(  # a figure's file in the checkout stays until all are measured
+        "import json, pathlib, sys\n"
+        "_, kind, _, path = sys.argv\n"
+        "if kind == 'bad': sys.exit(1)\n"
+        "assert 'command' in pathlib.Path('figures/good.json').read_text()\n"
+        "pathlib.Path(path).write_text(json.dumps({'value': kind}))\n"
+    )
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    for name in ("good", "bad"):
+        (folder / f"{name}.json").write_text(json.dumps({"command": f"python -m writer {name}"}))
+    bad_text = (folder / "bad.json").read_text()
+    assert measure(folder, ["bad", "good"], tmp_path) == ["bad"]
+    assert json.loads((folder / "good.json").read_text()) == {"value": "good"}
+    assert (folder / "bad.json").read_text() == bad_text
+
+
+def test_a_figure_without_a_file_is_not_measured() -> None:
+    with pytest.raises(SystemExit, match=r"no thing\.json"):
+        figures.measure_again(["thing"])

@@ -190,6 +190,14 @@ def test_an_episode_that_fails_is_left_out_and_counted():
         score(teachers_of(Scorer(refuses=(1,))), batch)
 
 
+def test_a_teacher_whose_engines_are_all_in_other_servers_scores():
+    scorer = Scorer()
+    scorer.config = GeneratorConfig(replicas=0, urls=("http://10.0.0.7:8000",))
+    scoring = teachers_of(scorer).score(batch_of([(0.0, TURNS)]), temperature=1.0)
+    scores = asyncio.run(asyncio.wait_for(scoring, timeout=60))
+    assert np.isfinite(scores.logprobs[0][0]).all()
+
+
 def test_a_bug_is_raised():
     scorer = Scorer()
     scorer.score = None  # type: ignore[assignment, method-assign]

@@ -8,13 +8,15 @@ A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->
 `<!-- rows: NAME by FIELD FIELD -->` begins a table of these fields of the report's rows. Text between
 `<!-- value: NAME.RESULT -->` and `<!-- end -->` is one result. With --check nothing is written, and the exit status is
 1 if a page differs from its files. With --stale nothing is written either, and it is 1 if the measured code has
-changed since a figure's commit.
+changed since a figure's commit. With --measure the stale figures, or those named, are measured first, one after
+another; the exit status is 1 if a benchmark failed.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from typing import Any
 
 import tyro
 
+from tools.measure_figures import measure
 from tools.stale_figures import stale
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +43,10 @@ class Config:
     """Only list the pages that differ from their files."""
     stale: bool = False
     """Only list the figures to measure again: the code that they depend on has changed since their commit."""
+    measure: tuple[str, ...] | None = None
+    """Measure these figures again by their own commands, then write the pages; without names, all that are stale.
+
+    Run it on an idle machine, from a checkout without uncommitted changes."""
 
 
 def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
@@ -148,12 +155,28 @@ def unmeasured() -> set[str]:
     return {name for name in figures if not (FOLDER / f"{name}.json").exists()}
 
 
+def measure_again(names: Sequence[str]) -> list[str]:
+    """Measure figures, or all stale ones if none is named; return those that failed.
+
+    Raises:
+        SystemExit: a name has no figure, or the checkout has uncommitted changes, so that no commit states the code.
+    """
+    if unknown := [name for name in names if not (FOLDER / f"{name}.json").exists()]:
+        raise SystemExit(f"docs/figures has no {unknown[0]}.json, whose command would be run")
+    if subprocess.check_output(["git", "-C", str(ROOT), "status", "--porcelain"]):
+        raise SystemExit("the checkout has uncommitted changes: commit them first, as figures state their commit")
+    return measure(FOLDER, names or [line.partition(":")[0] for line in stale(FOLDER)], ROOT)
+
+
 def main(config: Config) -> int:
     """Write or check all pages, or list stale figures; return the exit status."""
     if config.stale:
         older = list(stale(FOLDER))
         print("\n".join(older) or "no figure is older than what it measures")
         return int(bool(older))
+    failures = [] if config.measure is None else measure_again(config.measure)
+    if failures:
+        print(f"failed, and left as they were: {', '.join(failures)}")
     status = 0
     for path in pages():
         text = path.read_text()
@@ -162,7 +185,7 @@ def main(config: Config) -> int:
             status = 1
             if not config.check:
                 path.write_text(new)
-    return status if config.check else 0
+    return status if config.check else int(bool(failures))
 
 
 if __name__ == "__main__":

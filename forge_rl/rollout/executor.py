@@ -206,12 +206,12 @@ class RolloutExecutor:
         paused, evaluating = capacity.paused, capacity.evaluating
         capacity.set_paused(True)
         # An awaited evaluation would decode despite the pause.
-        capacity.set_evaluating(False)
+        self._scheduler.await_evaluation(False)
         await self._hand_to_trainer()
         yield
         if evaluating or not paused:
             await self._devices.hand_to_engines()
-        capacity.set_evaluating(evaluating)
+        self._scheduler.await_evaluation(evaluating)
         capacity.set_paused(paused)
 
     async def _while_paused(self) -> None:

@@ -123,13 +123,18 @@ class Scheduler:
             self._to_evaluate += group.episodes
 
     def await_evaluation(self, awaited: bool) -> None:
-        """Record whether evaluations are awaited."""
+        """Record whether evaluations are awaited; if so, those of their episodes that wait for an engine go first."""
         self.capacity.set_evaluating(awaited)
-        # Tickets stay, so that among evaluations those that began first still decode first.
-        for _, ticket, episode in self._riding if awaited else ():
-            heapq.heappush(self._waiting, (_FIRST, ticket, episode))
-        if awaited:
-            self._riding = []
+        if not awaited:
+            return
+        # Interrupted episodes of evaluations wait in the batches' heap, where a pause would hold them. Tickets stay, so
+        # that among evaluations those that began first still decode first.
+        entries, self._riding = [*self._waiting, *self._riding], []
+        self._waiting = [
+            (_FIRST if episode.group.batch == EVALUATION else rank, ticket, episode)
+            for rank, ticket, episode in entries
+        ]
+        heapq.heapify(self._waiting)
 
     def decode_at_once(self, episode: InflightEpisode) -> bool:
         """Let an episode with a turn to decode do so without queueing, if none waits and an engine is free."""
@@ -338,11 +343,12 @@ class Scheduler:
         return episodes
 
     def pop_grants(self) -> list[InflightEpisode]:
-        """Return the episodes that decode from now on, each on its `engine`; while paused, only those that go first."""
+        """Return the episodes that decode from now on, each on its `engine`; while paused, only those of an awaited
+        evaluation."""
         episodes: list[InflightEpisode] = []
         while heap := self._first_waiting():
             rank, _, episode = heap[0]
-            if self.capacity.paused and rank != _FIRST:
+            if self.capacity.paused and (rank != _FIRST or not self.capacity.evaluating):
                 break
             # Entries stay in the heap when their group is dropped or their episode stops waiting; they are skipped
             # here.

@@ -188,7 +188,7 @@ class Teachers:
         rooms: dict[Generator, asyncio.Semaphore] = {}
 
         async def score_episode(place: tuple[int, int], teacher: Generator, episode: Episode) -> None:
-            max_requests = teacher.config.max_num_seqs * teacher.config.data_parallel_size * teacher.config.replicas
+            max_requests = teacher.config.max_num_seqs * teacher.config.data_parallel_size * teacher.config.engines
             async with rooms.setdefault(teacher, asyncio.Semaphore(max_requests)):
                 try:
                     scores = await _score(teacher, episode, prompts[place], temperature, top_k)
