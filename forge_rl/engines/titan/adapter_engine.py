@@ -42,14 +42,14 @@ class _ResidentAdapter:
     """This rank's part of A and B of every adapted module."""
     grads: list[torch.Tensor | None]
     results: RowResults = field(default_factory=lambda: RowResults(rows=0))
-    """Of the passes since the last step."""
+    """Results of the passes since the last step."""
     updates: int = 0
     planned: int = 0
-    """Number of passes, which the draws of dropout follow."""
+    """Number of passes so far, from which each draws its dropout."""
 
 
 class TitanAdapters:
-    """Named adapters of one engine's model, of which one at a time is in the model's parameters.
+    """Several named adapters over one model, whose parameters hold one adapter at a time.
 
         adapters = AdapterEngine(engine, folder)
         adapters.open("math", AdapterSettings(lora=LoRAConfig(rank=8), seed=1))
@@ -115,6 +115,7 @@ class TitanAdapters:
         settings = replace(settings, lora=replace(lora, dtype="float32"))
         training = self._new(settings, self._engine.new_optimizer())
         for parameter, (weight_name, module, kind) in zip(self._parameters(), self._factors(), strict=True):
+            # Every rank draws the whole factor and keeps its slice, so first values do not depend on the layout.
             full = torch.zeros(parameter.shape)
             if kind == ADAPTERS[0] and _is_target(weight_name, targets):
                 full[: lora.rank] = first_factor(module.adapter_name, (lora.rank, module.in_features), settings.seed)
@@ -155,6 +156,7 @@ class TitanAdapters:
         if not backward:
             with engine.forgetting_failures(keeps_gradients=True):
                 return self._score(update)
+        # The gradients of earlier passes are set aside: a failing pass loses only its own.
         earlier = self._take_gradients()
         try:
             with engine.forgetting_failures():
@@ -164,10 +166,12 @@ class TitanAdapters:
         except BaseException:
             self._put_gradients(earlier)
             raise
+        # A parameter that got no gradient in this pass keeps the earlier one.
         for parameter, grad in zip(self._parameters(), earlier, strict=True):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         engine.planned += 1
+        # Routers' counts accumulate over all passes of a step, as gradients do.
         training.results.expert_counts += results.expert_counts
         training.results.rank_loads += results.rank_loads
         return PassResult(
@@ -200,6 +204,7 @@ class TitanAdapters:
             )
         if len({adapter_pass.name for adapter_pass in passes}) < len(passes):
             raise ConfigError("an adapter has two passes at a time", hint="run them in turn")
+        # Afterwards every named adapter holds its own tensors, which `_mixed_pass` makes leaves of.
         self.rest()  # the tensors of all others are then with them
         engine.onload()
         mixed = {
@@ -241,6 +246,7 @@ class TitanAdapters:
         self._activate(training)
         optimizer = self._engine.optimizer
         groups = {"values": [values_of(parameter) for parameter in self._parameters()]}
+        # AdamW creates its moments at the first step.
         if self._engine.updates:
             for moment in _MOMENTS:
                 groups[moment] = [values_of(optimizer.state[parameter][moment]) for parameter in self._parameters()]
@@ -259,6 +265,7 @@ class TitanAdapters:
             scale = training.settings.lora.scale
             state = AdapterState(scale=scale, updates=self._engine.updates, tensors=tensors)
             write_state(folder, state, training.settings, base=self._folder)
+        # The other ranks return only once the first one has written the files.
         if dist.get_world_size() > 1:
             dist.barrier()
 
@@ -287,6 +294,7 @@ class TitanAdapters:
             f"{module.adapter_name}/{factor}" if _is_target(weight_name, targets) else ""
             for weight_name, module, factor in self._factors()
         ]
+        # Everything is read and checked before the model is touched: a file that does not fit changes nothing.
         wholes = {kind: self._padded(state, kind, names, training.settings.lora.rank) for kind in state.tensors}
         self._activate(training)
         optimizer_state = self._engine.new_optimizer()
@@ -298,6 +306,7 @@ class TitanAdapters:
                 moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in _MOMENTS}
                 for kind, moment in moments.items():
                     values_of(moment).copy_(place.of(wholes[kind][index]))
+                # Fused AdamW expects the count on the weight's device.
                 step = torch.tensor(float(state.updates), device=values_of(parameter).device)
                 optimizer_state.state[parameter] = {"step": step, **moments}
         self._engine.optimizer = training.optimizer = optimizer_state
@@ -328,6 +337,7 @@ class TitanAdapters:
         parameters = self._parameters()
         active.grads = self._take_gradients()
         active.updates, active.planned, active.optimizer = engine.updates, engine.planned, engine.optimizer
+        # Copies made for the passes belong to the outgoing adapter: drop them before its tensors are swapped.
         reshard(engine.model)
         for parameter, values in zip(parameters, training.values, strict=True):
             if isinstance(parameter, DTensor):

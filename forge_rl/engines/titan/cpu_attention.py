@@ -66,6 +66,7 @@ class TreeMask:
             return
         cached_blocks: list[tuple[slice, Keys, torch.Tensor]] | None = []
         free_bytes = self.kept_bytes
+        # Blocks are yielded as they are made, and kept until it turns out that all of them together are too large.
         for block in self._blocks(dtype):
             yield block
             free_bytes -= block[2].nbytes
@@ -78,6 +79,7 @@ class TreeMask:
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor]]:
         keys, offset = len(self.until), len(self.until) - self.queries
+        # As many queries as keep one block's bias within MASK_BYTES.
         rows = max(1, MASK_BYTES // (keys * dtype.itemsize))
         if self.branched:
             rows = min(rows, _BRANCHED_QUERIES)
@@ -91,12 +93,14 @@ class TreeMask:
         if not self.branched:
             return slice(0, end)
         visible_keys = (self.until[:end] > first).nonzero()[:, 0]
+        # Indexing copies the keys, which pays off only if enough of them are left out.
         return visible_keys if len(visible_keys) < _FEW_KEYS * end else slice(0, end)
 
     def _bias(self, first: int, end: int, visible_keys: Keys, dtype: torch.dtype) -> torch.Tensor:
         """Return 0 where a query in [first, end) sees a key, else -inf, `[1, 1, end - first, keys]`."""
         index = torch.arange(end, device=self.until.device)
         query, key = index[first:, None], index[visible_keys]
+        # Two kinds of keys are hidden: later tokens, and tokens of other branches, whose visibility ends at `until`.
         hidden = (key > query) | (query >= self.until[visible_keys])
         if self.window is not None:
             hidden |= self.positions[first:end, None] - self.positions[visible_keys] >= self.window
@@ -225,6 +229,7 @@ def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Itera
     length, key_offset = queries.stop - queries.start, keys.stop - queries.stop
     blocks = max(1, min(_parts(heads), length // _LEAST_BLOCK))
     size, rest = divmod(length, blocks)
+    # The remainder comes first, as one shorter block; all other blocks have equal length and run in one call.
     for first, block_length, count in ((queries.start, rest, 1), (queries.start + rest, size, blocks)):
         if not block_length:
             continue
@@ -252,6 +257,7 @@ def _groups(
         group = slice(first, first + piece.group)
         heads = slice(first * repeats, group.stop * repeats)
         keys, values = (x[:, group, piece.keys] for x in (k, v))
+        # The query heads of a single key head can share a view of it; several heads need copies.
         if piece.group == 1:
             yield heads, group, keys.expand(-1, repeats, -1, -1), values.expand(-1, repeats, -1, -1)
         else:
@@ -282,6 +288,8 @@ class _TreeAttentionFunction(torch.autograd.Function):
                 piece_out, piece_sums = _attend(queries, keys, values, 0.0, causal, attn_mask=piece.bias, scale=scale)
                 out_view, sums_view = (_folded(x[:, heads, piece.queries], parts) for x in (out, sums))
                 if piece.merges:
+                    # Attention over disjoint sets of keys merges by logsumexp: with s = log(e^s_1 + e^s_2), out =
+                    # e^(s_1 - s) out_1 + e^(s_2 - s) out_2.
                     merged_sums = torch.logaddexp(sums_view, piece_sums)
                     out_view.mul_((sums_view - merged_sums).exp_()[..., None]).addcmul_(
                         piece_out, (piece_sums - merged_sums).exp_()[..., None]
@@ -292,6 +300,7 @@ class _TreeAttentionFunction(torch.autograd.Function):
                 sums_view.copy_(piece_sums)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.masks, ctx.scale = masks, scale
+        # Only attention sinks have a gradient for the logsumexp; None spares the others the extra column in `backward`.
         ctx.set_materialize_grads(False)
         return out, sums
 
@@ -314,6 +323,8 @@ class _TreeAttentionFunction(torch.autograd.Function):
             keys, causal = piece.keys, piece.diagonals > 0
             for heads, group, *keys_values in _groups(q, k, v, piece):
                 query_tensors = [x[:, heads, piece.queries] for x in (grad, q, out, sums)]
+                # The backward kernel hands whole heads to threads. Splitting the queries into parts acts like more
+                # heads.
                 parts = piece.diagonals or _parts(query_tensors[0].shape[1])
                 if query_tensors[0].shape[2] % parts:
                     parts = 1
@@ -328,6 +339,8 @@ class _TreeAttentionFunction(torch.autograd.Function):
                 grad_q_view = _folded(grad_q[:, heads, piece.queries], parts)
                 grad_q_view.add_(piece_grad_q) if piece.merges else grad_q_view.copy_(piece_grad_q)
                 for grad_kv, piece_grad_kv in zip((grad_k, grad_v), piece_grads_kv, strict=True):
+                    # [parts, key heads, query heads per key head, keys, width]: key heads sum over their query heads,
+                    # and over parts if these see the same keys.
                     head_grads = piece_grad_kv.unflatten(1, (piece.group, -1))
                     if causal:
                         _folded(grad_kv[:, group, keys], parts).add_(head_grads.sum(2))

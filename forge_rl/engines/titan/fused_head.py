@@ -52,11 +52,13 @@ class _FusedScores(torch.autograd.Function):
         places = targets.reshape(slopes.shape)
         total = None if ctx.place is None else ctx.place.sum.total(ctx.place.member)
         is_new = total is None or total.dtype != torch.float32
+        # An update's first product is written rather than added, which saves zeroing the sum.
         if ctx.needs_input_grad[1] and is_new:
             total = weight.new_empty(weight.shape, dtype=torch.float32)
         columns, grad_hidden = _part_columns(len(hidden), len(weight), hidden.element_size()), None
         for start in range(0, len(weight), columns):
             part = weight[start : start + columns]
+            # Shifted by the part's first column, targets of other parts match no column of this one.
             grad = linear_gradient(
                 hidden, part, statistics, places - start if start else places, slopes, ctx.scoring.temperature
             )
@@ -82,11 +84,14 @@ def _merged(sums: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """Join `score_sums` of parts of the vocabulary, [4, parts, N], to sums of all of it, [4, N]."""
     largest, total, weighted, squared = sums
     maximum = largest.amax(dim=0)
+    # An online softmax, merged. A part's sums use x - m with its own maximum m; for the common maximum M, with shift =
+    # m - M: sum e^(x-M) = e^shift sum e^(x-m), and sum (x-M) e^(x-M) = e^shift (sum (x-m) e^(x-m) + shift sum e^(x-m)).
     shift = largest - maximum
     factor = shift.exp()
     parts = [factor * total, factor * torch.addcmul(weighted, total, shift)]
     if scoring.squares:
         parts.append(factor.square() * squared)
+    # Without squares, the maximum fills the fourth row, which nothing reads.
     return torch.stack([maximum, *(part.sum(dim=0) for part in parts), *([] if scoring.squares else [maximum])])
 
 

@@ -42,7 +42,7 @@ class Measures:
     def read(self, *extra_numbers: torch.Tensor) -> tuple[dict[str, Value], Sequence[float]]:
         """Sync the device; return the merged values and the other scalars.
 
-        Means and maxima over nothing are left out; such a maximum is -inf.
+        Means and maxima over nothing are left out; a maximum over nothing is -inf.
         """
         numbers = [*self._numbers, *extra_numbers]
         # Joined by dtype, so that the device converts a few tensors and not each number.
@@ -89,6 +89,7 @@ def measured_loss(loss: Loss, inputs: LossInputs, measures: Measures, failed: li
     """
     outputs = inputs.logprobs if inputs.values is None else inputs.values
     try:
+        # Once a row has failed, the update is lost: later rows skip the loss, and only keep the passes in step.
         if failed:
             return outputs.sum() * math.nan
         total, sums = call_loss(loss, inputs)
@@ -130,6 +131,7 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
     sampled, gap = mask & (inputs.versions >= 0), difference.abs()
     fresh = torch.zeros_like(mask) if version is None else sampled & (inputs.versions == version)
     masks = torch.stack([fresh, sampled ^ fresh])
+    # Tokens outside a mask become -inf: the maximum ignores them, and the clamp turns them into 0 for the sum.
     gaps = gap.where(masks, -math.inf)
     totals, counts, largest = gaps.clamp(min=0).sum(dim=1), masks.sum(dim=1), gaps.amax(dim=1)
     for index, name in enumerate(("logprob_gap", "logprob_drift")):
@@ -165,7 +167,7 @@ def _measure_sampled(
     zero, indicator = difference.new_zeros(()), sampled.to(difference.dtype)
     log_ratio = difference.where(sampled, zero).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, distance = log_ratio.exp() * indicator, log_ratio.abs()
-    # Of each token, and 0 where it does not count.
+    # Per-token values, 0 wherever a token does not count.
     values = {"count": indicator, "ratio": ratio, "squares": ratio.square()}
     if inputs.entropy is not None:
         values |= {"entropy": inputs.entropy.where(mask, zero), "entropies": mask.to(difference.dtype)}
@@ -179,6 +181,7 @@ def _measure_sampled(
     names = sorted(set(inputs.sources))
     if len(names) > 1:
         source_index = {name: index for index, name in enumerate(names)}
+        # Padding has group -1, which indexes the extra last entry; its values are all 0.
         group_sources = torch.tensor([*(source_index[name] for name in inputs.sources), 0], device=mask.device)
         token_sources = group_sources[inputs.groups.long().clamp(min=-1)]
         sums = difference.new_zeros(len(values), len(names)).index_add_(
@@ -191,6 +194,7 @@ def _measure_sampled(
     tails = difference.new_zeros(max(1, len(names)) * Tail.BINS).index_add_(0, bins, indicator).view(-1, Tail.BINS)
     by_name = dict(zip(values, sums, strict=True))
     count = by_name["count"]
+    # The largest |log ratio| stands for both directions: a ratio of 1/8 counts as 8.
     largest = largest.exp().where(count > 0, -math.inf)
     # All sources merge to the overall values.
     for index, suffixes in enumerate([("", f"/{name}") for name in names] if len(names) > 1 else [("",)]):

@@ -55,6 +55,7 @@ def on_device(
         observations: score observations, too.
     """
     is_scored = row.mask | row.observed if observations else row.mask
+    # Counted while the row is in host memory; on the device, this would be a sync.
     tokens = int(row.mask.sum())
     parts = {"local_indices": local_indices, "scored_indices": is_scored[local_indices].nonzero()[:, 0]}
     if split is not None and split.order is not None:
@@ -78,6 +79,7 @@ def on_device(
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy tensors to a device in one buffer, pinned for a GPU; the results are views of it."""
+    # Viewing bytes as another dtype requires an aligned start.
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for piece, tensor in zip(buffer.split(sizes), tensors.values(), strict=True):
