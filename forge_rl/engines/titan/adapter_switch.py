@@ -33,7 +33,9 @@ class AdapterSwitch:
         if not share or not torch.is_grad_enabled():
             return inputs
         if inputs.is_meta:
+            # A plan draws nothing, but must keep the same tensors as the real product.
             return inputs * inputs.bool() / (1 - share)
+        # Seeded by row and module, so that recomputation in the backward pass draws the same mask.
         generator = torch.Generator(inputs.device)
         generator.manual_seed(derive_seed(self.seed, "dropout", self.row, module_name))
         mask = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share

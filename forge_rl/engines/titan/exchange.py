@@ -81,11 +81,13 @@ def _exchange(drafted: Manifest, leaving: _Leaving, device: torch.device) -> lis
     """Send shards to other ranks, and return those received, as views of one message."""
     world = dist.get_world_size()
     headers, messages = list[list[int]](), list[torch.Tensor]()
+    # A header names each shard's tensor, start and size, from which the receiver knows how to cut the message.
     for rank in range(world):
         shards = leaving.get(rank, [])
         headers.append([n for index, _, s in shards for n in (index, *s.tensor_slice.start, *s.tensor_slice.size)])
         parts = [_bytes_of(shard.values.detach().to(device, entry.torch_dtype)) for _, entry, shard in shards]
         messages.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device))
+    # Sizes first, so that every rank can allocate what it receives.
     counts = torch.tensor([[len(h), len(m)] for h, m in zip(headers, messages, strict=True)], device=device)
     received_counts = torch.empty_like(counts)
     dist.all_to_all_single(received_counts, counts)

@@ -74,6 +74,7 @@ class _ExpertBias(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, shares: int) -> torch.Tensor:
         ctx.save_for_backward(ends)
         ctx.place, ctx.dtype = sum_place(bias), bias.dtype
+        # The product that made x does not need it for its backward pass, so it can be overwritten.
         ctx.mark_dirty(x)
         if has_kernels(x, "experts"):
             _add_bias(x, bias.contiguous(), ends, shares)
@@ -92,6 +93,7 @@ class _ExpertBias(torch.autograd.Function):
                 grad, ends, ctx.dtype if ctx.place is None else ctx.place.sum.dtype
             )
         else:
+            # The extra last row collects gradients of rows that belong to no expert, and is cut off.
             bias_grad = grad.new_zeros(len(ends) + 1, grad.shape[1])
             bias_grad = bias_grad.index_put_((_row_experts(len(grad), ends, len(ends)),), grad, accumulate=True)[:-1]
             bias_grad = bias_grad.to(ctx.dtype)

@@ -19,6 +19,7 @@ _ELEMENTS = 4096
 def places_of(expert_ids: torch.Tensor) -> torch.Tensor:
     """Return where each token's rows are once they are sorted by expert, [T, K] int64, from its experts, [T, K]."""
     order = expert_ids.flatten().argsort(stable=True)
+    # The sort's inverse: it maps a token's choice to its row, not a row to its choice.
     rows = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, rows).view(expert_ids.shape)
 

@@ -26,7 +26,7 @@ class FactorPair:
     prefix: str
     """Start of the factors' names in the module; empty in a linear layer."""
     name: str
-    """Hugging Face's name of the weight that the adapter is of; of experts, transformers' name of the stack."""
+    """Hugging Face's name of the adapted weight; for experts, transformers' name of the stack."""
     weights: Mapping[str, slice]
     """Rows of B that belong to each weight, by the model's name of the weight."""
     transposed: bool
@@ -53,8 +53,8 @@ class FactorPair:
     def published(
         self, model: nn.Module, factors: tuple[torch.Tensor, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the name of each published tensor with the A and B, views of whole factors, whose product B A has its
-        shape: of each expert's matrices, if files hold these apart."""
+        """Yield the name of each published tensor with views of A and B whose product B A has its shape. If files hold
+        experts apart, each expert's matrix has a pair."""
         for weight, rows in self.weights.items():
             shape = getattr(self.module, weight.rpartition(".")[2]).shape
             for part in names_of(model).parts(weight, shape):
@@ -67,6 +67,7 @@ class FactorPair:
         that is added to these. Rows that are published as one tensor have a product of their own."""
         for weight, rows in self.weights.items():
             a, b = factors[0], factors[1][..., rows, :]
+            # The stored weight is (B A)^T = A^T B^T.
             if self.transposed:
                 a, b = b.mT, a.mT
             shape = getattr(self.module, weight.rpartition(".")[2]).shape
@@ -79,6 +80,7 @@ class FactorPair:
             a, b = a[part.index], b[part.index]
         if part.rows is not None:
             b = b[..., part.rows, :]
+        # Files may hold the weight the other way round than the model does.
         return (b.mT, a.mT) if part.transposed != self.transposed else (a, b)
 
 

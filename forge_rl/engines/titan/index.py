@@ -124,6 +124,7 @@ class TensorWriter(FileSystemWriter):
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": pieces}
         path = Path(self.path) / INDEX
+        # Written under another name and renamed, so that a crash leaves no index or a whole one.
         with self.fs.create_stream(path.with_suffix(".tmp"), "wb") as file:
             file.write(json.dumps(tensors).encode())
             if self.sync_files:
@@ -164,6 +165,7 @@ class TensorReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's tensors, a large state's in several threads, each a run of neighbours."""
         infos = self.storage_data
+        # Neighbours in a file are read together, each thread getting about the same number of bytes.
         items = sorted(
             plan.items, key=lambda item: (infos[item.storage_index].relative_path, infos[item.storage_index].offset)
         )
@@ -203,6 +205,7 @@ def _parsed(tensors: dict[str, dict[str, Any]]) -> Metadata:
 
 def _whole(numbers: list[int]) -> torch.Size:
     """Read non-negative integers."""
+    # isinstance would accept True, which is valid JSON too.
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"its index holds {numbers!r:.80} in place of whole numbers")
     return torch.Size(numbers)
@@ -211,6 +214,7 @@ def _whole(numbers: list[int]) -> torch.Size:
 def _check_files(folder: Folder, names: Iterable[str]) -> None:
     """Check that each name is of a regular file in the folder, not a link."""
     for name in names:
+        # A name with a path in it could point outside of the folder.
         if Path(name).name != name or not _is_regular(folder, name):
             raise ValueError(f"{name!r} is missing, or not a regular file of the folder")
 

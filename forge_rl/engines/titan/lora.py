@@ -69,10 +69,12 @@ def add_adapters(model: Any, architecture: Architecture, settings: TrainSettings
     lora, experts = settings.lora, architecture.experts
     modules = adapted_modules(architecture, lora)
     linear = linear_modules(architecture)
+    # Only the base: the adapters' parameters, added below, stay trained.
     model.requires_grad_(False)
     model.adapters = AdapterSwitch(lora, settings.lora_seed, travel=lora.publish == "adapters")
     for layer in model.get_submodule("layers").children():
         for name, module in list(layer.named_modules()):
+            # Kept from before quantisation: the adapter takes its device and dtype.
             weight: Any = getattr(module, "weight", None)
             if lora.base_format != "full" and name in linear:
                 quantize_base(module, lora.base_format, resolve_dtype(settings.dtype))
@@ -103,6 +105,8 @@ def _adapt(module: Any, weight: torch.Tensor, switch: AdapterSwitch) -> None:
         return
     replicated = dense_param_placement(tp=spmd.R)
     places = {_A: replicated, _B: replicated}
+    # A column-parallel matrix splits its outputs, and so B. A row-parallel one splits its inputs, and so A. The other
+    # factor is whole on each rank.
     for dim, name in ((0, _B), (1, _A)):
         if placement == dense_param_placement(tp=spmd.S(dim)):
             places[name] = placement
@@ -145,6 +149,8 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     if not isinstance(a, DTensor) or not isinstance(b, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
     mesh, (a_place,), (b_place,) = a.device_mesh, a.placements, b.placements
+    # Replicated matrices let each rank compute on its own tokens. Otherwise x must be split like A's inputs, and the
+    # result is a partial sum (A split) or a split of the outputs (B split).
     is_whole = a_place.is_replicate() and b_place.is_replicate()
     placements: list[Placement] = []
     x, grads = inputs, [Replicate()] if is_whole else [Partial()]
@@ -195,6 +201,7 @@ def init_adapters(model: Any) -> None:
     with torch.no_grad():
         for pair in factor_pairs(model):
             a, b = pair.parameters
+            # Dropout is drawn by this name, the same in every layout.
             if not pair.prefix:
                 pair.module.adapter_name = pair.name
             values_of(a).copy_(slice_of(a).of(first_factor(pair.name, a.shape, model.adapters.seed)))
@@ -223,8 +230,8 @@ def without_adapters(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def row_parts(model: Any, parts: Sequence[RowPart]) -> Iterator[None]:
-    """Let each part of a row have its own adapter during the body, which runs the row's passes, both of them: the
-    backward pass may compute layers again."""
+    """Give each part of a row its own adapter while the body runs. The body must include the backward pass, which may
+    recompute layers."""
     model.adapters.parts = parts
     try:
         yield
@@ -297,9 +304,11 @@ def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardRep
     reports = []
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
+        # Like `local_shards`, only one of the ranks that hold a slice reports it.
         if name not in merge.products or not tensor_slice.numel or not publishes(parameter, ranks):
             continue
         parts = list(model.names.parts(name, parameter.shape, tensor_slice))
+        # Readers hold the base in its published dtype, so the sum starts from the rounded weight.
         merged = merge(name, tensor_slice, values_of(parameter).to(entries[parts[0].name].torch_dtype))
         moves = [Move(None, part.of(merged), entries[part.name].shape, part.tensor_slice) for part in parts]
         reports += [

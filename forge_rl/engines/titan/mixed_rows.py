@@ -29,11 +29,11 @@ class MixedPass:
     update: Update
     backward: bool
     switch: AdapterSwitch
-    """The adapter's scale and seed."""
+    """The adapter's scale, seed and dropout."""
     planned: int
     """Number of the adapter's earlier passes."""
     factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    """A and B of each adapted module by its name, leaves to which the gradients are added."""
+    """A and B of each adapted module, by name; leaves that accumulate the gradients."""
     statistics: Sequence[Mapping[str, torch.Tensor]] = ()
     """The loss's statistics of each row."""
     measures: Measures = field(default_factory=Measures)
@@ -77,7 +77,7 @@ class _PassRow:
 
     @property
     def kind(self) -> tuple[bool, Scoring, bool, int]:
-        """What has to be equal of rows that are computed together."""
+        """What rows must have in common to be computed together."""
         update, top_ids = self.mixed_pass.update, self.row.columns.get("top_ids")
         observations = "observations" in update.loss.needs
         return self.mixed_pass.backward, update.scoring, observations, 0 if top_ids is None else top_ids.shape[1]
@@ -113,6 +113,7 @@ def joined(rows: Sequence[Row]) -> Row:
     """
     starts = list(accumulate((len(row) for row in rows), initial=0))
     trees = list(accumulate((int(row.trees.max()) + 1 for row in rows), initial=0))
+    # Experts' choices are left out: models with experts are not mixed.
     tensors = {name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors() if name != "routed"}
     tensors["until"] = torch.cat([row.until + start for row, start in zip(rows, starts, strict=False)])
     tensors["trees"] = torch.cat(
@@ -129,7 +130,7 @@ def _rows_of(passes: Iterable[MixedPass]) -> Iterator[_PassRow]:
 
 
 def _arranged(rows: Iterable[_PassRow], longest: int) -> list[list[_PassRow]]:
-    """Put each row to the first ones of its kind that leave room for it."""
+    """Put each row into the first bin of its kind with room for it."""
     bins = list[tuple[object, list[_PassRow]]]()
     for pass_row in rows:
         for kind, bin_rows in bins:
@@ -180,6 +181,7 @@ def _find_statistics(engine: TitanEngine, passes: Sequence[MixedPass], longest: 
         for row, tokens in zip(rows, slices, strict=True):
             device_row = engine.scorer.on_device(row.row)
             places = device_row.row.mask.nonzero()[:, 0]
+            # Statistics belong to one pass each, however its rows were arranged.
             row_inputs = _inputs(device_row, row, _part(scores, tokens))
             inputs[id(row.mixed_pass)][row.index] = row_inputs.at(places), places
     reshard(engine.model)
@@ -207,11 +209,14 @@ def _run_row(engine: TitanEngine, rows: Sequence[_PassRow]) -> None:
             reshard(engine.model)
         with torch.set_grad_enabled(backward):
             scores = _score(engine, rows)
+        # Each loss is cut off from the shared pass, so that its gradient can be checked before it flows into shared
+        # layers.
         grads = [_gradients(engine, row, _part(scores, tokens)) for row, tokens in zip(rows, slices, strict=True)]
         for row, tokens in zip(rows, slices, strict=True):
             row.mixed_pass.logprobs[row.index] = (recorded or scores).first[tokens].detach()
         if backward:
             outputs = [output for output in (scores.logprobs, scores.entropy) if output.requires_grad]
+            # One backward pass serves all adapters.
             torch.autograd.backward(outputs, [torch.cat(parts) for parts in zip(*grads, strict=True)])
 
 

@@ -122,6 +122,7 @@ class PlainExperts(GroupedExperts):
         gate, down, up, *factors = weights
         ends = counts.cumsum(0, dtype=torch.int32)
         joint = joint_weight(gate, up)
+        # Without adapters, gate and up-projection are one product if their copies lie one after the other.
         if joint is not None and not factors and has_kernels(x, "swiglu"):
             return expert_linear(joint_swiglu(expert_linear(x, joint, ends)), down, ends)
         a, b = expert_linear(x, gate, ends), expert_linear(x, up, ends)

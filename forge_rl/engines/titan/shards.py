@@ -23,7 +23,8 @@ from forge_rl.weights.transports.protocol import LocalShard
 _BIASES = (".expert_bias_E", *ROUTER_BIASES)
 """Ends of the names of biases that choose experts, torchtitan's and transformers'."""
 ADAPTERS = "lora_A", "lora_B"
-"""Names of a linear layer's adapter, see `lora.py`: [rank, inputs] and [outputs, rank]; names of experts' end so."""
+"""Names of a linear layer's factors, see `lora.py`: A, [rank, inputs], and B, [outputs, rank]. Experts' factors have
+names that end with these."""
 Weight = torch.Tensor | QuantizedWeight
 """A weight of a model; only frozen ones are quantised."""
 
@@ -84,13 +85,15 @@ def local_shards(
     ranks: range,
     merge: Callable[[str, TensorSlice, torch.Tensor], torch.Tensor] = lambda _, _slice, values: values,
 ) -> Iterator[LocalShard]:
-    """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis.
+    """Yield the shards that this rank publishes. Of ranks with the same slice, the first on each
+    replicated axis publishes it.
 
     Args:
         ranks: ranks that hold the model, or its pipeline stage.
         merge: returns the published values of a slice of a weight.
     """
     for name, parameter in named_weights(model):
+        # The first stage publishes the original.
         if name == "tok_embeddings.weight" and _copies_embedding(model):
             continue
         tensor_slice = slice_of(parameter)
@@ -183,6 +186,7 @@ def block(
             assert placement.is_replicate(), f"a weight is no sum, but {placement}"
             continue
         dim, length = placement.dim, size[placement.dim]
+        # Like torch.chunk: equal parts, of which the last ones may be shorter or empty.
         chunk_size = -(-length // ranks)
         offset = min(length, chunk_size * index)
         start[dim] += offset
@@ -203,6 +207,7 @@ def publishes(parameter: Weight, ranks: range) -> bool:
         return dist.get_rank() == ranks.start
     mesh = parameter.device_mesh
     by_axis = zip(_coordinate(parameter), parameter.placements, strict=True)
+    # Ranks along a replicated axis hold the same slice; the first one publishes it.
     first = all(place == 0 for place, placement in by_axis if placement.is_replicate())
     return first and (mesh.size() == len(ranks) or bool((mesh.mesh == ranks.start).any()))
 

@@ -64,6 +64,7 @@ def clamped_swiglu_kernel(hidden, out, elements, limit, BLOCK: tl.constexpr):  #
     linear = tl.load(hidden + 2 * place + 1, mask=is_inside, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     linear = tl.minimum(tl.maximum(linear, -limit), limit)
+    # gate sigmoid(1.702 gate) (1 + linear), where the gate is clamped from above and the linear part on both sides.
     value = gate / (1.0 + tl.exp(-1.702 * gate)) * (1.0 + linear)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=is_inside)
 
@@ -122,7 +123,8 @@ def choice_kernel(  # type: ignore[no-untyped-def]
     rank = score
     if BIASED:
         rank += tl.load(bias + token * bias_stride + column, mask=is_expert, other=0.0)
-    # Whatever the values are, each choice is another one of the experts.
+    # Chosen experts are marked by -inf. All other values are finite, NaN first, so that choices are distinct experts
+    # whatever the logits are.
     rank = tl.where(rank == rank, tl.maximum(rank, -3e38), 3.3e38)
     rank = tl.where(is_expert, rank, float("-inf"))
     place = tl.full((BLOCK,), -1, tl.int32)
@@ -162,9 +164,11 @@ def choice_gradient_kernel(  # type: ignore[no-untyped-def]
         slope += tl.where(is_expert, tl.load(grad + first + choice) * scale, 0.0)
         is_chosen |= is_expert
     if NORMALISES:
+        # For w_i = s_i / S with S the sum of the chosen scores: dL/ds_i = (g_i - sum_j g_j w_j) / S.
         total = tl.sum(tl.where(is_chosen, score, 0.0), axis=0) + 1e-20
         mean = tl.sum(slope * score, axis=0) / total
         slope = tl.where(is_chosen, (slope - mean) / total, 0.0)
     slope *= score
+    # Sigmoid: ds/dx = s (1 - s). Softmax: dL/dx_i = s_i (g_i - sum_j g_j s_j).
     result = slope * (1.0 - score) if SIGMOID else slope - score * tl.sum(slope, axis=0)
     tl.store(grad_logits + token * experts + column, result, mask=column < experts)
