@@ -56,9 +56,9 @@ class TitanAdapters:
         adapters.run("math", minibatch, loss)
         adapters.step("math", AdamStep(lr=1e-4))
 
-    All adapters have the shape of the engine's own, which is the largest rank and all targets: the rows of A and the
-    columns of B past an adapter's rank, and both factors of a module that it does not target, are 0. Their gradients
-    are products with the other factor's zeros, so they stay 0.
+    All adapters are stored in the shape of the engine's own, with the largest rank and all targets. The rows of A and
+    columns of B past an adapter's rank are 0, and so are both factors of modules that it does not target. Their
+    gradients are products with the other factor's zeros, so they stay 0.
 
     Every rank makes the same calls in the same order. A failed call leaves weights, gradients, moments and counts of
     all adapters as they were.
@@ -89,7 +89,7 @@ class TitanAdapters:
         self._active.updates, self._active.planned = engine.updates, engine.planned
 
     def open(self, name: str, settings: AdapterSettings) -> None:
-        """Add an adapter with first values from its seed, as in a training of its own.
+        """Add an adapter, with the same first values as if it were trained alone with this seed.
 
         Raises:
             ConfigError: the name is taken, or the rank or a target is not within the trainer's.
@@ -221,7 +221,7 @@ class TitanAdapters:
         """Take an optimizer step with the gradients of the passes since the last one, and clear them.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: no pass has added a gradient since the last step.
         """
         training, engine = self._training(name), self._engine
         self._activate(training)

@@ -24,7 +24,7 @@ class AdapterSwitch:
     row: tuple[int, ...] = ()
     """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
     parts: Sequence[RowPart] = ()
-    """Parts of the current row, all of its tokens in order; empty if the whole row is of the adapter in the model."""
+    """Parts of the current row, which cover its tokens in order; empty if the model's own adapter acts on all of it."""
 
     def dropped(self, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
         """Set a share of a module's inputs to 0, the same when the forward pass is recomputed; none if gradients are

@@ -1,8 +1,8 @@
-"""What is between a block's products, in few passes over a GPU's memory: norms with the residual, q and k, SwiGLU.
+"""The operations between a block's products, in few passes over a GPU's memory: norms with the residual, RoPE, SwiGLU.
 
-Each pass is one kernel, in Triton, and an operation of torch's, so that plans and counts see it on the meta device.
-torch's own operations take about three times as many kernels and bytes. Sums are in float32, and results are rounded
-where torch's own are.
+Each pass is one kernel, in Triton, and an operation of torch's, so plans and counts see it on the meta device. torch's
+own operations take about three times as many kernels and bytes. Sums are in float32, and results are rounded where
+torch's own are.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, normed, inverses = _add_norm(x, delta, weight, eps)
         ctx.adds, ctx.place = delta is not None, sum_place(weight)
+        # Saved is what was normalised: with a residual, the sum.
         ctx.save_for_backward(total if ctx.adds else x, weight, inverses)
         ctx.set_materialize_grads(False)
         return (total if ctx.adds else x.view_as(x)), normed
@@ -75,6 +76,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(
         ctx: Any, grad_total: torch.Tensor | None, grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        # Only the sum was used, so the residual's gradient passes through.
         if grad is None:
             return grad_total, grad_total if ctx.adds else None, None, None
         total, weight, inverses = ctx.saved_tensors
@@ -193,7 +195,7 @@ def _(
 
 
 NormWeights = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of the norms of a token's first heads, and of its others; None without a norm, or without other heads."""
+"""Weights of the norms of a token's first heads and of its other heads; None without a norm, or without other heads."""
 
 
 def rotated_heads(
@@ -282,6 +284,7 @@ def _norm_rope_gradient(
     grad_x = _all_heads(grads)
     tokens, dim = grad_x.shape[1], grad_x.shape[-1]
     first, num_others, copied = (0 if grad is None else grad.shape[-2] for grad in grads)
+    # Without norms there are no parts, and any number of programs will do.
     programs, stride = (programs_of(tokens), 0) if parts is None else (len(parts), parts.stride(0))
     norm_rope_gradient_kernel[(programs,)](
         *(x, *weights, cache, *grads, grad_x, parts, tokens),
@@ -317,7 +320,7 @@ def _all_heads(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 @torch.library.custom_op("forge_rl::swiglu", mutates_args=())
 def swiglu_values(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return silu(a) b, contiguous; a and b are [..., width], as are the halves of a tensor."""
+    """Return silu(a) b, contiguous; a and b are [..., width], and may be the two halves of one tensor."""
     from forge_rl.engines.titan.triton_blocks import swiglu_kernel
 
     out = torch.empty_like(a, memory_format=torch.contiguous_format)

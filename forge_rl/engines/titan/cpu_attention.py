@@ -18,7 +18,7 @@ MASK_BYTES = 32 << 20
 _BRANCHED_QUERIES = 256
 """Maximum queries of a block where segments branch, so that it sees few keys of other segments."""
 _FEW_KEYS = 0.75
-"""Share of the keys up to a block's end, below which those that it sees are copied."""
+"""A block that sees a smaller share of the keys up to its end copies the visible ones."""
 _LEAST_BLOCK = 512
 """Minimum tokens of a block on the diagonal of a causal mask that is computed in blocks."""
 _GROUP_BYTES = 8 << 20
@@ -42,8 +42,7 @@ class TreeMask:
     queries: int
     """Number of queries, the last of the m positions."""
     branched: bool
-    """False if no two positions have different continuations: a query then sees all earlier keys, or those in its
-    window."""
+    """False if the tree is a single sequence: a query then sees all earlier keys, or those in its window."""
     positions: torch.Tensor
     """[m] int64, position of each key in its own segment; see `Row.positions`."""
     window: int | None = None
@@ -171,8 +170,8 @@ def attend_trees(
 
     Args:
         q: [1, heads, L, head_dim].
-        k: [1, key heads, M, head_dim], of the whole row; key heads must divide heads.
-        v: [1, key heads, M, width], of the whole row.
+        k: keys of the whole row, [1, key heads, M, head_dim]; key heads must divide heads.
+        v: values of the whole row, [1, key heads, M, width].
         masks: masks of the trees that contain the queries.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
     """
@@ -243,7 +242,7 @@ def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Itera
 
 
 def _parts(heads: int) -> int:
-    """Return in how many parts to split the queries of so many heads to divide them evenly among threads."""
+    """Return how many parts to split queries into, so that parts times heads divide evenly among threads."""
     threads = torch.get_num_threads()
     return threads // math.gcd(threads, heads)
 
@@ -288,8 +287,8 @@ class _TreeAttentionFunction(torch.autograd.Function):
                 piece_out, piece_sums = _attend(queries, keys, values, 0.0, causal, attn_mask=piece.bias, scale=scale)
                 out_view, sums_view = (_folded(x[:, heads, piece.queries], parts) for x in (out, sums))
                 if piece.merges:
-                    # Attention over disjoint sets of keys merges by logsumexp: with s = log(e^s_1 + e^s_2), out =
-                    # e^(s_1 - s) out_1 + e^(s_2 - s) out_2.
+                    # Attention over disjoint sets of keys merges by logsumexp: with s = log(e^s_1 + e^s_2),
+                    # out = e^(s_1 - s) out_1 + e^(s_2 - s) out_2.
                     merged_sums = torch.logaddexp(sums_view, piece_sums)
                     out_view.mul_((sums_view - merged_sums).exp_()[..., None]).addcmul_(
                         piece_out, (piece_sums - merged_sums).exp_()[..., None]

@@ -36,8 +36,8 @@ def shards_of_own_host(
         device: device of the process group's tensors.
 
     Returns:
-        Shards of buckets on this rank's host: its own, as they are, and received ones in their published dtype. Over
-            all ranks they are the same as before.
+        Shards of the buckets on this rank's host: its own unchanged, and received ones in their published dtype. Over
+            all ranks, every shard is there exactly once, as before.
     """
     rank = dist.get_rank()
     host_of = {bucket.key: bucket.host for bucket in drafted.written}

@@ -25,9 +25,9 @@ class ChoiceRule(NamedTuple):
 def chosen_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, rule: ChoiceRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights, float32, and ids, int64, of each token's experts, [T, K] each, by falling score.
+    """Return the weights, [T, K] float32, and ids, [T, K] int64, of each token's experts, highest score first.
 
-    Logits that are NaN come first. Of equal scores, the expert with the smaller id comes first.
+    NaN ranks above all numbers. Among equal scores, the expert with the smaller id comes first.
 
     Args:
         logits: [T, E] float32.

@@ -1,8 +1,8 @@
 """Linear layers of experts over rows sorted by expert, whose backward passes add weights' gradients up without a copy.
 
-The results and the rows' gradients are torch's grouped products. torch's cannot add to their output, so that a
-weight's gradient is a product in Triton, which adds to the float32 sum. Biases are added, and their gradients summed,
-by the expert of each row, without an index of rows.
+Results and the rows' gradients come from torch's grouped products. These cannot add to their output, so a weight's
+gradient is a product in Triton, which adds to the float32 sum. Biases are added, and their gradients summed, by each
+row's expert, without an index of rows.
 """
 
 from __future__ import annotations

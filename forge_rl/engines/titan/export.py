@@ -95,6 +95,7 @@ class Export:
         regions = list(self._regions(file_bytes))
         for item in (*regions, *(() if valued else self._carried(regions))):
             size = self._bytes(item)
+            # Items fill files in a fixed order, so every process arrives at the same plan.
             if size > free_bytes:
                 self._files.append([])
                 free_bytes = file_bytes
@@ -122,6 +123,7 @@ class Export:
             if next(self._parts(name, shape)).index is not None:  # a stack, which may be split between experts
                 row_bytes = torch.Size(shape[1:]).numel() * self._dtype.itemsize
                 rows = max(1, file_bytes // row_bytes)
+            # A stack that exceeds a file is exported in runs of experts.
             for first in range(0, shape[0], rows) if rows else [0]:
                 start = (first, *(0 for _ in shape[1:])) if shape else ()
                 size = (min(rows, shape[0] - first), *shape[1:]) if rows else shape
@@ -167,6 +169,7 @@ class Export:
         """Return a region's values in float32."""
         key, size = f"model.{region.name}", region.tensor_slice.size
         if (copy := self._copies.get(key)) is not None:
+            # Only stacks are split, so a region's rows follow one another in the copy.
             values = copy.rows(region.tensor_slice.start[0], size[0]) if size else copy.joined()
             return values.float()
         values = torch.empty(size, dtype=torch.float32)

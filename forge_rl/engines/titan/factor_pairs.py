@@ -16,8 +16,8 @@ from forge_rl.weights.names import Part, SameNames
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FactorPair:
-    """A and B of one adapter: [rank, inputs] and [outputs, rank] of a linear layer; stacks of both, with a first dim of
-    experts, of an expert network."""
+    """A and B of one adapter: [rank, inputs] and [outputs, rank] for a linear layer, or stacks of both, with a leading
+    dim for experts."""
 
     module: Any
     """Module that holds them and the weights."""

@@ -12,12 +12,12 @@ from forge_rl.engines.titan.fused_products import linear_gradient, linear_sums
 from forge_rl.engines.titan.gradient_sums import added, sum_place, write_product
 
 _CHUNK_BYTES = 1 << 30
-"""Maximum bytes of logits' gradients that are held at a time, of all tokens for a part of the vocabulary: each part of
-the weight's gradient is added to its sum once."""
+"""Maximum bytes of logits' gradients held at a time: those of all tokens, for a part of the vocabulary. Each part of
+the weight's gradient is thus added to its sum once."""
 _CHUNK_SHARE = 80
 """They take at most 1/80 of a GPU's memory, less than a plan counts for torch's products."""
 _LEAST_BYTES = 128 << 20
-"""Maximum on small GPUs, of whose memory 1/80 would be less."""
+"""The limit on GPUs so small that 1/80 of their memory would be less."""
 
 
 def score_in_products(
@@ -81,11 +81,11 @@ class _FusedScores(torch.autograd.Function):
 
 
 def _merged(sums: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Join `score_sums` of parts of the vocabulary, [4, parts, N], to sums of all of it, [4, N]."""
+    """Merge `score_sums` over parts of the vocabulary, [4, parts, N], into sums over all of it, [4, N]."""
     largest, total, weighted, squared = sums
     maximum = largest.amax(dim=0)
-    # An online softmax, merged. A part's sums use x - m with its own maximum m; for the common maximum M, with shift =
-    # m - M: sum e^(x-M) = e^shift sum e^(x-m), and sum (x-M) e^(x-M) = e^shift (sum (x-m) e^(x-m) + shift sum e^(x-m)).
+    # A part's sums are of x - m, with its own maximum m. For the common maximum M and shift = m - M:
+    # sum e^(x-M) = e^shift sum e^(x-m), and sum (x-M) e^(x-M) = e^shift (sum (x-m) e^(x-m) + shift sum e^(x-m)).
     shift = largest - maximum
     factor = shift.exp()
     parts = [factor * total, factor * torch.addcmul(weighted, total, shift)]

@@ -2,8 +2,8 @@
 
 The head's logits are reduced to a few sums of each token, and their gradient is written in its final dtype; SwiGLU and
 its gradient are computed within the products before them. Each is one kernel, in Triton, and an operation of torch's.
-A product of Triton's may be slower than cuBLAS's by more than the saved traffic, so that the trainer measures both at
-its start, see `kernel_speed`.
+A Triton product may lose more to cuBLAS than the saved traffic is worth, so the trainer times both at its start, see
+`kernel_speed`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def linear_gradient(
     slopes: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Return the gradient by the logits hidden weight^T of a part of the vocabulary, [N, columns], as are the inputs.
+    """Return the gradient by the logits of a part of the vocabulary, hidden weight^T: [N, columns], in hidden's dtype.
 
     Args:
         hidden: [N, dim].
@@ -74,10 +74,10 @@ def gated_values(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def gated_gradient(grad: torch.Tensor, weight: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
-    """Return the gradient by both products of `gated_values`, [..., 2 width], of a product with its second result.
+    """Return the gradient by both products of `gated_values`, [..., 2 width], given the gradient by the next product.
 
     Args:
-        grad: by that product, [..., dim].
+        grad: gradient by (second result of `gated_values`) weight^T, [..., dim].
         weight: [dim, width], contiguous.
         joint: the first result of `gated_values`.
     """
@@ -91,6 +91,7 @@ def _linear_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from forge_rl.engines.titan.triton_products import linear_sums_kernel
 
+    # The kernels index by one stride and assume unit stride within a row.
     hidden, weight = hidden.contiguous(), weight.contiguous()
     sums, target_logits = _linear_sums_outputs(hidden, weight, targets, temperature, squares)
     (rows, dim), vocab = hidden.shape, len(weight)
@@ -188,5 +189,6 @@ def _(grad: torch.Tensor, weight: torch.Tensor, joint: torch.Tensor) -> torch.Te
 
 def _split_columns(vocab: int) -> int:
     """Return the logits of a token that a program reduces, a multiple of a tile's."""
+    # Whole tiles, so that no tile belongs to two splits.
     tiles = -(-vocab // _TILE["BLOCK_N"])
     return -(-tiles // _SPLITS) * _TILE["BLOCK_N"]

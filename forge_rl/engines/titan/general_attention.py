@@ -151,6 +151,7 @@ def attend(
     Raises:
         ModelError: the model asks for something that this function does not do.
     """
+    # An unknown option might change results, so it is refused rather than ignored.
     unknown_options = [name for name, option in options.items() if option is not None and name not in _WITHOUT_EFFECT]
     if unknown_options or not isinstance(attention_mask, RowMask):
         kind = f"with {', '.join(sorted(unknown_options))}" if unknown_options else "without transformers' masks"
@@ -166,6 +167,8 @@ def attend(
     else:
         out, sums = _attend_dense(query, key, value, attention_mask, scaling, softcap)
     if s_aux is not None:
+        # A sink is one more score without a value. With s the logsumexp of the others, the softmax shrinks by
+        # e^s / (e^s + e^sink) = sigmoid(s - sink).
         out = out * (sums - s_aux.to(sums.dtype)[:, None]).sigmoid()[..., None].to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
 
@@ -176,6 +179,7 @@ def _attend_dense(
     """Attend with all scores of a row at once, [heads, L, L]; returns the result and the scores' logsumexp."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    # At least in float32, like the fused kernels' softmax.
     scores = (q @ k.transpose(2, 3) * scale).to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()

@@ -88,6 +88,7 @@ class GeneralModel(nn.Module):
             ).build()
         self._tie()
         self._around_head = _AroundHead(causal)
+        # Only a model that changes its logits pays for autograd in the head, see `FloatHead.forward`.
         if not values and self._around_head.changes_logits(architecture.vocab):
             self.lm_head.transform = self._around_head.logits
         self._buffers_of_config = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -138,7 +139,7 @@ class GeneralModel(nn.Module):
         Args:
             tokens: [1, L] int64.
             positions: [1, L] int64.
-            attention_masks: the row, of which each kind of layer makes its mask.
+            attention_masks: the row, from which each kind of layer derives its mask.
             scored_indices: see `PolicyModel.forward`.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
@@ -193,6 +194,7 @@ class GeneralModel(nn.Module):
                 fully_shard(experts, **(options | {"mesh": expert_mesh}))
         for layer in self.layers:
             fully_shard(layer, **options)
+        # The root's weights are needed again first in the backward pass.
         fully_shard(self, **(options | {"reshard_after_forward": False}))
         disable_fsdp_gradient_division(self)
 
@@ -247,6 +249,7 @@ class _AroundHead:
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the head's input, [1, L, dim], for the decoder's output, [1, L, dim]."""
+        # The stand-in for the head records its input; its output only has to have the right shape.
         self._head.output = hidden[..., :1]
         self._run(hidden)
         received, self._head.received = self._head.received, None  # which would keep a row's activations
@@ -260,11 +263,13 @@ class _AroundHead:
 
     def changes_logits(self, vocab: int) -> bool:
         """Return whether logits differ from the head's output."""
+        # Any scaling, soft cap or mask of the logits would change some of these values.
         outputs = torch.linspace(-100, 100, vocab)[None, None]
         return not torch.equal(self.logits(outputs), outputs)
 
     def _run(self, hidden: torch.Tensor) -> torch.Tensor:
         self._decoder.output = _DecoderOutput(last_hidden_state=hidden)
+        # The token ids only give the shape: the decoder is a stand-in.
         tokens = torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device)
         logits: torch.Tensor = self._causal(input_ids=tokens, use_cache=False).logits
         self._decoder.output = self._head.output = None

@@ -53,7 +53,7 @@ class FloatHead(Linear):
         pass
 
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The model's own change of its logits, [N, V], before they are scored; of each alone, as ranks may split V."""
+    """What the model does to its logits, [N, V], before they are scored; elementwise, as ranks may split V."""
     adapters: AdapterSwitch | None = None
     """Whether its adapter acts; None without one."""
     adapter_name: str = ""  # a plan's models are not named
@@ -217,7 +217,7 @@ class _TracedScorer:
     def gradient(
         self, logits: torch.Tensor, targets: torch.Tensor, parts: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the gradient by a chunk's logits in a dtype, given those by its logprobs and entropy."""
+        """Return the gradient by a chunk's logits in a dtype, given its gradients by logprobs and entropy."""
         with torch.enable_grad():
             logprobs, entropy, *_ = self._function(logits.requires_grad_(), targets)
         outputs = [logprobs, entropy] if self.scoring.entropy_gradient else [logprobs]

@@ -1,4 +1,4 @@
-"""Training states on disk: torch's files of tensors, and an index in JSON, as torch's own is a pickle."""
+"""Training states on disk: torch's files of tensors, with an index in JSON, as torch's own index is a pickle."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ _TOKENS = 640
 """More than the programs of any kernel, so that each has several tokens; a multiple of 16, for which Triton compiles
 other programs."""
 _ROWS = 16
-"""Of whole vocabularies, and of feed-forward networks."""
+"""Rows in checks that span a whole vocabulary, or a feed-forward network's width."""
 _ATTENDED = 200
 """Tokens whose attention is computed densely."""
 _EXPERT_ENDS = (_TOKENS // 3, _TOKENS // 3, _TOKENS)
-"""Of the rows of three experts, the second without any."""
+"""Ends of the rows of three experts; the second has none."""
 _HEAD_OUTPUTS = 4096
 _TEMPERATURE = 0.7
 Results = Sequence[torch.Tensor]
@@ -67,8 +67,7 @@ class KernelCheck:
 def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
     """Run each kernel on random inputs with a model's own dimensions, and turn off those that fail or deviate.
 
-    The programs that are compiled for it are those that the model's first step needs. torch's random state stays as it
-    is.
+    This compiles the very programs that the model's first step needs. The checks leave torch's random state as it is.
 
     Args:
         dtype: of the activations.
@@ -82,6 +81,8 @@ def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.
         if not is_on(check.kernel):
             continue
         if failure := check.failure():
+            # After an illegal access, every later call on this device fails: nothing in this process can replace the
+            # kernel.
             if not _works(device):
                 raise ConfigError(
                     f"the kernel {check.kernel!r} failed, and the GPU with it: {failure}",
@@ -107,6 +108,7 @@ def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
         targets = torch.arange(_TOKENS, device=device) * 7 % outputs
         yield KernelCheck(
             kernel="head",
+            # Chunks that do not divide the tokens, so that the last one is shorter.
             function=lambda hidden, weight: score_in_chunks(hidden, weight, targets, _TOKENS // 3)[:1],
             formula=lambda hidden, weight: token_scores(hidden @ weight.t(), targets)[:1],
             inputs=(draw(_TOKENS, architecture.dim), draw(outputs, architecture.dim) * (2 * architecture.dim**-0.5)),
@@ -244,6 +246,7 @@ def _expert_checks(
     if (limit := experts.limit) is not None:
         yield KernelCheck(
             kernel="experts",
+            # `expert_bias` works in place, which a leaf does not allow.
             function=lambda x, bias: (expert_bias(x * 1, bias, ends),),
             formula=lambda x, bias: (x + bias[row_experts],),
             inputs=(draw(_TOKENS, experts.hidden_dim), draw(len(ends), experts.hidden_dim)),
@@ -302,7 +305,7 @@ def _product_checks(
 
 
 def _draws(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return what draws tensors of a shape, the same on every device."""
+    """Return a function that draws normal tensors of a shape, the same on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -312,7 +315,7 @@ def _draws(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tens
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Return the share by which results may deviate that were rounded a few times on the way."""
+    """Return the relative deviation to expect of results that were rounded a few times on the way."""
     return max(8 * torch.finfo(dtype).eps, 1e-4)
 
 
@@ -369,7 +372,7 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Ten
 
 
 def _works(device: torch.device) -> bool:
-    """Return whether a device still computes: no operation does after a kernel has touched memory that is not its."""
+    """Return whether a device still computes; after a kernel's illegal memory access, it no longer does."""
     try:
         return float(torch.ones(1, device=device).sum()) == 1
     except Exception:  # of the driver

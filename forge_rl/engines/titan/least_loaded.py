@@ -82,7 +82,7 @@ class LeastLoadedExperts(RoutedExperts):
         return summed.view_as(x_BLD)
 
     def _spread(self, loans: _Loans, counts: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Send rows through own and borrowed experts, [R, dim], of which `counts`, [own experts], are for own ones."""
+        """Send rows, [R, dim], through own and borrowed experts; `counts`, [own experts], is of the own ones' rows."""
         experts = self.inner_experts
         weights = [local(parameter) for parameter in experts.parameters()]
         rows, *extra_outputs = _Lend.apply(loans, received, *weights)

@@ -64,7 +64,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class RowwiseLinear(ScaledBiasRowwiseLinear):
-    """Row-parallel linear layer with a bias, of which each tensor-parallel rank adds an equal share.
+    """Row-parallel linear layer with a bias; each tensor-parallel rank adds an equal share of the bias.
 
     The bias gets the full gradient, which torchtitan 0.3 would divide by the number of ranks.
     """

@@ -88,7 +88,7 @@ def add_adapters(model: Any, architecture: Architecture, settings: TrainSettings
 
 
 def _adapt(module: Any, weight: torch.Tensor, switch: AdapterSwitch) -> None:
-    """Turn a linear layer into one with an adapter, of the device and dtype of the weight that it was built with."""
+    """Turn a linear layer into one with an adapter, on the device and in the dtype of the layer's original weight."""
     factory: Any = {"device": weight.device, "dtype": weight.dtype}
     module.lora_A = nn.Parameter(torch.empty(switch.lora.rank, module.in_features, **factory))
     module.lora_B = nn.Parameter(torch.empty(module.out_features, switch.lora.rank, **factory))
@@ -141,8 +141,8 @@ def _adapted_class(kind: Any) -> Any:
 def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Multiply [..., inputs] by A and B: [..., outputs], distributed as the layer's own product.
 
-    Tensor-parallel ranks compute on their parts. One that holds all of A or B has the gradient of its part of the other
-    only, which the backward pass sums.
+    Tensor-parallel ranks compute on their parts. Where one factor is whole on each rank, a rank's gradient of it covers
+    only the rank's part of the other factor; the backward pass sums over ranks.
     """
     a, b = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
     inputs = module.adapters.dropped(module.adapter_name, inputs)
@@ -294,8 +294,8 @@ def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
 
 
 def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardReport]:
-    """Fingerprint this rank's slices of adapted weights with the adapters added, as readers of a version have to hold
-    them; none if adapters do not travel. Every rank calls this."""
+    """Fingerprint this rank's slices of adapted weights with the adapters added, which is what readers of a version
+    must hold; empty if adapters do not travel. Every rank calls this."""
     if model.adapters is None or not model.adapters.travel:
         return []
     entries = {entry.name: entry for entry in drafted.tensors}

@@ -106,10 +106,10 @@ def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) ->
 
 
 def joined(rows: Sequence[Row]) -> Row:
-    """Lay rows end to end, none of which sees another.
+    """Lay rows end to end, without any of them seeing another.
 
-    They keep their padding: where attention is computed in blocks, no block then has tokens of two rows, in which 0
-    times the NaN of one would be NaN in the other.
+    They keep their padding. Where attention is computed in blocks, no block then holds tokens of two rows, where 0
+    times one row's NaN would spread to the other.
     """
     starts = list(accumulate((len(row) for row in rows), initial=0))
     trees = list(accumulate((int(row.trees.max()) + 1 for row in rows), initial=0))
@@ -223,7 +223,7 @@ def _run_row(engine: TitanEngine, rows: Sequence[_PassRow]) -> None:
 def _gradients(engine: TitanEngine, pass_row: _PassRow, scores: TokenScores) -> list[torch.Tensor]:
     """Compute a row's loss, measure it, and return the loss's gradient by each score that has one.
 
-    One that is not finite makes the pass fail, and goes no further, as the base's layers compute all rows together.
+    A gradient that is not finite fails the pass and is replaced by zeros: the base's layers compute all rows together.
     """
     mixed_pass, update = pass_row.mixed_pass, pass_row.mixed_pass.update
     leaves = [output for output in (scores.logprobs, scores.entropy) if output.requires_grad]

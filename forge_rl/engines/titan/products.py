@@ -30,7 +30,7 @@ class Heads(NamedTuple):
     dim: int
     """Elements of a head."""
     eps: float
-    """Of the norms, if there are any."""
+    """Epsilon of the norms, if there are any."""
 
 
 def is_bare(layer: nn.Module) -> bool:
@@ -40,6 +40,7 @@ def is_bare(layer: nn.Module) -> bool:
 
 def embed(embedding: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the embeddings of token ids, [..., dim]."""
+    # Without a place to add to, autograd takes the embedding's gradient.
     if (place := sum_place(embedding.weight)) is None:
         out: torch.Tensor = embedding(token_ids)
         return out
@@ -168,7 +169,8 @@ class _RotatedProduct(torch.autograd.Function):
         joint = (x @ weight.t()).unflatten(-1, (-1, heads.dim))
         keys = (joint.shape[-2] - heads.queries) // 2
         norms = query_norm, key_norm
-        # Without norms nothing else needs the product, so that the values are copied, and it is freed.
+        # The product itself is needed again only by norms. Without them, values are copied out of it, so that it can be
+        # freed.
         copied = keys if query_norm is None else 0
         rotated = rotated_heads(
             joint if copied else joint[:, :, :-keys], norms, cache, heads.queries, heads.eps, copied
@@ -197,16 +199,18 @@ class _RotatedProduct(torch.autograd.Function):
 def _gradients(
     ctx: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients by x and by the weights of x W^T, but those that are added up in their places."""
+    """Return the gradients of x W^T by x and by the weights; None for a weight whose gradient is added in its place."""
     rows, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
     grad_x = None
     if ctx.needs_input_grad[0]:
         grad_x = flat[0] @ weights[0]
+        # The products add to each other in place, so no separate gradient of x is held for each weight.
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
         grad_x = grad_x.view_as(x)
     grad_weights = [
         _weight_gradient(grad, rows, place) if is_trained else None
+        # needs_input_grad has further entries after the weights, such as those of norms.
         for grad, place, is_trained in zip(flat, ctx.places, ctx.needs_input_grad[1:], strict=False)
     ]
     return grad_x, *grad_weights

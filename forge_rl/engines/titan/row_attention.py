@@ -41,7 +41,7 @@ def sequences(row: Row) -> Sequences | None:
 
 
 def takes_sequences(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether FlashAttention runs in a dtype on heads of so many elements."""
+    """Return whether FlashAttention supports a dtype and head dimension."""
     return dtype in (torch.bfloat16, torch.float16) and head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0
 
 

@@ -24,7 +24,7 @@ class DeviceRow:
     local_indices: torch.Tensor
     """Positions of this rank's tokens in the row, int64."""
     scored_indices: torch.Tensor
-    """[n] int64, indices of those tokens whose targets are scored: the trained ones, and observations if asked for."""
+    """[n] int64, indices among this rank's tokens of those to score: trained ones, and observations on request."""
     tokens: int
     """Number of trained targets in the whole row."""
     split: Split | None = None

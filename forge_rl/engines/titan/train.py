@@ -444,7 +444,7 @@ class TitanEngine:
         return self._scores(rows, 1.0)
 
     def _check_head(self, values: bool, verb: str) -> None:
-        """Raise ConfigError unless the model's outputs are those that are needed."""
+        """Raise ConfigError unless the model has the outputs, values or logprobs, that are needed."""
         if values != self._values:
             required, available = ("values", "logprobs") if values else ("logprobs", "values")
             raise ConfigError(

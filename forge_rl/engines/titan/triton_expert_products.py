@@ -1,5 +1,5 @@
-"""Triton kernels of `expert_products`; to be imported only where they run. Triton resolves annotations, so that there
-are none but its own."""
+"""Triton kernels of `expert_products`. Import them only where they run. Parameters have no annotations but Triton's
+own, as Triton resolves them."""
 
 from __future__ import annotations
 

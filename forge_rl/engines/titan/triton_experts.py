@@ -1,5 +1,5 @@
-"""Triton kernels of `expert_rows`; to be imported only where they run. Triton resolves annotations, so that there are
-none but its own."""
+"""Triton kernels of `expert_rows` and `expert_choice`. Import them only where they run. Parameters have no annotations
+but Triton's own, as Triton resolves them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def clamped_swiglu_kernel(hidden, out, elements, limit, BLOCK: tl.constexpr):  #
 def clamped_swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     hidden, grad, grad_hidden, elements, limit, BLOCK: tl.constexpr
 ):
-    """Write the gradient of gpt-oss's activation; there is none beyond the limits."""
+    """Write the gradient of gpt-oss's activation, which is 0 beyond the limits."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
     kind = grad_hidden.dtype.element_ty
