@@ -83,6 +83,7 @@ class TitanAdapters:
         self._switch = engine.model.adapters
         self._largest = self._switch.lora
         self._trainings: dict[str, _ResidentAdapter] = {}
+        # The engine's own adapter is in the model from the start, so it holds no values of its own yet.
         self._initial = self._active = self._new(
             AdapterSettings(lora=self._largest, seed=self._switch.seed), engine.optimizer
         )
@@ -152,6 +153,7 @@ class TitanAdapters:
         training, engine = self._training(name), self._engine
         self._activate(training)
         engine.onload()
+        # The pass's logprobs are part of its result, so scores are always kept.
         update = Update(minibatch=minibatch, loss=loss, keeps_scores=True)
         if not backward:
             with engine.forgetting_failures(keeps_gradients=True):
@@ -232,6 +234,7 @@ class TitanAdapters:
                 hint="run forward_backward before optim_step, and look at its error if it failed",
             )
         for group in engine.optimizer.param_groups:
+            # A step brings its own settings, whatever the optimizer was made with.
             group.update(betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
         metrics = engine.optimizer_step(training.results, lr=adam.lr, max_grad_norm=adam.max_grad_norm)
         training.results = RowResults(rows=0)
@@ -342,6 +345,7 @@ class TitanAdapters:
         for parameter, values in zip(parameters, training.values, strict=True):
             if isinstance(parameter, DTensor):
                 active.values.append(values_of(parameter).clone())
+                # FSDP owns this memory, so values are copied into it rather than swapped.
                 values_of(parameter).copy_(values)
             else:
                 active.values.append(parameter.data)
@@ -374,6 +378,7 @@ class TitanAdapters:
                 if (grad := leaf.grad) is None:
                     continue
                 if isinstance(parameter, DTensor):
+                    # A leaf holds this rank's part; the parameter's gradient must be distributed like it.
                     grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
                 earlier = training.grads[index]
                 training.grads[index] = grad if earlier is None else earlier.add_(grad)
@@ -392,6 +397,7 @@ class TitanAdapters:
     def _check_finite(self) -> None:
         """Raise LossError on all ranks if a gradient is not finite on one."""
         grads = [values_of(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
+        # A sum of absolute values is finite only if every element is, so one number per gradient is enough.
         sums = torch.stack([grad.abs().sum() for grad in grads])
         is_bad = (~sums.isfinite()).any().to(torch.int32)
         dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
@@ -406,6 +412,7 @@ class TitanAdapters:
         """Compute the loss and the logprobs of rows, without a gradient."""
         engine, measures, errors = self._engine, Measures(), list[ForgeError]()
         logprobs = []
+        # Counts of a minibatch add up to 1, as in `TitanEngine.forward_backward`.
         share = 1 / (max(1, len(update.minibatch.rows)) * engine.shares)
         for index, row in enumerate(update.minibatch.rows):
             device_row = engine.scorer.on_device(row)

@@ -81,6 +81,7 @@ class _AddNorm(torch.autograd.Function):
             return grad_total, grad_total if ctx.adds else None, None, None
         total, weight, inverses = ctx.saved_tensors
         residual = None if grad_total is None else grad_total.contiguous()
+        # Each program writes its part of the weight's gradient; atomic additions would make the sum's order vary.
         parts = room_for_parts((ctx.place,), (weight,), programs_of(inverses.numel()))
         grad_x = _norm_gradient(total, weight, inverses, grad.contiguous(), residual, parts)
         (grad_weight,) = summed_parts(parts, (ctx.place,), (weight,)) if ctx.needs_input_grad[2] else (None,)
@@ -92,6 +93,7 @@ class _NormRoPE(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, cache: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        # A rotation alone has a gradient that does not depend on x.
         ctx.save_for_backward(None if weight is None else x, weight, cache)
         ctx.eps, ctx.place = eps, sum_place(weight)
         out: torch.Tensor = rotated_heads(x.contiguous(), (weight, None), cache, x.shape[-2], eps)
@@ -153,6 +155,7 @@ def _add_norm(
 def _add_norm_outputs(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # An operation has the same outputs in every call, so a missing sum is an empty tensor.
     total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     inverses = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return total, torch.empty_like(x, memory_format=torch.contiguous_format), inverses

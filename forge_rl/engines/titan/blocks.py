@@ -54,6 +54,7 @@ class Block:
         return torch.Size(self.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A rank without elements of a tensor neither writes nor reads it.
         return [_chunk(self.tensor_slice)] if self.tensor_slice.numel else []
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

@@ -48,6 +48,7 @@ def shards_of_own_host(
         if host_of[entry.bucket] == hosts[rank]:
             host_shards.append(shard)
         else:
+            # Kept by bucket, so that each round sends the buckets of its own.
             leaving[entry.bucket].append((index_of[entry.name], entry, shard))
     for buckets in _rounds(drafted.written):
         rank_shards: _Leaving = defaultdict(list)
@@ -72,6 +73,7 @@ def _rounds(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
 
 def _counterpart(rank: int, hosts: Sequence[str], host: str) -> int:
     """Return the rank on another host that has this rank's place there."""
+    # Ranks of one host send to different ranks of another, which spreads the load.
     local_rank = hosts[:rank].count(hosts[rank])
     peers = [peer for peer, peer_host in enumerate(hosts) if peer_host == host]
     return peers[local_rank % len(peers)]

@@ -64,6 +64,7 @@ class _ExpertLinear(torch.autograd.Function):
             return grad_x, None, None
         if ctx.place is None:
             return grad_x, weight_gradient(grad, x, ends, weight.dtype), None
+        # Joint weights have a sum each: along dim 1, parts of a common one would not be contiguous.
         for place, part in ctx.place.parts(grad):
             _add_gradient(place, part, x, ends)
         return grad_x, None, None

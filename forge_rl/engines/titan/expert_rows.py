@@ -53,6 +53,7 @@ class _SpreadRows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (places,) = ctx.saved_tensors
+        # The transpose of a copy to several places is a sum over them, here without scores as weights.
         return _sum_rows(grad.contiguous(), None, places), None
 
 

@@ -104,6 +104,7 @@ class Export:
 
     def write(self, folder: Folder, *, rank: int = 0, ranks: int = 1) -> None:
         """Write this process's share of the files into an existing folder; rank 0 also writes config and tokenizer."""
+        # Files are dealt out in turn; no rank needs to know what the others write.
         for index in range(rank, len(self._files), ranks):
             tensors: dict[str, torch.Tensor] = {}
             for item in self._files[index]:
@@ -148,6 +149,7 @@ class Export:
     def _bytes(self, item: _Region | _CarriedTensor) -> int:
         if isinstance(item, _CarriedTensor):
             return item.bytes
+        # All parts of a region have the same dtype.
         float32 = next(self._parts_of(item)).float32
         return item.tensor_slice.numel * (4 if float32 else self._dtype.itemsize)
 
@@ -158,6 +160,7 @@ class Export:
                 return {item.name: file.get_tensor(item.name)}
         region = item
         values = self._values(region)
+        # Copied: safetensors refuses tensors that share memory, as views of a stack do.
         return {
             part.name: part.of(values).to(
                 torch.float32 if part.float32 else self._dtype, copy=True, memory_format=torch.contiguous_format

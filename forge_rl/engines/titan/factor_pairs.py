@@ -71,6 +71,7 @@ class FactorPair:
             if self.transposed:
                 a, b = b.mT, a.mT
             shape = getattr(self.module, weight.rpartition(".")[2]).shape
+            # Experts repeat the same rows, so one entry for each range is enough.
             tensors = {part.rows.start: part.rows for part in names_of(model).parts(weight, shape) if part.rows}
             for part_rows in tensors.values() or [slice(None)]:
                 yield weight, part_rows, AdapterProduct(a, b[..., part_rows, :], self.scale)
@@ -93,6 +94,8 @@ def factor_pairs(model: nn.Module) -> Iterator[FactorPair]:
         for prefix, rows in layouts.items():
             weights = {f"{stem}.{weight}": weight_rows for weight, weight_rows in rows.items()}
             first, is_stack = next(iter(weights)), bool(prefix)
+            # A linear layer has a name in the files; a stack is named like transformers' own, even if files hold
+            # experts apart.
             if not is_stack:
                 name = names.to_hf(first)
             elif isinstance(names, SameNames):

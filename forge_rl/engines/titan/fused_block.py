@@ -26,6 +26,7 @@ class FusedBlock(Qwen3TransformerBlock):
     @property
     def joint_weights(self) -> list[tuple[nn.Parameter, ...]]:
         """See `MasterWeights`."""
+        # Joined copies let one pass sum the gradients of all norms of a layer, see `GradientSum.room`.
         norms = self.attention_norm, self.ffn_norm, self.attention.q_norm, self.attention.k_norm
         return [tuple(norm.weight for norm in norms if norm is not None)]
 

@@ -24,6 +24,7 @@ def has_fused_products(x: torch.Tensor, kernel: str) -> bool:
 
     Plans count torch's own products, which take more memory: which ones are faster is measured at the start.
     """
+    # Unlike `has_kernels`, this excludes the meta device of plans.
     return x.is_cuda and x.dtype.itemsize == 2 and has_kernels(x, kernel)
 
 
@@ -98,6 +99,7 @@ def _linear_sums(
     columns = _split_columns(vocab)
     linear_sums_kernel[(-(-rows // _TILE["BLOCK_M"]), sums.shape[1])](
         *(hidden, weight, targets, sums, target_logits, rows, vocab, dim, dim, dim),
+        # Targets per row: 1, or K.
         *(targets[:1].numel(), columns, temperature),
         SQUARES=squares,
         **_TILE,

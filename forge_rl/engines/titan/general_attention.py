@@ -110,6 +110,7 @@ def mask_row(*, mask_function: MaskRule, config: Any, local_size: int | None = N
     """
     context: RowContext = getattr(config, ROW)
     row = context.row
+    # transformers passes windows and chunks alike; only a window fits `TreeMask`.
     is_window = local_size is not None and _is_window(mask_function, local_size, row.trees.device)
     return RowMask(
         row=row,
@@ -121,6 +122,7 @@ def mask_row(*, mask_function: MaskRule, config: Any, local_size: int | None = N
 
 def _is_window(rule: MaskRule, size: int, device: torch.device) -> bool:
     """Tell a sliding window from a chunk: a query sees the `size` keys up to its own, wherever it is."""
+    # Queries on both sides of a chunk's border, where the two kinds differ.
     query = torch.tensor([[0], [size - 1], [size], [2 * size]], device=device)
     key = torch.arange(2 * size + 1, device=device)[None]
     return bool((rule(0, 0, query, key) == ((key <= query) & (query - key < size))).all())

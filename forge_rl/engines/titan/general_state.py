@@ -81,6 +81,7 @@ def _over_row(mixer: Any, config: Any) -> Callable[..., torch.Tensor]:
         "mamba2_chunk_scan": _chunk_scan,
     }
     names = {**function.__globals__}
+    # The forward code looks these functions up as globals, so replacing them there is enough.
     names |= {name: make(names[name], config) for name, make in makers.items() if name in names}
     # A copy of the function: transformers' module stays as it is for other models of this process.
     forward = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)

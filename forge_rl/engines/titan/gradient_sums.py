@@ -60,6 +60,7 @@ class GradientSum:
             for index, part in enumerate(self.split(values, self._dim)):
                 self.add(part, index)
         else:
+            # The first gradient becomes the sum, and the masters' gradients views of it.
             self._total = values.to(self.dtype)
             self._views = list(self._total.split(self._lengths))
             for master, view in zip(self._masters, self._views, strict=True):

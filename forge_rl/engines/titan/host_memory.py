@@ -70,6 +70,7 @@ class HostCopies:
         self.bytes += len(remaining)
         pieces = []
         while len(remaining):
+            # Tensors fill buffers one after the other, and may span several.
             if not len(self._free):
                 self._free = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=values.is_cuda)
             size = min(len(remaining), len(self._free))
@@ -160,6 +161,7 @@ def offload_inputs(layers: Iterable[nn.Module]) -> HostCopies:
         return forward
 
     for layer in layers:
+        # Hooks apply only while the layer runs, so only its saved inputs are packed.
         layer.forward = wrapped(layer.forward)
     return copies
 

@@ -87,6 +87,7 @@ class TensorWriter(FileSystemWriter):
 
     def _write_data(self, planner: SavePlanner, file_queue: queue.Queue[Any]) -> Future[list[WriteResult]]:
         """Write files as torch does, but raise what a thread raised, which torch would lose."""
+        # As in torch's own method, except that `result()` below raises a thread's error.
         results = queue.Queue[list[WriteResult]]()
         with ThreadPoolExecutor(self.thread_count, "save") as threads:
             writers = [
@@ -157,6 +158,7 @@ class TensorReader(FileSystemReader):
             _check_files(self._folder, [INDEX])
             with self.fs.create_stream(Path(self.path) / INDEX, "rb") as file:
                 index = _parsed(json.loads(file.read()))
+            # Also untrusted: paths must not leave the folder, nor links lead out of it.
             _check_files(self._folder, {info.relative_path for info in index.storage_data.values()})
             self._index = index
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
@@ -188,6 +190,7 @@ def _parsed(tensors: dict[str, dict[str, Any]]) -> Metadata:
     tensor_metadata: dict[str, STORAGE_TYPES] = {}
     storage_infos = {}
     for name, tensor in tensors.items():
+        # The index is untrusted: the name may be of anything in torch.
         dtype = getattr(torch, tensor["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"its index holds a tensor of dtype {tensor['dtype']!r}")

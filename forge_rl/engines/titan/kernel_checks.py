@@ -322,6 +322,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 def _score_checks(architecture: Architecture, logits: torch.Tensor) -> Iterator[KernelCheck]:
     """Check scores with and without a gradient of the entropy; most tokens of one row are masked, and one is sure."""
     masked_from = max(1, architecture.vocab // 10)
+    # Edge cases: a row of mostly masked logits, and one whose first token is almost certain.
     logits[1, masked_from:] = -torch.inf
     logits[2, 0] = 60.0
     targets = (torch.arange(2 * len(logits), device=logits.device) % masked_from).view(-1, 2)

@@ -63,10 +63,12 @@ class LeastLoadedExperts(RoutedExperts):
             return out
         mesh, x = dispatcher.ep_mesh, x_BLD.flatten(0, 1)
         group, rank = mesh.get_group(), mesh.get_local_rank()
+        # Every rank makes the same plan from the same counts, so ranks agree without a further exchange.
         counts = _gathered(num_local_tokens_per_expert_E, group)
         plan = plan_experts(counts.sum(axis=0), ranks=mesh.size())
         self.heaviest = _heaviest(counts, plan)
         route = routes(plan, counts, rank)
+        # By expert first. If several ranks compute an expert, its rows are then split into blocks by rank.
         send_order = topk_expert_ids_BLK.flatten().argsort(stable=True)
         if plan.rounds:
             send_order = send_order[_order(*route.sent_blocks, device=x.device)]
@@ -85,7 +87,9 @@ class LeastLoadedExperts(RoutedExperts):
         """Send rows, [R, dim], through own and borrowed experts; `counts`, [own experts], is of the own ones' rows."""
         experts = self.inner_experts
         weights = [local(parameter) for parameter in experts.parameters()]
+        # Sends and receives run while this rank computes with its own experts.
         rows, *extra_outputs = _Lend.apply(loans, received, *weights)
+        # `_Lend` has copied the rows, sorted; autograd does not need the received ones.
         del received
         borrowed_rows, borrowed_weights = extra_outputs[: loans.borrows], extra_outputs[loans.borrows :]
         outs = [experts(rows, counts)]

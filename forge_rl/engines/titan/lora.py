@@ -127,6 +127,7 @@ def _adapted_class(kind: Any) -> Any:
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             """Project [..., inputs] to [..., outputs]."""
+            # The base's own product, quantised or not.
             out: torch.Tensor = super().forward(input)
             if not self.adapters.on:
                 return out
@@ -255,6 +256,7 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
         return specs(model)
     factors, scales, dtype = list[TensorSpec](), dict[str, float](), _factor_dtype(model)
     for pair in factor_pairs(model):
+        # Only shapes matter here.
         a, b = (torch.empty(factor.shape, device="meta") for factor in pair.parameters)
         for name, *views in pair.published(model, (a, b)):
             scales[name] = pair.scale
@@ -262,6 +264,7 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
                 factors.append(TensorSpec(name=factor, shape=tuple(view.shape), dtype=dtype))
     if not model.adapters.travel:
         return specs(model, changed=scales)
+    # Readers need the factors before the weights that they are added to.
     return (*factors, *(replace(spec, adapter_scale=scales.get(spec.name)) for spec in specs(model)))
 
 
@@ -344,6 +347,7 @@ def _whole_factors(model: Any, ranks: range, published_dtype: torch.dtype = torc
     pairs = list(factor_pairs(model))
     parameters = [factor for pair in pairs for factor in pair.parameters]
     device = values_of(parameters[0]).device
+    # One collective for all factors, instead of one for each.
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
     whole_factors = [
         part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)

@@ -97,6 +97,7 @@ def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) ->
     Raises:
         Exception: a row could not be computed, such as for lack of memory; no pass counts then.
     """
+    # Losses with statistics need all scores of their pass before the first gradient.
     _find_statistics(engine, passes, longest)
     for rows in _arranged(_rows_of(passes), longest):
         _run_row(engine, rows)
@@ -112,6 +113,7 @@ def joined(rows: Sequence[Row]) -> Row:
     times one row's NaN would spread to the other.
     """
     starts = list(accumulate((len(row) for row in rows), initial=0))
+    # Tree numbers are shifted so that rows stay in different trees; padding stays negative.
     trees = list(accumulate((int(row.trees.max()) + 1 for row in rows), initial=0))
     # Experts' choices are left out: models with experts are not mixed.
     tensors = {name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors() if name != "routed"}
@@ -207,6 +209,7 @@ def _run_row(engine: TitanEngine, rows: Sequence[_PassRow]) -> None:
             with torch.no_grad():  # without dropout
                 recorded = _score(engine, rows)
             reshard(engine.model)
+        # The kind includes `backward`, so the rows agree on it.
         with torch.set_grad_enabled(backward):
             scores = _score(engine, rows)
         # Each loss is cut off from the shared pass, so that its gradient can be checked before it flows into shared
@@ -228,6 +231,7 @@ def _gradients(engine: TitanEngine, pass_row: _PassRow, scores: TokenScores) -> 
     mixed_pass, update = pass_row.mixed_pass, pass_row.mixed_pass.update
     leaves = [output for output in (scores.logprobs, scores.entropy) if output.requires_grad]
     zeros = [torch.zeros_like(leaf) for leaf in leaves]
+    # Its rows still run with the others', but contribute no gradient.
     if mixed_pass.error is not None:
         return zeros
     device_row = engine.scorer.on_device(pass_row.row, observations="observations" in update.loss.needs)
@@ -246,4 +250,5 @@ def _gradients(engine: TitanEngine, pass_row: _PassRow, scores: TokenScores) -> 
     row_grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
     is_finite = torch.stack([grad.isfinite().all() for grad in row_grads]).all()
     mixed_pass.finite.append(is_finite)
+    # On the device: no sync per row, see `check_gradient`.
     return [torch.where(is_finite, grad, 0.0) for grad in row_grads]

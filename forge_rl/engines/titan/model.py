@@ -107,6 +107,7 @@ class PolicyModel(Decoder):
                 hidden, delta = layer(_sum(hidden, delta), attention_masks, positions), None
         if self.norm is None:
             return _sum(hidden, delta)
+        # The final norm takes the last residual along, as each layer's first norm does.
         if delta is not None and has_kernels(hidden, "norms") and is_plain(self.norm):
             hidden = add_norm(hidden, delta, self.norm.weight, self.norm.eps)[1]
         else:

@@ -179,6 +179,7 @@ def _heaviest_stage(trace: MemoryTrace, architecture: Architecture, stages: int,
     embedding, outside = a.vocab * a.dim, sum(trace.units[-1])
     stage_weights[0] += embedding
     stage_weights[-1] += outside if tied else outside - embedding
+    # Trained and small parameters are taken to be spread like all others.
     share = max(stage_weights) / trace.count
     row = trace.row * _layers_under_way(a, stages) // a.layers
     last = trace.row * len(layers[-1]) // a.layers + trace.head

@@ -187,6 +187,7 @@ class _RotatedProduct(torch.autograd.Function):
         grads = tuple(grad.contiguous() for grad in grads)
         keys, parts = grads[1].shape[-2], None
         if joint is not None:
+            # Values have no norm, so the norms' gradients read queries and keys only.
             joint = joint[:, :, :-keys]
             parts = room_for_parts(ctx.norm_places, norms, programs_of(joint.shape[1]))
         joint_grad = heads_gradient(joint, tuple(norms), cache, grads, parts, ctx.heads.eps)  # type: ignore[arg-type]

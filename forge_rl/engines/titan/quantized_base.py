@@ -50,7 +50,9 @@ class QuantizedWeight:
         """Quantise this rank's rows, [rows, inputs]; returns False if a value is not finite."""
         codes, scales = quantize(values, self.base_format)
         _local(self.codes).copy_(codes)
+        # The bits of float32, not its value: see SCALES.
         _local(self.scales).copy_(scales.view(torch.int32))
+        # A block's scale is not finite if one of its values is not.
         return bool(scales.isfinite().all())
 
 

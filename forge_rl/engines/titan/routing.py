@@ -78,7 +78,9 @@ class ReplayRouter(TokenChoiceTopKRouter):
         """Return a bias that excludes all experts but the replayed ones, [1, L, experts] float32; 0 if unknown."""
         is_known = (replayed >= 0).all(-1, keepdim=True)
         shape = (*replayed.shape[:-1], self.num_experts)
+        # Adding -1e30 drowns any score in float32, so only the replayed experts can be chosen.
         aversion = torch.full(shape, _NEVER, device=replayed.device).scatter(-1, replayed.clamp(min=0), 0.0)
+        # A token without a full record chooses freely.
         return aversion.where(is_known, 0.0)
 
     @torch.no_grad()
@@ -122,6 +124,7 @@ def choice_counts(
         is_replayed: [...] bool, None if none are replayed.
         experts: number of experts.
     """
+    # Padding adds 0 instead of being filtered out, which would need its size on the host.
     increments = real[..., None].expand_as(expert_ids).flatten().long()
     counts = increments.new_zeros(experts + 3)
     load = counts[:experts].scatter_add_(0, expert_ids.flatten(), increments)
@@ -220,5 +223,6 @@ def _like(values: torch.Tensor, other: torch.Tensor, *, sharded: bool = False) -
     """Return values that all tensor-parallel ranks hold, as a DTensor if `other` is one: whole, or sharded alike."""
     if not isinstance(other, DTensor):
         return values
+    # Every rank has the same values, so torch need not compare them.
     replicated = DTensor.from_local(values, other.device_mesh, run_check=False)
     return replicated.redistribute(placements=other.placements) if sharded else replicated

@@ -145,6 +145,7 @@ class RowStates:
             values.cpu().numpy() for values in (self.row.positions, self.row.trees, self.row.until)
         )
         is_token = trees >= 0  # rows that were joined have padding between them
+        # A row of nothing but padding gets one run, so that no call is without tokens.
         is_token[0] |= not is_token.any()
         # A run ends with its branch, with its episode, or at a jump in positions.
         is_continued = (
@@ -189,6 +190,7 @@ class RowStates:
             # Index `size` stands for a token of zeros; one comes first, for padding to point at.
             places, sequences, offset = np.zeros(size, np.int64), [np.full(1, size)], 1
             for run in self._runs:
+                # The last tokens before the run in its own episode, or zeros where the episode is shorter.
                 context = run.ancestors[max(0, len(run.ancestors) - width) :]
                 zeros = np.full(width - len(context), size)
                 sequences += [zeros, context, np.arange(run.first, run.end)]
@@ -251,6 +253,7 @@ def _schedule(levels: list[list[_CallSegment]], row: Row, chunk: int) -> Schedul
         # Calls group a level's segments by length, so the next level looks up its parents by this order.
         ranks = np.argsort(np.concatenate([np.array(members) for members in batches.values()]))
         scheduled_levels.append(tuple(calls))
+    # Padding reads the zeros appended after all outputs.
     places[places < 0] = offset
     recomputed_tokens = sum(len(segment.context) for level in levels for segment in level)
     return Schedule(tuple(scheduled_levels), torch.from_numpy(places).to(device), recomputed_tokens)

@@ -45,12 +45,14 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
 
     Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient, and no adapters.
     """
+    # Buffers, as only `steer` moves them, but part of the policy.
     steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIASES))
     for name, weight in itertools.chain(model.named_parameters(), steering):
         if name.endswith((*ADAPTERS, SCALES)):
             continue
         if name.endswith(CODES):
             stem = name.rpartition(".")[0]
+            # The codes stand for the whole layer's weight; its scales are skipped above.
             yield f"{stem.replace('_checkpoint_wrapped_module.', '')}.weight", model.get_submodule(stem).weight  # type: ignore[misc]
             continue
         copied = name == "lm_head.weight" and _copies_embedding(model)
@@ -119,6 +121,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
         unused -= {pattern for pattern, matches in matched.items() if matches}
         frozen = {match for matches in matched.values() for match in matches}
+        # A stack is a single parameter, which cannot be frozen in part.
         if frozen and len(frozen) < len(names):
             raise ConfigError(
                 f"{name!r} is trained as one, and {len(frozen)} of its {len(names)} experts would be frozen",
@@ -178,6 +181,7 @@ def block(
     """
     start, size, cuts = [0] * len(shape), list(shape), [1] * len(shape)
     axes = list(zip(mesh, coordinate, placements, strict=True))
+    # Plain shards cut first, left to right; strided ones cut their results, right to left.
     strided = [axis for axis in axes if isinstance(axis[2], _StridedShard)]
     for ranks, index, placement in [axis for axis in axes if axis not in strided] + strided[::-1]:
         if isinstance(placement, _StridedShard):

@@ -65,6 +65,7 @@ def check_trained(model: nn.Module, stages: Sequence[range]) -> None:
     for index, layers in enumerate(stages):
         prefixes = [f"layers.{number}." for number in layers]
         prefixes += ["tok_embeddings."] if index == 0 else []
+        # A tied embedding serves as the head, and is trained on the last stage too.
         prefixes += ["norm.", "lm_head.", "tok_embeddings."] if index == len(stages) - 1 else []
         if not any(name.startswith(tuple(prefixes)) for name in trained_names):
             raise ConfigError(

@@ -97,6 +97,7 @@ class Update:
             proximal=self.proximals[index] if self.proximals else None,
             values=scores.values,
             observed=row.observed if "observations" in self.loss.needs else None,
+            # Column 0 is the sampled token; the others are the teacher's top tokens.
             top_logprobs=scores.logprobs[:, 1:] if scores.logprobs.ndim == 2 else None,
             columns=columns,
             statistics=statistics,
