@@ -32,7 +32,7 @@ class AdapterExport:
 
     lora: LoRAConfig
     names: Mapping[str, tuple[str, str]]
-    """For each key of a factor in the training state, the name of its adapter, see `FactorPair`, and the factor's."""
+    """For each factor's key in the training state: the name of its adapter, see `FactorPair`, and the factor's own."""
     quantization: BaseQuantization | None
     """Weights of the base that the model holds quantised; None if it holds all in full."""
 

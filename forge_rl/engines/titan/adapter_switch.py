@@ -27,7 +27,7 @@ class AdapterSwitch:
     """Parts of the current row, which cover its tokens in order; empty if the model's own adapter acts on all of it."""
 
     def dropped(self, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
-        """Set a share of a module's inputs to 0, the same when the forward pass is recomputed; none if gradients are
+        """Drop out a share of a module's inputs, the same ones if the forward pass is recomputed; none if gradients are
         disabled."""
         share = self.lora.dropout
         if not share or not torch.is_grad_enabled():
@@ -43,8 +43,8 @@ class AdapterSwitch:
 
 
 def rounded_factor(factor: torch.Tensor, lora: LoRAConfig) -> torch.Tensor:
-    """Return float32 values of A or B rounded to the settings' dtype, still in float32 and with the gradient of the
-    rounded values; others unchanged."""
+    """Round a float32 A or B to the settings' dtype, but keep it in float32 and pass its gradient through unrounded;
+    return factors of other dtypes unchanged."""
     if lora.dtype == "float32" or factor.dtype != torch.float32:
         return factor
     # Exact: the difference has no more bits than the factor. Gradients pass a sum without being rounded themselves.

@@ -1,4 +1,4 @@
-"""Splits a row's tokens between context-parallel ranks so that attention takes each of them about the same work."""
+"""Splits a row's tokens between context-parallel ranks so that attention costs each of them about the same work."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def split_row(row: Row, ranks: int, balancer: LoadBalancer, architecture: Archit
 
 
 def _splits(work: torch.Tensor, ranks: int) -> Iterator[tuple[LoadBalancer, torch.Tensor]]:
-    """Yield the tokens of each rank, [ranks, L / ranks], by each balancer."""
+    """Yield each balancer's name, and how it assigns tokens to ranks, [ranks, L / ranks]."""
     share = len(work) // ranks
     yield "none", torch.arange(len(work)).view(ranks, share)
     heads = torch.arange(ranks)

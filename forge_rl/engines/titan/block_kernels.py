@@ -20,12 +20,12 @@ _PROGRAMS = 528
 """Programs that share the tokens of a gradient: four for each multiprocessor of an H100. Each adds up its part of the
 weight's gradient."""
 _ELEMENTS = 4096
-"""Elements of a program of SwiGLU."""
+"""Elements that one program of SwiGLU computes."""
 
 
 def has_kernels(x: torch.Tensor, kernel: str) -> bool:
-    """Return whether a kernel of `system.kernels` that is on runs on a tensor like x: on CUDA in float32 or narrower,
-    and in plans for it."""
+    """Return whether a kernel of `system.kernels` is on and runs on tensors like x: on CUDA, in float32 or narrower, or
+    in a plan for CUDA."""
     on_gpu = x.is_cuda or (x.is_meta and device_type() == "cuda")
     return on_gpu and type(x) is torch.Tensor and x.dtype.itemsize <= 4 and is_on(kernel)
 
@@ -223,12 +223,12 @@ def heads_gradient(
     parts: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Return the gradient by the heads that `rotated_heads` got, and write parts of that by the weights.
+    """Return the gradient by the input of `rotated_heads`, and write partial sums of the weights' gradients to `parts`.
 
     Args:
-        x: as `rotated_heads` got it; None without weights.
-        grads: by the first heads, the others, and heads behind them that were not rotated, whose gradient is copied;
-            contiguous, [1, L, n, head_dim] each.
+        x: the input of `rotated_heads`; None without weights.
+        grads: gradients by the first heads, by the others, and by the heads that were only copied; contiguous,
+            [1, L, n, head_dim] each.
         parts: [programs, head_dim, or twice that with other heads] float32; None without weights.
     """
     grad_x: torch.Tensor = _norm_rope_gradient(x, weights, cache.contiguous(), grads, parts, eps)

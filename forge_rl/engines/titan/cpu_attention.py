@@ -40,7 +40,7 @@ class TreeMask:
     until: torch.Tensor
     """[m] int32, end of the positions that see each key, counted from `first`; see `Row.until`."""
     queries: int
-    """Number of queries, the last of the m positions."""
+    """Number of queries, which are the last of the m positions."""
     branched: bool
     """False if the tree is a single sequence: a query then sees all earlier keys, or those in its window."""
     positions: torch.Tensor
@@ -54,7 +54,7 @@ class TreeMask:
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor | None]]:
         """Yield blocks of queries, the keys that they may see, and the bias on their scores, [n, m] of `dtype`.
 
-        A bias of None is the causal mask of all queries, the last of the keys.
+        A bias of None stands for a causal mask, with the queries as the last of the keys' tokens.
         """
         keys = len(self.until)
         if not self.branched and (self.window is None or keys <= self.window):
@@ -219,8 +219,8 @@ def _pieces(masks: Sequence[TreeMask], q: torch.Tensor, k: torch.Tensor) -> Iter
 
 
 def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Iterator[_AttentionPiece]:
-    """Yield the pieces of a causal mask of queries that are the last of the keys' tokens: blocks on the diagonal, and
-    all keys before each.
+    """Yield the pieces of a causal mask whose queries are the last of the keys' tokens: blocks on the diagonal, and for
+    each block all keys before it.
 
     The kernel divides whole heads among threads in its backward pass. So there are as many blocks, of equal work, as
     keep all threads busy: one if the heads already do.

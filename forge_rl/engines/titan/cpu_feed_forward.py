@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward network that keeps and reads little: our kernel on CUDA, on CPU a manual gradient."""
+"""SwiGLU feed-forward network that keeps and reads little: a Triton kernel on CUDA, a manual gradient on CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm that keeps and reads little: our kernel on CUDA, and on CPU, where torch has none, a manual gradient."""
+"""RMSNorm that keeps and reads little: a Triton kernel on CUDA, and a manual gradient on CPU, where torch has none."""
 
 from __future__ import annotations
 

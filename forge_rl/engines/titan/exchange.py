@@ -72,7 +72,7 @@ def _rounds(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
 
 
 def _counterpart(rank: int, hosts: Sequence[str], host: str) -> int:
-    """Return the rank on another host that has this rank's place there."""
+    """Return this rank's counterpart on another host."""
     # Ranks of one host send to different ranks of another, which spreads the load.
     local_rank = hosts[:rank].count(hosts[rank])
     peers = [peer for peer, peer_host in enumerate(hosts) if peer_host == host]

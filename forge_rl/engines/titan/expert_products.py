@@ -25,7 +25,7 @@ def expert_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
     """Multiply rows, [R, inputs], by their experts' weights, [E, outputs, inputs]: [R, outputs].
 
     Args:
-        ends: [E] int32, the end of each expert's rows; rows behind the last belong to none, and their results and
+        ends: [E] int32, the end of each expert's rows; rows past the last end belong to none, and their results and
             gradients are undefined.
     """
     out: torch.Tensor = _ExpertLinear.apply(x, weight, ends)

@@ -64,7 +64,8 @@ class Export:
         parts: lists the published tensors that a block of a torchtitan weight holds; see `weights.names.Names.parts`.
         file_bytes: maximum size of a file; a larger weight gets its own.
         valued: the weights are a value model's.
-        copies: weights of the training state that are in host memory, by their names there, which are not read again.
+        copies: weights of the training state that are still in host memory, by their names there; these are not
+            read again.
 
     Raises:
         OSError, ValueError, TypeError, LookupError: the folder does not hold a training state.

@@ -96,7 +96,7 @@ def _merged(sums: torch.Tensor, scoring: Scoring) -> torch.Tensor:
 
 
 def _part_columns(tokens: int, vocab: int, itemsize: int) -> int:
-    """Return how many columns of logits have gradients at a time, in parts of about the same size."""
+    """Return how many columns of the logits' gradient to hold at a time, in parts of about equal size."""
     room = min(_CHUNK_BYTES, max(_LEAST_BYTES, gpu_bytes() // _CHUNK_SHARE))
     parts = -(-tokens * vocab * itemsize // room)
     columns = -(-vocab // max(1, parts))
@@ -104,4 +104,4 @@ def _part_columns(tokens: int, vocab: int, itemsize: int) -> int:
 
 
 _TILE = 256
-"""Columns that a program computes together."""
+"""Columns that one program computes."""

@@ -65,7 +65,7 @@ def linear_gradient(
 
 
 def gated_values(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x A^T and x B^T, one behind the other, [..., 2 width], and silu(x A^T) x B^T, [..., width].
+    """Return x A^T and x B^T, one after the other, [..., 2 width], and silu(x A^T) x B^T, [..., width].
 
     Args:
         weight: A and B, one after the other, [2 width, dim], contiguous.
@@ -190,7 +190,7 @@ def _(grad: torch.Tensor, weight: torch.Tensor, joint: torch.Tensor) -> torch.Te
 
 
 def _split_columns(vocab: int) -> int:
-    """Return the logits of a token that a program reduces, a multiple of a tile's."""
+    """Return how many logits of a token one program reduces, a multiple of a tile's columns."""
     # Whole tiles, so that no tile belongs to two splits.
     tiles = -(-vocab // _TILE["BLOCK_N"])
     return -(-tiles // _SPLITS) * _TILE["BLOCK_N"]

@@ -146,7 +146,7 @@ def attend(
         key: [1, key heads, L, head_dim].
         value: [1, key heads, L, width].
         scaling: factor on the scores; None means 1 / sqrt(head_dim).
-        softcap: bound of the scores, by tanh.
+        softcap: bound that tanh puts on the scores.
         s_aux: [heads], attention sinks.
         options: other options, which must have no effect.
 

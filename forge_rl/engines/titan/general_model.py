@@ -215,7 +215,7 @@ def build_general(architecture: Architecture, settings: TrainSettings, *, values
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a module, and returns an output that was set before."""
+    """Takes the place of a module, records its input, and returns an output that was set before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class _StandIn(nn.Module):
 
 
 class _DecoderOutput(MoeModelOutputWithPast):
-    """Output of a decoder that has None for all that a model's own decoder may return besides hidden states."""
+    """Output of a decoder with None in place of everything but the hidden states."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

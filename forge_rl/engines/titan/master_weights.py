@@ -15,7 +15,7 @@ _LARGE = 320 << 16
 
 
 class MasterWeights:
-    """Has a model's passes run on copies of its weights in a narrower dtype, and adds up their gradients in float32.
+    """Runs a model's passes on copies of its weights in a narrower dtype, and adds up their gradients in float32.
 
         model.masters = MasterWeights(model, torch.bfloat16)
         model(tokens, positions, masks).sum().backward()  # the forward pass makes the copies, for all further passes
@@ -99,7 +99,7 @@ class _Unit:
         self._sum = GradientSum(masters)
 
     def cast(self, dtype: torch.dtype) -> list[nn.Parameter]:
-        """Allocate the copies, whose values are to be set."""
+        """Allocate the copies; the caller fills in their values."""
         is_trained, dim, shape = self.masters[0].requires_grad, joint_dim(self.masters), [*self.masters[0].shape]
         lengths = [master.shape[dim] for master in self.masters]
         shape[dim] = sum(lengths)
@@ -130,7 +130,7 @@ class _Unit:
         self._copies = []
 
     def _add_up(self, copy: nn.Parameter, member: int | None) -> None:
-        """Have the gradients of a copy added to its master's: by functions that know of the place, and by autograd."""
+        """Route a copy's gradients to its master: by functions that know the place, or by a hook on autograd's own."""
         place = SumPlace(self._sum, member)
         copy.sum_place = place  # type: ignore[attr-defined]
 

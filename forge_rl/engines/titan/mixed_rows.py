@@ -83,16 +83,16 @@ class _PassRow:
         return self.mixed_pass.backward, update.scoring, observations, 0 if top_ids is None else top_ids.shape[1]
 
     def part(self, tokens: slice) -> RowPart:
-        """Return the row as a part of a longer one."""
+        """Return this row as part of a longer one."""
         mixed_pass = self.mixed_pass
         draw = (mixed_pass.planned, *self.row.token_ids.tolist()) if mixed_pass.switch.lora.dropout else ()
         return RowPart(tokens, replace(mixed_pass.switch, row=draw), mixed_pass.factors)
 
 
 def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) -> None:
-    """Run passes over rows of at most `longest` tokens, each of one adapter or of several.
+    """Run passes over rows of at most `longest` tokens, each shared by one or more adapters.
 
-    Errors and gradients are then in the passes.
+    Errors and gradients are left in the passes.
 
     Raises:
         Exception: a row could not be computed, such as for lack of memory; no pass counts then.

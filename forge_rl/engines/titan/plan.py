@@ -31,7 +31,7 @@ from forge_rl.errors import ForgeError, ModelError
 from forge_rl.packing.rows import Row
 
 _EXPERTS = re.compile(r"\.(inner_)?experts\.")
-"""In names of weights of stacked experts, torchtitan's and transformers'."""
+"""Matches names of stacked experts' weights, torchtitan's and transformers'."""
 
 
 @dataclass(frozen=True, kw_only=True)

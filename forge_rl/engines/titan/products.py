@@ -23,7 +23,7 @@ from forge_rl.engines.titan.gradient_sums import SumPlace, room_for_parts, sum_p
 
 
 class Heads(NamedTuple):
-    """What to make of the heads of a product."""
+    """How to interpret the heads in a product's output."""
 
     queries: int
     """Number of the first heads, which are queries; half of the others are keys, and the last are values."""
@@ -63,7 +63,7 @@ def joint_linear(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return silu(x A^T) x B^T, [..., hidden], of a weight that holds A and B one after the other."""
+    """Return silu(x A^T) x B^T, [..., hidden], where the weight holds A and B one after the other."""
     out: torch.Tensor = _GatedProduct.apply(x, weight)
     return out
 
@@ -82,7 +82,7 @@ def rotated_product(
 
     Args:
         weight: the three weights, one after the other.
-        norms: of the queries and of the keys, [head_dim] each.
+        norms: weights of the queries' norm and of the keys', [head_dim] each.
         cache: see `norm_rope`.
     """
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _RotatedProduct.apply(x, weight, *norms, cache, heads)

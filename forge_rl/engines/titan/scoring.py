@@ -133,8 +133,8 @@ class RowScorer:
     def logprobs(
         self, model: PolicyModel | GeneralModel, rows: Sequence[Row], temperature: float
     ) -> list[torch.Tensor]:
-        """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
-        device, empty on a pipeline stage without the head."""
+        """Return the logprobs of the targets where the mask is True, or a value model's values: `[L]` for each row, on
+        the device; empty on a pipeline stage without the head."""
         # A generator: each row is copied to the device only when its turn comes.
         row_scores = (self.score(model, self.on_device(row), Scoring(temperature=temperature)) for row in rows)
         outputs = [scores.first if scores.values is None else scores.values for scores in row_scores]

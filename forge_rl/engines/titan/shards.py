@@ -21,7 +21,7 @@ from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 _BIASES = (".expert_bias_E", *ROUTER_BIASES)
-"""Ends of the names of biases that choose experts, torchtitan's and transformers'."""
+"""Suffixes of the names of biases that choose experts, torchtitan's and transformers'."""
 ADAPTERS = "lora_A", "lora_B"
 """Names of a linear layer's factors, see `lora.py`: A, [rank, inputs], and B, [outputs, rank]. Experts' factors have
 names that end with these."""

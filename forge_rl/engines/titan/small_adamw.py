@@ -1,4 +1,4 @@
-"""AdamW whose moments take 2 bytes or about 1 in place of 4, rounded stochastically."""
+"""AdamW with moments of 2 bytes, or about 1, instead of 4, rounded stochastically."""
 
 from __future__ import annotations
 

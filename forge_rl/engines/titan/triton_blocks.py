@@ -250,7 +250,7 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
 def swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     a, b, grad, joint, elements, width, a_stride, b_stride, BLOCK: tl.constexpr
 ):
-    """Write both gradients of silu(a) b, one behind the other in each row."""
+    """Write both gradients of silu(a) b, one after the other in each row."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
     row, column = place // width, place % width

@@ -92,7 +92,7 @@ def clamped_swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(logits, token, experts, column, SIGMOID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a token's scores of all experts, 0 behind the last."""
+    """Return a token's scores of all experts, and 0 past the last one."""
     logit = tl.load(logits + token * experts + column, mask=column < experts, other=float("-inf"))
     if SIGMOID:
         return 1.0 / (1.0 + tl.exp(-logit))
@@ -152,7 +152,7 @@ def choice_gradient_kernel(  # type: ignore[no-untyped-def]
     NORMALISES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient by a token's logits of the weights of its experts, which are kept."""
+    """Write the gradient by a token's logits, given that by the weights of its chosen experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     score = _scores(logits, token, experts, column, SIGMOID)

@@ -11,7 +11,7 @@ import triton.language as tl
 def _tile(  # type: ignore[no-untyped-def]
     a, b, row, column, inner, a_stride, column_stride, inner_stride, BLOCK_K: tl.constexpr
 ):
-    """Return a tile of a product, in float32: rows of a, [., inner], with columns of b at strides."""
+    """Return a tile of a b in float32, from rows of a, [., inner], and columns of b, which may have any strides."""
     place = tl.arange(0, BLOCK_K)
     left = a + row[:, None].to(tl.int64) * a_stride + place[None, :]
     right = b + column[None, :].to(tl.int64) * column_stride + place[:, None] * inner_stride

@@ -51,7 +51,7 @@ class Update:
 
     @property
     def divisor(self) -> float:
-        """Number that the sum of the loss over all rows is divided by."""
+        """Number that divides the loss's sum over all rows."""
         return self.loss.divisor(self.counts)
 
     @property
@@ -63,10 +63,10 @@ class Update:
         )
 
     def inputs(self, index: int, row: Row, scores: TokenScores, statistics: Mapping[str, torch.Tensor]) -> LossInputs:
-        """Return the loss's inputs of the row with an index.
+        """Return the loss's inputs for one of the minibatch's rows.
 
         Args:
-            row: the row, where the scores are.
+            row: the row, on the scores' device.
             scores: [L], with logprobs [L, 1 + k] if the row has a column of k "top_ids".
             statistics: the row's part of `minibatch_statistics`.
         """
@@ -136,8 +136,8 @@ def minibatch_statistics(
     Args:
         rows: the trained tokens of each of this share's rows, see `LossInputs.at`.
         places: their positions in the row, and the row's length.
-        peers: ranks that have the same rows, in succession.
-        group: the ranks that have rows; all by default.
+        peers: number of consecutive ranks that have the same rows.
+        group: ranks that compute the loss; all by default.
 
     Returns:
         The statistics of each of this share's rows, see `spread`.

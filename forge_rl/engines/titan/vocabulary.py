@@ -26,7 +26,7 @@ def split_token_scores(
         logits: [N, V / ranks] float32 or float64, this rank's part of the vocabulary, split as by DTensor's Shard: all
             parts but the last ones are equally long. Nothing else may read them.
         targets: [N] or [N, K] int64, ids in the whole vocabulary.
-        mesh: ranks that share the vocabulary, one axis.
+        mesh: one-dimensional mesh of the ranks that share the vocabulary.
         vocab: V.
     """
     first = min(vocab, -(-vocab // mesh.size()) * mesh.get_local_rank())
@@ -34,7 +34,7 @@ def split_token_scores(
 
 
 class _SplitTokenScores(torch.autograd.Function):
-    """Manual gradients, as in token_scores, for each part."""
+    """Scores with a manual gradient, as in `token_scores`, for this rank's part of the vocabulary."""
 
     @staticmethod
     def forward(
