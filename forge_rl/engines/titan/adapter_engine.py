@@ -217,6 +217,7 @@ class TitanAdapters:
         with engine.forgetting_failures(keeps_gradients=True):
             run_mixed(engine, list(mixed.values()), engine.longest_row)
         names = [adapter_pass.name for adapter_pass in passes]
+        # An unknown name fails only its own pass.
         return [self._kept(mixed[name], self._trainings[name]) if name in mixed else _unknown(name) for name in names]
 
     def step(self, name: str, adam: AdamStep) -> dict[str, Value]:

@@ -80,6 +80,7 @@ class _AddNorm(torch.autograd.Function):
         if grad is None:
             return grad_total, grad_total if ctx.adds else None, None, None
         total, weight, inverses = ctx.saved_tensors
+        # Gradient of the residual path; the kernel adds it to the norm's in the same pass.
         residual = None if grad_total is None else grad_total.contiguous()
         # Each program writes its part of the weight's gradient; atomic additions would make the sum's order vary.
         parts = room_for_parts((ctx.place,), (weight,), programs_of(inverses.numel()))
@@ -129,6 +130,7 @@ class _KernelSwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b = ctx.saved_tensors
+        # One kernel writes both gradients into the halves of a tensor.
         return tuple(swiglu_gradient(a.contiguous(), b.contiguous(), grad.contiguous()).chunk(2, dim=-1))
 
 
@@ -286,6 +288,7 @@ def _norm_rope_gradient(
 
     grad_x = _all_heads(grads)
     tokens, dim = grad_x.shape[1], grad_x.shape[-1]
+    # Counts of heads follow from the gradients' shapes; None means none of that kind.
     first, num_others, copied = (0 if grad is None else grad.shape[-2] for grad in grads)
     # Without norms there are no parts, and any number of programs will do.
     programs, stride = (programs_of(tokens), 0) if parts is None else (len(parts), parts.stride(0))

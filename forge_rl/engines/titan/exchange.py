@@ -50,6 +50,7 @@ def shards_of_own_host(
         else:
             # Kept by bucket, so that each round sends the buckets of its own.
             leaving[entry.bucket].append((index_of[entry.name], entry, shard))
+    # All ranks take part in every round, also those with nothing to send.
     for buckets in _rounds(drafted.written):
         rank_shards: _Leaving = defaultdict(list)
         for bucket in buckets:
@@ -122,4 +123,5 @@ def _read(drafted: Manifest, header: list[int], message: torch.Tensor) -> Iterat
         length = replace(entry, shape=tensor_slice.size).bytes
         values = message[offset : offset + length].view(entry.torch_dtype).view(tensor_slice.size)
         yield LocalShard(name=entry.name, tensor_slice=tensor_slice, values=values)
+        # A header entry is the tensor's index, then a start and a size for each dim.
         position, offset = position + 1 + 2 * dims, offset + length + -length % _ALIGN

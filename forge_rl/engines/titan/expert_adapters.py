@@ -73,6 +73,7 @@ def expert_sum(
     padding = 0 if x.dtype == torch.float64 else -rank % (_ALIGNED_BYTES // x.element_size())
     if padding:
         a, b = nn.functional.pad(a, (0, 0, 0, padding)), nn.functional.pad(b, (0, padding))
+    # The scale belongs to the adapter's own rank, without the padding.
     scale: float = module.adapters.lora.scale_of(rank)
     return out + scale * expert_linear(expert_linear(x, a, ends), b, ends)
 

@@ -135,6 +135,7 @@ class Export:
         """List the source's tensors that are not trained, except buffers and the copy of a tied head."""
         files = tensor_files(self._source)
         trained = {part.name for region in regions for part in self._parts_of(region)}
+        # Sorted, as every process must assign them to the same files.
         untrained_names = [name for name in sorted(files.keys() - trained - _REDUNDANT) if not name.endswith(_BUFFER)]
         for path in sorted({files[name] for name in untrained_names}):
             with open_weights(path) as file:
@@ -204,6 +205,7 @@ class Export:
             weight_map=placed,
             total_bytes=total,
             valued=self._valued,
+            # A trained head in the files means that the model does not tie it to the embedding.
             untied=HEAD in placed,
         )
         name_added_stop(self._source, folder)

@@ -80,6 +80,7 @@ class GeneralModel(nn.Module):
         self.routers = general_routers(causal)
         mixers = recurrent_mixers(causal)
         self.recomputed_tokens = 0 if mixers else None
+        # Layers with memory must not carry it from one episode of a row to the next.
         restart_states(mixers, causal.config)
         restart_places(causal)
         with torch.device("meta"):
@@ -91,6 +92,7 @@ class GeneralModel(nn.Module):
         # Only a model that changes its logits pays for autograd in the head, see `FloatHead.forward`.
         if not values and self._around_head.changes_logits(architecture.vocab):
             self.lm_head.transform = self._around_head.logits
+        # `to_empty` will wipe buffers, which no file holds.
         self._buffers_of_config = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.config = causal.config
         if torch.get_default_dtype() == torch.float64:
@@ -152,6 +154,7 @@ class GeneralModel(nn.Module):
             hidden = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False
             ).last_hidden_state
+            # Counted in training passes only, as the metric is of updates.
             if self.recomputed_tokens is not None and torch.is_grad_enabled():
                 self.recomputed_tokens += context.states.recomputed_tokens
             hidden = self._around_head.hidden(hidden)

@@ -141,6 +141,7 @@ class SumPlace:
     def add_rows(self, places: torch.Tensor, values: torch.Tensor, length: int) -> None:
         """Add rows, [n, dim], to the rows `places`, [n] int64, of a gradient with `length` rows; deterministic."""
         if (total := self.sum.total(self.member)) is None:
+            # Most rows of an embedding get no gradient, so rows are added to zeros.
             self.add(total := values.new_zeros(length, values.shape[1], dtype=self.sum.dtype))
         total.index_put_((places,), values.to(total.dtype), accumulate=True)
 

@@ -55,6 +55,7 @@ class KernelCheck:
     def failure(self) -> str:
         """Return how the kernel fails, in results or gradients; "" if it does not."""
         try:
+            # The formula runs in float64, so the deviation is the kernel's own.
             results = _with_gradients(self.function, [x.detach().clone() for x in self.inputs])
             exact_results = _with_gradients(self.formula, [x.double() for x in self.inputs])
             shares = [_deviation(result, exact) for result, exact in zip(results, exact_results, strict=True)]
@@ -105,6 +106,7 @@ def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
     yield from _score_checks(architecture, draw(_ROWS, architecture.vocab, kind=torch.float32) * 4)
     if dtype.itemsize < 4:
         outputs = min(_HEAD_OUTPUTS, architecture.vocab)
+        # Spread over the vocabulary, so that every tile has some.
         targets = torch.arange(_TOKENS, device=device) * 7 % outputs
         yield KernelCheck(
             kernel="head",
@@ -291,6 +293,7 @@ def _product_checks(
                 q, k = (rms_norm(part, (head_dim,), norm, eps) for part, norm in zip((q, k), norms, strict=True))
             return _rotated(q, cache), _rotated(k, cache), v
 
+        # With and without norms: the latter frees the product, which is another path.
         for norms in ((draw(head_dim), draw(head_dim)), ()):
             yield KernelCheck(
                 kernel="rope", function=rotated, formula=formula, inputs=(*inputs, *norms), tolerance=tolerance

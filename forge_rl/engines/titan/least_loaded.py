@@ -79,6 +79,7 @@ class LeastLoadedExperts(RoutedExperts):
         out = self._spread(
             loans, local_counts, dispatcher._dispatch_token_exchange(x[tokens], group, route.receive, route.send)
         )
+        # Results travel back the way the rows came: send and receive counts are swapped.
         returned_rows = dispatcher._combine_token_exchange(out, group, route.send, route.receive)
         summed: torch.Tensor = dispatcher.summed(returned_rows, tokens, topk_scores_BLK.flatten()[send_order], x)
         return summed.view_as(x_BLD)

@@ -74,6 +74,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                         jobs.append(functools.partial(_quantize, block, *source))
                     else:
                         jobs.append(functools.partial(_copy, part.of(block), *source))
+        # Reading pages and casting keep several cores busy, and each job writes memory of its own.
         with ThreadPoolExecutor(THREADS, "load") as threads:
             for _ in threads.map(operator.call, jobs):  # an error cancels the jobs that wait
                 pass

@@ -161,12 +161,14 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
             input_placements = [Shard(inputs.ndim - 1) if isinstance(a_place, Shard) else Replicate()]
         elif not inputs.placements[0].is_replicate():
             grads = [Partial()]  # of this rank's tokens
+        # With B split, each rank sees only its outputs' share of x's gradient.
         x_grads = [Partial()] if isinstance(b_place, Shard) else input_placements
         x = inputs.redistribute(placements=input_placements).to_local(grad_placements=x_grads)
         placements = (
             input_placements if is_whole else [Partial() if isinstance(a_place, Shard) else Shard(inputs.ndim - 1)]
         )
     parts = [
+        # A split factor's gradient is complete on its rank; a whole one's is summed where it is partial.
         factor.to_local(grad_placements=list(factor.placements) if factor.placements[0].is_shard() else grads)
         for factor in (a, b)
     ]

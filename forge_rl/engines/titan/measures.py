@@ -56,6 +56,7 @@ class Measures:
             dtype: iter([next(values_of_dtypes) for tensor in tensors for _ in range(len(tensor))])
             for dtype, tensors in flat.items()
         }
+        # Hand the numbers back in the order in which they were added; each dtype's values come in that order.
         number_lists = [
             [next(host_values[number.dtype]) for _ in range(number.numel())]
             if isinstance(number, torch.Tensor)
@@ -128,6 +129,7 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
         return
     # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
     mask, difference = inputs.mask, inputs.logprobs - inputs.behaviour
+    # A negative version marks tokens that no engine sampled, such as given answers.
     sampled, gap = mask & (inputs.versions >= 0), difference.abs()
     fresh = torch.zeros_like(mask) if version is None else sampled & (inputs.versions == version)
     masks = torch.stack([fresh, sampled ^ fresh])
@@ -178,6 +180,7 @@ def _measure_sampled(
         divergences["kl_reference"] = estimates(reference_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     kinds = [f"{name}/{kind}" for name, kinds in divergences.items() for kind in kinds]
     values |= zip(kinds, (value for kinds in divergences.values() for value in kinds.values()), strict=True)
+    # With several sources, one `index_add_` computes every sum of every source.
     names = sorted(set(inputs.sources))
     if len(names) > 1:
         source_index = {name: index for index, name in enumerate(names)}
@@ -214,6 +217,7 @@ def _measure_values(values: torch.Tensor, inputs: LossInputs, tokens: int, measu
     measures.add("values/mean", Mean, values.where(inputs.mask, 0.0).sum(), tokens)
     returns = inputs.columns.get("returns")
     if returns is not None:
+        # Explained variance subtracts sums of squares, which would cancel in float32.
         targets = returns.where(inputs.mask, 0.0).double()
         errors = (returns - values).where(inputs.mask, 0.0).double()
         measures.add("values/returns", Mean, targets.sum(), tokens)

@@ -188,6 +188,7 @@ def _find_statistics(engine: TitanEngine, passes: Sequence[MixedPass], longest: 
             inputs[id(row.mixed_pass)][row.index] = row_inputs.at(places), places
     reshard(engine.model)
     for mixed_pass in needing:
+        # Back into the order of the pass's own rows.
         parts = [part for _, part in sorted(inputs[id(mixed_pass)].items())]
         lengths = [len(row) for row in mixed_pass.update.minibatch.rows]
         row_places = [(indices, length) for (_, indices), length in zip(parts, lengths, strict=True)]

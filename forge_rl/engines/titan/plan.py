@@ -118,6 +118,7 @@ def plan_training(
         row, offloaded = row - (kept_layers - 1) * hidden_bytes, kept_layers * hidden_bytes
     if cp > 1:  # each rank keeps the keys and values of the whole row, and one layer's also as they were gathered
         layers = kept_layers if settings.activation_checkpointing == "none" else 1
+        # The other cp - 1 parts of each kept layer, and all cp parts of one layer as they were gathered.
         kv_elements = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
         row += 2 * kv_elements * dtype.itemsize // tp
     is_recomputed = settings.activation_checkpointing != "none" and hidden_bytes < MAPPED_BYTES

@@ -54,6 +54,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         logits, as a `MoE` reads nothing but their shape."""
         bias = expert_bias_E
         if self.replayed is not None:
+            # torchtitan adds the bias to the scores in the choice only, so the weights stay the router's own.
             bias = _like(self._aversion(self.replayed), x_BLD)
             bias = bias if expert_bias_E is None else bias + expert_bias_E
         # The kernel does not know groups of experts.

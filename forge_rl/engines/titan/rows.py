@@ -65,6 +65,7 @@ def on_device(
         row_sequences = sequences(row) if split is None else None
         if row_sequences is not None:
             parts["ends"] = row_sequences.ends
+        # Prefixes keep columns and parts apart from the row's own tensors in the shared buffer.
         columns = {f"column.{name}": column for name, column in row.columns.items()}
         device_tensors = copied(
             row.tensors() | columns | {f"part.{name}": part for name, part in parts.items()}, device

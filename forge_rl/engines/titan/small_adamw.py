@@ -127,6 +127,7 @@ class SmallAdamW(torch.optim.Optimizer):
             small = self._kind == "int8" and parameter.numel() >= LEAST_INT8
             dtype = torch.uint8 if small else torch.bfloat16 if self._kind == "bfloat16" else torch.float32
             for name in ("exp_avg", ROOT):
+                # Code 0 is not the value 0: moments start at the code that stands for it.
                 zero = int((_codes(name == "exp_avg") == 0).nonzero()) if small else 0
                 state[name] = torch.full((size,), zero, dtype=dtype, device=device)
                 if small:
@@ -152,6 +153,7 @@ class SmallAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         weights, grads = local(parameter).detach().view(-1), local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        # Step and index identify the draw: equal shards round alike, and a resumed run repeats it.
         noise = torch.Generator(weights.device).manual_seed(derive_seed(step, "rounding", index))
         lr, (beta1, beta2) = group["lr"], group["betas"]
         for first in range(0, len(weights), _AT_ONCE):

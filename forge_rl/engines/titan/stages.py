@@ -114,6 +114,7 @@ class Pipeline:
         if self._stage.is_first:
             return token_ids
         parts = 1 if self._split is None else self._split.size()
+        # Tensor-parallel ranks split hidden states by tokens; each receives its part from its counterpart.
         hidden = self._received((1, tokens // parts, self._dim), self._before, self._onward)
         # Received states are a leaf: its gradient is what goes back to the previous stage.
         self._entered = hidden.requires_grad_(torch.is_grad_enabled())

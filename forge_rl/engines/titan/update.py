@@ -182,6 +182,7 @@ def _gathered(local_tokens: LossInputs, group: dist.ProcessGroup | None) -> list
     tensors: dict[str, torch.Tensor] = local_tokens.per_token() | {
         f".{name}": column for name, column in local_tokens.columns.items()
     }
+    # int64, float32 and bool share one matrix: float64 holds all of their values here exactly.
     flat = torch.cat([tensor.double().reshape(len(tensor), _width(tensor)) for tensor in tensors.values()], 1)
     counts = [torch.zeros(1, dtype=torch.int64, device=flat.device) for _ in range(world)]
     dist.all_gather(counts, torch.tensor([len(flat)], device=flat.device), group=group)
