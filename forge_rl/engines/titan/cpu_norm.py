@@ -52,6 +52,6 @@ class _RMSNorm(torch.autograd.Function):
         products = (grad * x).flatten(0, -2)
         dots = products.mv(weight).view_as(inverse)
         grad_weight = products.t().mv(inverse.flatten()) if ctx.needs_input_grad[1] else None
-        # The products are no longer needed, so the result takes their memory.
+        # Nothing reads the products again, so the result takes their memory.
         grad_x = torch.mul(grad, weight, out=products.view_as(x)).mul_(inverse)
         return grad_x.addcmul_(x, inverse.pow(3).mul_(dots).div_(-x.shape[-1])), grad_weight, None

@@ -41,8 +41,8 @@ class GradientSum:
         first gradient."""
         if member is not None:
             return self._masters[member].grad
-        # A caller may have replaced a master's gradient, by None or another tensor. The joint sum is then no longer
-        # what the optimizer will read.
+        # A caller may have replaced a master's gradient, by None or another tensor. The optimizer then reads that,
+        # not its part of the joint sum.
         is_whole = bool(self._views) and all(
             master.grad is view for master, view in zip(self._masters, self._views, strict=True)
         )

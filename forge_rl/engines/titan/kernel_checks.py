@@ -376,7 +376,7 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Ten
 
 
 def _works(device: torch.device) -> bool:
-    """Return whether a device still computes; after a kernel's illegal memory access, it no longer does."""
+    """Return whether a device still computes; after a kernel's illegal memory access, none does."""
     try:
         return float(torch.ones(1, device=device).sum()) == 1
     except Exception:  # of the driver

@@ -175,7 +175,7 @@ class RowStates:
         ends = sorted({run.end for run in self._runs} | (set(starts) - previous.keys()))
         levels: list[list[_CallSegment]] = []
         locations: dict[int, tuple[int, int]] = {}  # of the segment that ends with a token: its level and index there
-        # Parents precede their children in a row, so their locations are known by now.
+        # Parents precede their children in a row, so their locations are known when they are looked up.
         for first, end in zip(starts, ends, strict=True):
             level, parent = locations.get(previous.get(first, first - 1), (-1, 0))
             if level + 1 == len(levels):
