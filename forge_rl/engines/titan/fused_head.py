@@ -12,8 +12,8 @@ from forge_rl.engines.titan.fused_products import linear_gradient, linear_sums
 from forge_rl.engines.titan.gradient_sums import added, sum_place, write_product
 
 _CHUNK_BYTES = 1 << 30
-"""Maximum bytes of logits' gradients held at a time: those of all tokens, for a part of the vocabulary. Each part of
-the weight's gradient is thus added to its sum once."""
+"""Maximum bytes of logits' gradients held at a time, for all tokens and a part of the vocabulary. Each part of the
+weight's gradient is thus added to its sum once."""
 _CHUNK_SHARE = 80
 """They take at most 1/80 of a GPU's memory, less than a plan counts for torch's products."""
 _LEAST_BYTES = 128 << 20

@@ -68,7 +68,7 @@ class KernelCheck:
 def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
     """Run each kernel on random inputs with a model's own dimensions, and turn off those that fail or deviate.
 
-    This compiles the very programs that the model's first step needs. The checks leave torch's random state as it is.
+    This compiles the very programs that the model's first step needs. The checks do not touch torch's random state.
 
     Args:
         dtype: of the activations.
