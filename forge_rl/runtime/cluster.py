@@ -165,8 +165,9 @@ class Cluster:
             self.on_lost.tell(host, cause)
 
     def tell_change(self) -> None:
-        """Wake those who wait for a `change`, which they look for themselves."""
+        """Wake everyone who waits for a `change`; they check for themselves what has changed."""
         self._changed.set()
+        # The event that was set wakes those who wait now; later ones wait for the next change.
         self._changed = asyncio.Event()
 
     async def change(self) -> None:
@@ -239,6 +240,7 @@ class Cluster:
                     str(log),
                     tuple(imports),
                     tuple(sys.path),
+                    # An argument of the bootstrap, not a variable, as /proc shows a process's initial environment.
                     kept_back() if secrets else {},
                     "" if self.shares_files(host) else self._gathered.name,
                 ),
@@ -265,12 +267,13 @@ class Cluster:
         if mesh is None or mesh.host in self.lost_hosts:
             return
         task = asyncio.ensure_future(mesh.procs.stop())
-        await asyncio.wait([task], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation
+        await asyncio.wait([task], timeout=deadline_s)  # unlike `await`, raises neither its error nor its cancellation
         if not task.cancel() and not task.cancelled():
-            task.exception()  # not logged
+            task.exception()  # marks it as seen, so that asyncio does not log it
 
     async def close(self) -> None:
         """Stop all meshes."""
+        # Watchers end first: they fetch the last output through their agents, which are meshes too.
         await asyncio.gather(*(watcher.close() for watcher in self._watchers.values()))
         await asyncio.gather(*map(self.stop, list(self._meshes)))
 
@@ -302,6 +305,7 @@ def _fork_modules(env: Mapping[str, str]) -> str:
 
 
 @functools.cache
+# Makes the names of this run's fork servers unguessable.
 def _fork_key() -> str:
     return random_secrets.token_hex(16)
 

@@ -127,6 +127,7 @@ class Link:
             return
         self._broken = (_DIED if died else _STOPPED, cause.encode())
         for number, call in self._calls.items():
+            # Without a record of what was running, blame stays unknown; with one, only the calls in it are blamed.
             kind = _DIED if in_hand is None else _KILLED if number in in_hand else _SPARED
             call.put((kind, cause.encode()) if died else self._broken)
         self._calls.clear()
@@ -150,6 +151,8 @@ class Link:
         if self._broken is not None:
             self._value(method, *self._broken)  # raises
         try:
+            # Pickled here rather than in `_post`, so that a bad argument raises in its own caller and breaks no other
+            # call.
             payload = _dumps(args)
         except Exception as error:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
@@ -160,6 +163,7 @@ class Link:
     def _put(self, message: Request) -> None:
         self._outbox.append(message)
         self._waiting.set()
+        # Started by the first call, as a replica without calls need not answer polls.
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -181,6 +185,7 @@ class Link:
 
     async def _run(self) -> None:
         try:
+            # If either task fails, the other ends too: half a link would leave its calls waiting.
             async with TaskGroup() as group:
                 group.create_task(self._post())
                 group.create_task(self._collect())
@@ -200,15 +205,19 @@ class Link:
             replies: list[Reply] = pickle.loads(await self._actor.link_collect.call_one(POLL_S))
             self.silent_polls = 0
             for number, kind, payload in replies:
+                # An item leaves its stream open; any other reply is a call's last.
                 call = self._calls.get(number) if kind == _ITEM else self._calls.pop(number, None)
                 if call is None or call.done():  # cancelled meanwhile
                     continue
                 if kind != _ITEM:
                     call.put((kind, payload))
                     continue
+                # A stream's deadline counts from its previous item.
                 self.deadlines.start(call)
                 assert call.on_item is not None, "a plain method yields no items"
                 try:
+                    # The call stays registered, so that `ask` finds it when it wakes and cancels the stream in the
+                    # replica.
                     if call.on_item(self._value(call.method, kind, payload)) is True:
                         call.put((_VALUE, _NONE))
                 except Exception as error:  # the caller's error, unless it broke this link
@@ -289,6 +298,7 @@ class Deadlines:
             else:
                 next_due = min(next_due, call.due)
         self._look_at, self._timer = math.inf, None
+        # No sooner than _LOOK_S from now, so that calls which become late one after another share a scan.
         self._wait(loop, max(next_due, loop_time + _LOOK_S))
 
 
@@ -313,6 +323,8 @@ class LinkEnd:
                 self._tasks[number] = task
                 task.add_done_callback(functools.partial(self._tasks.pop, number))
             elif number in self._tasks:
+                # Removed before it is cancelled: `_answer` thereby tells the controller's cancellation from the
+                # method's own.
                 self._tasks.pop(number).cancel()
 
     async def collect(self, wait_s: float) -> bytes:
@@ -343,6 +355,7 @@ class LinkEnd:
         try:
             result = getattr(self._actor, method)(*pickle.loads(payload))
             if streams:
+                # Closed as soon as the controller cancels, not when the generator is collected.
                 async with contextlib.aclosing(result) as items:
                     async for item in items:
                         await self._put(number, _ITEM, _dumps(item))
@@ -350,6 +363,7 @@ class LinkEnd:
             else:
                 work = result if self.in_hand is None else self.in_hand.noting(number, result)
                 await self._put(number, _VALUE, _dumps(await work))
+        # In an asyncio task, SystemExit and KeyboardInterrupt of user code would end the process and all of its calls.
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and number not in self._tasks:
                 raise  # cancelled by the controller
@@ -371,6 +385,7 @@ def _dumps(value: object) -> bytes:
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
+        # Lambdas and whatever else plain pickle refuses take the same way as definitions of __main__.
         data = b"__main__"
     # __main__ is a different module in the other process, so its definitions must be sent by value.
     if b"__main__" in data:

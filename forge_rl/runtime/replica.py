@@ -172,8 +172,10 @@ class Replica:
             blames: blame the calls that it was executing; False if it was stopped on purpose.
         """
         self.death.set_result(cause)
+        # The file names the calls that were running when the process died; see `in_hand`.
         calls = in_hand.read(self.notes) if blames else ()
         self.blamed = bool(calls)
+        # None: it is unknown which calls were running. (): none is to blame.
         self.link.fail(cause, died=True, in_hand=(calls or None) if blames else ())
 
     async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None, name: str = "") -> Any:
@@ -195,6 +197,8 @@ class Replica:
         key, began = self._begin(name), self.clock()
         answer = asyncio.ensure_future(_call_one(actor, method, args))
         try:
+            # The wait ends with the death as well: Monarch answers calls to a killed process only seconds later, or
+            # never.
             await asyncio.wait((answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.cancelled():  # Monarch cancels calls when the mesh stops; a bare CancelledError would be useless
                 self._on_lost(self, "its mesh has stopped")
@@ -275,6 +279,8 @@ class Replica:
         if not any(map(is_traced, self.tree.roots)):  # a process stopped by a debugger cannot answer
             self.link.silent_polls += self.link.open
         remaining_polls = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
+        # True in exactly one check, the last before the kill. Without notes the process has no handler for SIGUSR2,
+        # which would kill it; see `ServiceActor.note_in_hand`.
         if 0 <= remaining_polls < 1 and self.notes.exists():
             self.tree.signal_roots(signal.SIGUSR2)  # print its stacks before it is killed
         if remaining_polls < 0:
@@ -282,7 +288,7 @@ class Replica:
         return ""
 
     def drain_busy_s(self) -> float:
-        """Return the seconds since the last call of this during which a call was in flight."""
+        """Return the busy seconds since the last drain: time with at least one call in flight."""
         current_time = self.clock()
         seconds = self.busy_s + (current_time - self.busy_since if self.in_flight else 0.0)
         self.busy_s, self.busy_since = 0.0, current_time
@@ -317,12 +323,13 @@ class Replica:
 def _in_slices(value: object) -> list[bytes]:
     """Pickle a value into slices, the last one first.
 
-    The pickler refers to everything that it has pickled. It is freed here and the slices are made `bytes` here, in the
-    thread that calls this: of a gigabyte, either takes the event loop tens of milliseconds.
+    Runs in a worker thread. The pickler refers to everything that it has pickled; freeing it, like copying slices to
+    `bytes`, would block the event loop for tens of milliseconds per gigabyte, so both happen here.
     """
     slices = _Slices()
     pickle.Pickler(slices, pickle.HIGHEST_PROTOCOL).dump(value)
     pieces: list[bytes] = []
+    # Popped one by one, so that at most one slice is in memory twice.
     while slices.taken:
         pieces.append(bytes(slices.taken.pop()))
     return pieces

@@ -125,6 +125,7 @@ class Service:
         """
         number = len(self.replicas) if index is None else index
         dead = self.at(number)
+        # `replicas` has no gaps: an index can only follow one that was spawned before.
         if number > len(self.replicas):
             raise ServiceError("one before it did not start", service=self.name, replica=number, hint="see the events")
         settings = ProcessSettings(host=host, ranks=ranks, env=env or {}, imports=imports, secrets=secrets)
@@ -162,7 +163,9 @@ class Service:
 
     def _put(self, replica: Replica, dead: Replica | None) -> None:
         if dead is not None:
+            # The successor inherits the busy time that nobody has read yet, so that none is lost.
             replica.busy_s = dead.drain_busy_s()
+        # Replaces the dead replica, or appends if the index is the next free one.
         self.replicas[replica.index : replica.index + 1] = [replica]
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
@@ -189,7 +192,7 @@ class Service:
 
     @property
     def supervised(self) -> bool:
-        """True once the service's first replicas have started, and others are started in their place."""
+        """True once the first replicas have started, so that dead ones are replaced from now on."""
         return self._on_end is not None
 
     @property
@@ -247,6 +250,8 @@ class Service:
             try:
                 return await attempt(replica)
             except ReplicaError as error:
+                # The error is not the death of a living replica. One that is away has interrupted its calls, which are
+                # repeated elsewhere.
                 if replica.alive and replica.state is not ReplicaState.AWAY:
                     raise
                 if error.blamed:
@@ -306,7 +311,7 @@ class Service:
         return replica
 
     def drain_busy_s(self) -> list[float]:
-        """Return, by index, the seconds since the last call of this during which a replica had calls in flight."""
+        """Return each replica's busy seconds since the last drain, by index: time with calls in flight."""
         return [replica.drain_busy_s() for replica in self.replicas]
 
     def mark_failed(self, replica: Replica, cause: str) -> None:
@@ -349,14 +354,16 @@ class Service:
         self.set_state(replica, ReplicaState.ABANDONED)
 
     def start_serving(self, replica: Replica) -> None:
-        """Give a replica calls from now on, or once it is back if it is away."""
+        """Route calls to a replica from now on, or once it returns if it is away."""
         replica.serving_since = self.faults.clock()
         if replica.state is not ReplicaState.AWAY:
             self.set_state(replica, ReplicaState.SERVING)
 
     def send_away(self, replica: Replica, cause: str) -> None:
-        """Give a replica no calls until `set_state` makes it serve again; those in flight fail, and are to be repeated
-        on other replicas."""
+        """Route no calls to a replica until `set_state` makes it serve again.
+
+        Calls in flight fail, and their callers repeat them on other replicas.
+        """
         self.set_state(replica, ReplicaState.AWAY)
         replica.link.interrupt(cause)
 
@@ -369,15 +376,18 @@ class Service:
 
     def notify(self) -> None:
         """Wake those who wait for a change."""
+        # Waiters wake although the event is cleared at once: `set` has already resolved their futures.
         self._changed.set()
         self._changed.clear()
 
     async def stop(self) -> None:
         """Stop all replicas' processes. Calls in flight fail."""
+        # From here on `_on_death` records nothing: processes that exit are expected to.
         self.stopping = True
         self.cluster.on_lost.discard(self._on_host_lost)
         self.notify()
         background = list(self._background)
+        # Recoveries in progress would otherwise spawn processes while the old ones are cleaned up.
         for task in background:
             task.cancel()
         if background:
@@ -394,6 +404,7 @@ class Service:
             self._on_fewer_hosts()
 
     def _on_death(self, replica: Replica, cause: str) -> None:
+        # One death has several observers: the pidfd, Monarch, a host's agent and failed calls. The first one counts.
         if not replica.alive:
             return
         replica.fail(cause)
@@ -404,6 +415,7 @@ class Service:
             self.notify()
         elif replica.state is ReplicaState.RETIRED:
             self._on_retired(replica)
+        # The owner of an index that is not wanted has dismissed its replica, and cleans up itself.
         elif replica.index in self.wanted:
             on_end = None if self.faults.closing else self._on_end
             fatal = on_end is None and not self.recoverable
