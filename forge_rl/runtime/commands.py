@@ -113,6 +113,7 @@ async def run_command(
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Have the supervisor kill everything it watches; no effect if it has exited."""
+    # SIGTERM asks the supervisor to kill what it watches; SIGKILL is for a supervisor that does not exit.
     for end in (process.terminate, process.kill):
         with contextlib.suppress(ProcessLookupError):
             end()

@@ -71,5 +71,6 @@ class GatheredLogs:
         for log in output.keys() & offsets.keys():
             with contextlib.suppress(OSError), open(self._folder / log, "ab", opener=open_log) as file:
                 file.write(output[log])  # a full disk costs the output, as it does on this host
+            # Counted even if the write failed, as the host would otherwise send the same bytes again forever.
             offsets[log] += len(output[log])
         return dict(offsets)

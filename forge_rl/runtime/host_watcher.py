@@ -94,7 +94,7 @@ class HostWatcher:
         self._agent: Any = None
         self._names = (f"agent-{host}-{number}" for number in itertools.count())
         self._mark = ""
-        """Name and mark of the current agent."""
+        """Name of the current agent, which is also its mark."""
         self._starting = asyncio.Lock()
         self._watched: dict[str, Watch] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -144,6 +144,7 @@ class HostWatcher:
             return
         async with self._taking:
             output = dict[str, bytes]()
+            # An answer has a megabyte at most, so this asks until nothing new has been printed.
             while offsets := await asyncio.to_thread(self._logs.take, self._host, output):
                 if not (output := await self._call("new_output", self._logs.name, offsets, deadline_s=deadline_s)):
                     return
@@ -199,6 +200,7 @@ class HostWatcher:
 
     def _handle(self, event: Event) -> None:
         watch = self._watched.get(event.mark)
+        # Its tree has been killed on request in the meantime; such events mean nothing.
         if watch is None:
             return
         if event.pid:
@@ -215,6 +217,8 @@ class HostWatcher:
         answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
         looks = 0
+        # A host that was slow lately gets longer in proportion; one that is silent along with all others gets
+        # _SILENT_LOOKS_OF_ALL.
         max_looks = min(_SILENT_LOOKS_OF_ALL, max(_SILENT_LOOKS, _SLACK * max(self._looks, default=0)))
         while looks < max_looks or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers()):
             await asyncio.wait((answer,), timeout=_LOOK_S)
@@ -237,6 +241,7 @@ class HostWatcher:
 
     async def _replace(self, cause: str) -> bool:
         """Replace an agent that died or hangs, unless its whole host does; return whether the host lives."""
+        # Without a watched process nobody else can answer, so an agent that fails is simply replaced.
         if self._watched and not await self._answers():
             self._cluster.lose(self._host, cause)
             return False
@@ -248,6 +253,7 @@ class HostWatcher:
         else:
             self._cluster.lose(self._host, f"{cause}; another agent did not start {_MOST_RESTARTS} times")
             return False
+        # The old agent may only hang. Like every process with a mark, it is killed through the new one.
         await self.kill(old, wait_s=_CALL_S)
         await self._cluster.stop(old)
         for watch in list(self._watched.values()):

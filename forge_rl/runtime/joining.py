@@ -1,4 +1,4 @@
-"""How a host joins a live run: its command, the address at which it serves, and what the controller accepts of it."""
+"""How a host joins a live run: its command, the address at which it serves, and what the controller accepts from it."""
 
 from __future__ import annotations
 

@@ -109,6 +109,7 @@ class Seats:
     def wanted(self) -> int:
         """Number of replicas with seats that the service should have on the hosts that it has now."""
         room = self._room_now()
+        # The ratio of replicas to places stays as it was set, rounded up.
         num_replicas = -(-self._replicas * room // self._room) if self._room else self._replicas
         if self.hosts.gpus and self._min_replicas < self._max_replicas:
             num_replicas = min(num_replicas, room)
@@ -146,9 +147,8 @@ class Seats:
             len(self.hosts.gpus.get(host, ())) // self._size.gpus if self.hosts.gpus else 1 for host in living_hosts
         ]
         room = sum(places) // self._size.hosts
-        while (
-            sum(min(room, num_places) for num_places in places) < room * self._size.hosts
-        ):  # a replica's hosts all differ
+        # A replica's hosts all differ, so a host counts at most once for each replica.
+        while sum(min(room, num_places) for num_places in places) < room * self._size.hosts:
             room -= 1
         return room
 

@@ -82,7 +82,9 @@ class Watchdog:
         except ReplicaError:
             raise
         except ForgeError as error:
+            # PIDs, addresses and the like differ between two occurrences of one error.
             raised = progress, re.sub(r"\d+", "#", f"{method}: {error.message}")
+            # Exactly ServiceError: it wraps other libraries' exceptions, whereas its subclasses are forge_rl's own.
             is_foreign, is_repeated = type(error) is ServiceError, self._raised == raised
             self._raised = raised if is_foreign else None
             if is_foreign and not is_repeated:
@@ -107,6 +109,7 @@ class Watchdog:
             raise
         except ForgeError as error:
             if replica.ranks > 1:
+                # The rank that died may be noticed only after the ranks whose collective failed because of it.
                 await asyncio.wait((replica.death,), timeout=NOTICE_S)
             if not replica.death.done():
                 raise
