@@ -33,7 +33,7 @@ _SCHEDULER = ("SLURM", "PBS_", "LSB_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 _HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 """Variables of PBS, LSF and Grid Engine that name a file with a host's name first in each line."""
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Variables with the index of a process that a launcher started several of, the first that is set counts."""
+"""Variables in which launchers give each process its rank; the first that is set counts."""
 _SSH = "ssh -o BatchMode=yes {host}"
 _SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --input=all --unbuffered"
 _FILE_BYTES = 1 << 20
@@ -146,6 +146,7 @@ class AllocationJob:
             id, _ = await asyncio.shield(submitting)
             return await _follow(job_name, id, log, say)
         finally:
+            # A job can be cancelled only once sbatch has given its id.
             await asyncio.wait([submitting])
             if submitting.exception() is None:
                 with contextlib.suppress(ConfigError):  # it has ended

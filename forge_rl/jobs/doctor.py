@@ -52,7 +52,7 @@ class Examination:
     facts: dict[str, HostFacts] = field(default_factory=dict)
 
     async def each(self, check: str, ask: Ask, *, machines_once: bool = False) -> None:
-        """Ask all hosts, simulated hosts of one machine one after another; note what raises as a failure.
+        """Ask all hosts, those simulated on one machine one after another; record errors as failed checks.
 
         Args:
             machines_once: ask only the first of several hosts that are simulated on one machine.
@@ -84,9 +84,9 @@ async def examine(
 
     Args:
         folder: existing folder in which the processes' logs are written, and that all hosts should see.
-        model: Hugging Face folder to train and decode with; None leaves out all that takes longer than seconds.
+        model: Hugging Face folder to train and decode with; None skips every check that takes longer than seconds.
         public: whether Monarch may listen on addresses that are not private.
-        say: takes the name of each check as it begins.
+        say: called with the name of each check as it begins.
 
     Raises:
         ForgeError: the job gives no hosts.
@@ -132,6 +132,7 @@ async def _examine(examination: Examination, model: Path | None) -> None:
 @contextlib.asynccontextmanager
 async def _asked(examination: Examination) -> AsyncIterator[None]:
     """Start a process on each host; one that does not start is a finding."""
+    # A host whose process dies is a finding here, not a fatal fault.
     service = Service(_SERVICE, examination.cluster, examination.faults, recoverable=True)
 
     async def start(host: str) -> None:
@@ -150,6 +151,7 @@ async def _asked(examination: Examination) -> AsyncIterator[None]:
         async with task_group() as group:
             for host in examination.cluster.hosts:
                 group.create_task(start(host))
+        # Processes start in any order; findings are listed in the cluster's order.
         order = examination.cluster.hosts
         examination.replicas = {host: examination.replicas[host] for host in order if host in examination.replicas}
         yield
@@ -159,7 +161,7 @@ async def _asked(examination: Examination) -> AsyncIterator[None]:
 
 
 async def _folder(examination: Examination, host: str) -> Finding:
-    """Have the host copy a file that this one wrote, and look whether the copy appears here."""
+    """Have the host copy a file that this one wrote, and check whether the copy appears here."""
     probe = examination.folder / f".probe-{secrets.token_hex(8)}"
     answer = probe.with_name(f"{probe.name}-answer")
     try:
@@ -214,6 +216,7 @@ async def _network(examination: Examination) -> None:
     await examination.each("rdma", fetch)
     for host in hosts:
         await examination.call(host, "unshare")
+    # The collective needs an address at which every host can reach the first one.
     common = [
         place
         for place in reached_addresses.get(hosts[-1], [])
@@ -246,6 +249,7 @@ async def _speeds(examination: Examination) -> None:
         speeds[host] = await examination.call(host, "speeds")
         return Finding(check="matmul", host=host, status="ok", detail="")
 
+    # Speeds are judged against each other below; of this check itself only failures are kept.
     num_before = len(examination.findings)
     await examination.each("matmul", measure)
     examination.findings[num_before:] = [
@@ -268,7 +272,7 @@ async def _train_and_decode(examination: Examination, host: str, model: Path) ->
 async def _once(
     examination: Examination, host: str, actor: type, env: Mapping[str, str], method: str, *args: object
 ) -> Any:
-    """Call a process of its own on a host, which ends with the call."""
+    """Start an actor in a fresh process on a host, call one method, and end the process."""
     service = Service(f"{_SERVICE}-{method}-{host}", examination.cluster, examination.faults, recoverable=True)
     try:
         replica = service.spawn(actor, host=host, env=env)

@@ -3,9 +3,9 @@
 python -m forge_rl.jobs.host CONTROLLER [--interface NAME] [--public] [--watch JOB]
 
 It listens on this machine's address towards CONTROLLER, an IP address, or on a socket in a private folder if that is
-"local", and writes one JSON object a line to stdout,
-after a mark: {"address": ...} once it listens, then {"notice": "SIGTERM"} for each signal by which a scheduler says
-that the host is about to end. It and its processes end when stdin does.
+"local". It writes one JSON object a line to stdout, after a mark: {"address": ...} once it listens, then
+{"notice": "SIGTERM"} for each signal by which a scheduler says that the host is about to end. It and its processes end
+when stdin does.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def main() -> None:
     for number in _NOTICES:
         signal.signal(number, _notice)  # Monarch may have set its own
     _wait(flags.watch)
+    # Except Python's resource trackers, which free the shared memory of killed processes and then end.
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if not cleans_up(process):
@@ -91,6 +92,7 @@ def _serve(ip: str) -> str:
     failure = ""
     for _ in range(_ATTEMPTS):
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        # Between this and Monarch's own bind another process may take the port: hence several attempts.
         with socket.socket(family) as any_socket:  # Monarch cannot tell which port it was given
             any_socket.bind((ip, 0))
             port = any_socket.getsockname()[1]

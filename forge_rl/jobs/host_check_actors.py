@@ -1,4 +1,4 @@
-"""Processes on a host that the doctor asks and tries: see `forge_rl.jobs.doctor`."""
+"""Actors with which the doctor examines a host; see `forge_rl.jobs.doctor`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class HostCheckActor(HostActor):
 
     @concurrent_endpoint
     async def disk(self, folder: Path | None, size: int) -> tuple[int, float]:
-        """Return the free bytes of the folder's disk, by default the one of the host's own cache, and the bytes per
-        second of writing `size` of them."""
+        """Return the free bytes of a folder's disk and its write speed in bytes per second, measured with `size` bytes.
+
+        By default, the folder is the host's own cache.
+        """
         if folder is None:
             folder = default_cache()
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,6 +103,7 @@ class HostCheckActor(HostActor):
 
         memory = torch.empty(size, dtype=torch.uint8)
         start_time = 0.0
+        # The first read includes the connection's setup, and is not counted.
         for _ in range(2):
             start_time = time.perf_counter()
             await buffer.read_into(memory, timeout=_RDMA_TIMEOUT_S)

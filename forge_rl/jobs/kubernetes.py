@@ -170,6 +170,8 @@ class KubernetesHosts:
                 hint="start it in a pod, or set route=direct if pods reach this machine's address",
             )
         pods = Pods(api, namespace=self.namespace, run=self.name)
+        # Pods are selected by the run's name, so those of another run would be followed and deleted as if they were
+        # this one's.
         if await asyncio.to_thread(pods.exists):
             kubectl = f"kubectl -n {self.namespace} delete pod,networkpolicy -l {RUN_LABEL}={self.name}"
             raise ConfigError(
@@ -178,6 +180,7 @@ class KubernetesHosts:
             )
         if is_inside:
             self._adopt(await asyncio.to_thread(pods.own_pod), policy, *manifests)
+        # The guard comes first: whatever is created from here on is deleted even if this process is killed.
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
             watched = _PodTracker(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
@@ -219,6 +222,7 @@ class KubernetesHosts:
             while (state := await states.get()).phase not in ("dead", "gone"):
                 notice = state if state.phase == "ending" else None
                 say(f"pod {self.name}-{name} {state.reason or 'runs'}")
+            # The notice says why the pod ends, whereas its last state says only that it has.
             end = notice or state
             return "" if end.wished else f"{end.reason}{last_line(host_log(folder, name))}"
         finally:
@@ -335,11 +339,11 @@ class _PodTracker:
         self._was_ready = False
 
     def tell(self, host: str, state: PodState) -> None:
-        """Take the state of a host; called in any thread."""
+        """Record a host's new state; can be called in any thread."""
         self._loop.call_soon_threadsafe(self._note, host, state)
 
     def trouble(self, problem: str) -> None:
-        """Pass on a problem with the API; called in any thread."""
+        """Report a problem with the API; can be called in any thread."""
         self._loop.call_soon_threadsafe(self._say, problem)
 
     async def ready(self, wait_s: float) -> dict[str, str]:
@@ -389,6 +393,7 @@ class _PodTracker:
             self._say(self._waiting())
         elif state.phase == "ending" and self._saves:
             save_at_notice(self._listener, host, state.reason)
+        # A notice at which the run saves is not yet a loss; the pod's end after it is.
         elif state.phase in _ENDED and (old_state.phase not in _ENDED or (old_state.phase == "ending" and self._saves)):
             self._listener.on_lost(host, old_state.reason if old_state.phase == "ending" else state.reason)
 
@@ -406,7 +411,7 @@ class _PodTracker:
 
 
 def _reasons(states: Mapping[str, PodState]) -> str:
-    """Return a text with the hosts by the reason of their state."""
+    """Describe the hosts in each state, as "host0, host1: Pending"."""
     hosts: dict[str, list[str]] = {}
     for host, state in states.items():
         hosts.setdefault(state.reason, []).append(host)

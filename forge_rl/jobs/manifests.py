@@ -63,7 +63,7 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
     Args:
         port: port on which the host serves Monarch; 0 if it chooses one.
         claim: a persistent volume claim to mount, or "".
-        mount: where.
+        mount: path at which it is mounted.
     """
     volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shm}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -121,7 +121,7 @@ def _container(spec: PodSpec, port: int) -> Manifest:
 
 
 def merge(template: Any, ours: Any) -> Any:
-    """Return a template completed by our values, which win.
+    """Merge our values into a template; ours take precedence.
 
     Mappings are merged by key, and lists of named things, such as containers and volumes, by name; other lists are
     joined.

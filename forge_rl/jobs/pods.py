@@ -27,7 +27,7 @@ _DELETE_GRACE_S = 1
 _MOST_WORDS = 300
 """Characters of the API's messages that are shown."""
 _HOPELESS = ("InvalidImageName", "CreateContainerConfigError")
-"""Reasons to wait for a container that do not pass by themselves."""
+"""Reasons for which a container waits that do not go away without a change to the pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,11 @@ def judge(pod: Mapping[str, Any]) -> PodState:
     address = str(status.get("podIP") or "")
     conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
     container_states = [container.get("state") or {} for container in status.get("containerStatuses") or ()]
+    # Set by Kubernetes on a pod that it is about to stop, for instance to make room or because its node is lost.
     disruption = conditions.get("DisruptionTarget") or {}
     cause = _words(disruption) if disruption.get("status") == "True" else ""
     phase = str(status.get("phase") or "Pending")
+    # Pods have the restart policy Never, so a container that has terminated is not started again.
     if termination := next((state["terminated"] for state in container_states if state.get("terminated")), None):
         code = termination.get("exitCode")
         reason = cause or f"the container exited with status {code}: {_words(termination) or '?'}"
@@ -263,10 +265,10 @@ class Pods:
         """Call `tell` in a thread with each host's state now and whenever it changes.
 
         Args:
-            trouble: called if the API does not answer, which is asked again.
+            trouble: called with the problem if the API does not answer; it is then asked again.
 
         Returns:
-            What ends it.
+            A function that stops it.
         """
         from kubernetes import watch
 
@@ -280,6 +282,7 @@ class Pods:
                 tell(host, state)
 
         def once() -> None:
+            # The watch continues from the list's version, so that no change falls between the two.
             pods, version = self._list()
             for host in states.keys() - pods.keys():
                 note(host, PodState(phase="gone", reason="the pod does not exist any more"))
@@ -330,7 +333,7 @@ def deleted_with_this_process(kubeconfig: Path | None, *, namespace: str, run: s
 
 
 def _guard(namespace: str, run: str, kubeconfig: str = "") -> None:
-    """Delete the pods of a run once stdin ends without a word."""
+    """Delete the pods of a run if stdin closes before a line arrives, that is, if the parent was killed."""
     if not sys.stdin.readline():
         api, _ = connect(Path(kubeconfig) if kubeconfig else None)
         Pods(api, namespace=namespace, run=run).delete()

@@ -12,7 +12,7 @@ from forge_rl.errors import ConfigError, InfrastructureError
 _ANSWER_S = 60.0
 _ANSWER_BYTES = 1 << 20
 _MOST_TOLD = 200
-"""Letters of Slurm's answers in a line for the user."""
+"""Maximum characters of Slurm's answers in a message."""
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 _ENDS = {
     "COMPLETED": "ended",
@@ -105,8 +105,7 @@ def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]
 
 
 def find_job(name: str, id: str = "") -> JobState | None:
-    """Return the state of this user's latest job of a name, or of the one with an id; None once Slurm has forgotten
-    it."""
+    """Return the state of this user's latest job with a name, or of the job with an id; None once Slurm forgot it."""
     answer = ask_slurm(
         *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
     )
@@ -131,6 +130,7 @@ def describe_wait(job: JobState) -> str:
 
 def exit_status(job: JobState) -> int:
     """Return the exit status of a job's script, 1 if a signal ended it or Slurm has forgotten it."""
+    # Exit status and signal; a signal other than 0 has ended the script.
     match = re.search(r"\bExitCode=([0-9]{1,3}):0\b", ask_slurm("scontrol", "show", "--oneliner", "job", job.id))
     return int(match[1]) if match else 1
 
@@ -151,7 +151,7 @@ def node_addresses(names: str) -> list[str]:
 
 
 def node_names(nodes: str) -> list[str]:
-    """Return the names of nodes that Slurm wrote as node[1-2]."""
+    """Expand Slurm's notation for nodes, such as node[1-2], to their names."""
     return ask_slurm("scontrol", "show", "hostnames", nodes).split()
 
 
@@ -166,7 +166,7 @@ def requeue_without_controller(id: str) -> None:
 
 
 def dead_nodes(names: str) -> dict[str, str]:
-    """Return the named nodes that Slurm has given up, with their states."""
+    """Return which of the named nodes are down according to Slurm, with their states."""
     answer = ask_slurm(
         "sinfo", "--noheader", "--Node", f"--nodes={names}", "--states=down,powered_down", "--format=%N|%T"
     )

@@ -1,4 +1,4 @@
-"""Batch scripts of Slurm: names of jobs, what may stand in a directive, and the script of a host that joins a run."""
+"""Slurm batch scripts: names of jobs, checks of directives, and the script of a host that joins a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from forge_rl.errors import ConfigError
 
 _OPTION = re.compile(r"[\w.,:=+@/%\[\]()*-]*", flags=re.ASCII)
-"""What may stand in a directive of a batch script."""
+"""Characters allowed in a directive of a batch script."""
 _GRACE_S = 60
 """Seconds before its time limit at which a host leaves."""
 
@@ -49,7 +49,7 @@ def host_script(command: Sequence[str], folder: Path, log: Path, options: str) -
 
 
 def script_path(path: Path) -> str:
-    """Return a path as it may stand in a directive."""
+    """Return a path in the form that a directive requires."""
     text = str(path)
     if re.search(r"[\x00-\x1f\"'\\]", text):
         raise ConfigError(f"{text!r} cannot be named in a batch script", hint="choose a folder without quotes")

@@ -55,6 +55,7 @@ def interpreter(
         if not ready.exists():
             print(f"creating an interpreter with {', '.join(requirements)} in {folder}, once", file=sys.stderr)
             _make(folder, packages, version, flag)
+            # Written last, so that an installation that was interrupted is repeated.
             ready.write_text("\n".join(packages))
     check_own(folder, ConfigError, deep=False)
     return folder / "bin" / "python"

@@ -46,7 +46,7 @@ def turn_off(kernel: str, failure: str) -> None:
 
 
 def failures() -> Mapping[str, str]:
-    """Return why kernels were turned off in this process, by kernel; those that the user named are not among them."""
+    """Return why kernels were turned off in this process, by kernel, without those that the user turned off."""
     return MappingProxyType({kernel: failure for kernel, failure in _FAILURES.items() if failure})
 
 

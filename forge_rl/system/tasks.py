@@ -1,5 +1,5 @@
-"""Errors and cancellations of concurrent tasks: task groups, one of which raises a single cause, waiting for a task
-whose error does not matter, a user's code in a task of its own, and a body that another task may interrupt.
+"""Concurrent tasks and their errors: task groups, tasks whose errors do not matter, users' code in tasks of its own,
+and bodies that another task may interrupt.
 """
 
 from __future__ import annotations
