@@ -34,7 +34,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
 
         config = parse(Config, "python -m recipes.grpo", ["--config", "run.toml", "--steps", "20"])
 
-    Beside the config's flags there are --config FILE, whose values the other flags override; --dump-config, which
+    Besides the config's flags there are --config FILE, whose values the other flags override; --dump-config, which
     prints the config as such a file and exits; --help, which lists the flags that are used most (those in the class's
     USED and its own top-level ones), --help GROUP and --help-all. None of them shows flags in the class's UNUSED.
 
@@ -65,10 +65,12 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         else:
             if name.startswith("--"):
                 flag = name.removeprefix("--").replace("-", "_")
+                # tyro knows only the new name.
                 if (new_flag := current_path(flag)) != flag:
                     flag, word = new_flag, f"--{new_flag.replace('_', '-')}{equals}{value}"
                 if (spelling := spellings.setdefault(flag, name.replace("_", "-"))) != name.replace("_", "-"):
                     raise ConfigError(f"{spelling} and {name} are one flag by its old and its new name", hint="set one")
+                # A flag that turns another one off sets that one.
                 given_flags |= {flag, _NEGATION.sub("", flag)}
             rest.append(word)
     with giving(given_flags):
@@ -97,6 +99,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
     groups: dict[str, list[Flag]] = {"flags": [], "run": []}
     for flag in flags:
         groups.setdefault(group_of(flag), []).append(flag)
+    # The word after --help may be the next flag.
     group_name = "" if group_name.startswith("-") else group_name
     if group_name in groups:
         groups = {group_name: groups[group_name]}
@@ -119,6 +122,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
         visible_flags = [flag for flag in inside if not is_short or flag.dotted in used or title == "flags"]
         section = parser.add_argument_group(title if visible_flags else None)
         for flag in visible_flags:
+            # argparse formats help texts with %.
             text = _described(flag, is_short).replace("%", "%%")
             if flag.hint is bool:
                 section.add_argument(_switch(flag), action="store_true", help=text)

@@ -101,6 +101,7 @@ def read_options(parsed: FlagText, make: Callable[..., Any], *arguments: object)
         except ForgeError as error:
             raise parsed.refused(error) from None
     if settings is not None:
+        # Options that are fields of the settings become one argument.
         values[_SETTINGS] = settings(**{name: values.pop(name) for name in [*values] if name in _hints(settings)})
     return values
 
@@ -184,7 +185,7 @@ def _dataclass_in(hint: object) -> type[Any] | None:
 
 
 def _default(make: Callable[..., Any], name: str) -> Any:
-    """Return the default of a parameter; of a dataclass's field, also one that a factory makes."""
+    """Return a parameter's default; for a dataclass's field, also one from a factory."""
     if isinstance(make, functools.partial):
         return make.keywords[name] if name in make.keywords else _default(make.func, name)
     if isinstance(make, type) and dataclasses.is_dataclass(make):

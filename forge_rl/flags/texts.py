@@ -82,7 +82,7 @@ def parse(
 
     Args:
         flag: the flag, for errors.
-        bundled: names that no module can have; None if names may be paths, and so MODULE:NAME is none.
+        bundled: bundled names, which no module has; None if names may be paths, in which case MODULE:NAME is not code.
         takes_argument: whether the first option of a bundled name may lack a key.
         takes_weight: whether a weight may follow.
         error: class of the errors.
@@ -92,6 +92,7 @@ def parse(
     """
     blank = FlagText(name="", flag=flag, text=text, error=error)
     match = _TITLE.match(text)
+    # NAME=NUMBER is a name with its weight, not a title.
     title = match if match and not _is_number(text[match.end() :]) else None
     start, end, weight = title.end() if title else 0, len(text), 1.0
     places: dict[str, tuple[int, int]] = {}
@@ -216,6 +217,7 @@ def _name(text: str, bundled: Collection[str] | None) -> tuple[int, int, bool]:
 def _split_commas(text: str) -> Iterator[tuple[int, str]]:
     """Split at commas outside brackets and quotes; yield index and text of each part that is not empty."""
     start, depth, quote = 0, 0, ""
+    # The added comma ends the last part, even inside a quote that is not closed.
     for index, char in enumerate(f"{text},"):
         if quote and index < len(text):
             quote = "" if char == quote else quote

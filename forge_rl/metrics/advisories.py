@@ -75,6 +75,7 @@ class Advisories:
                 text = "" if "diverged" in self.current and kind in _EFFECTS_OF_DIVERGENCE else check(self._history)
                 advisories += self._hold(kind, step, patience, text) if text else self._end(kind)
         for kind, effect, has_effect in effects_of(numbers, self._settings):
+            # The streak with this step, for the text; `_hold` counts it below.
             steps = self._held.get(kind, [step, 0])[1] + 1
             advisories += self._end(kind) if has_effect else self._hold(kind, step, effect.steps, effect.text(steps))
         return advisories
@@ -158,6 +159,7 @@ class _History:
         return value is not None and value > bound
 
     def start(self, name: str) -> float | None:
+        # More values than those compared with: while the run is all beginning, nothing has changed since.
         """Return the median of the run's first values; None while there are too few to compare with."""
         first = self._first.get(name, [])
         return median(first) if len(first) == _FIRST and len(self._latest[name]) > _FIRST else None

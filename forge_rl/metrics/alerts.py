@@ -104,6 +104,7 @@ class AlertSink(Sink):
         self._raise_problem()
 
     def advisory(self, advisory: Advisory, *, ended: bool) -> None:
+        # The deque holds as many times as an hour may have: it is full, and its oldest is less than an hour old.
         sent_at = self._clock()
         if len(self._sent) == self._sent.maxlen and sent_at - self._sent[0] < _HOUR_S:
             self._left_out += 1
@@ -126,6 +127,7 @@ class AlertSink(Sink):
         self._raise_problem()
 
     def _put(self, event: str, text: str, more: dict[str, object] | None = None) -> None:
+        # The text leaves the machine, so secrets that it quotes are removed.
         public_text = without_secrets(without_credentials(text))[:_MOST_LETTERS]
         alert = {"event": event, "text": public_text, **self._about, "step": self._step, "time": round(time.time(), 3)}
         try:

@@ -54,6 +54,7 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:
     """Return the smallest value that at least this share of the values does not exceed."""
+    # The nearest rank, without interpolation: a length that an episode really has.
     return ordered[math.ceil(len(ordered) * percent / 100) - 1]
 
 
@@ -70,6 +71,7 @@ def _repeats(episode: Episode) -> bool:
     end = episode.turns[-1].token_ids[-_LOOP_TOKENS:].tolist()
     if len(end) < _LOOP_TOKENS:
         return False
+    # Comparing one token first rules out most periods cheaply.
     return any(
         end[-1 - period] == end[-1] and end[period:] == end[:-period] for period in range(1, _LOOP_TOKENS // 4 + 1)
     )

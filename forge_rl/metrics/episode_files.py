@@ -32,8 +32,8 @@ _GROUP_TOKENS = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEpisode:
-    """An episode, and what the run made of it. The T tokens of the arrays are those that the model generated, turn by
-    turn.
+    """An episode and what the run recorded about it. Arrays have an entry for each of the T tokens that the model
+    generated, turn by turn.
 
     RecordedEpisode(step=3, kind="trained", group=0, index=1, episode=episode, advantages=np.full(40, 0.5))
     """
@@ -121,7 +121,7 @@ _NUMBERS = (
     "context_ids.list.element.list.element",
     *(f"{name}.list.element" for name in ("logprobs", "trainer_gaps", "entropies")),
 )
-"""Columns of numbers whose bytes are stored apart, the first of each value, then the second: the high ones repeat."""
+"""Columns of numbers that are stored byte by byte, the first byte of all values first: high bytes often repeat."""
 
 
 def episode_schema() -> pa.Schema:
@@ -190,6 +190,7 @@ def _in_groups(records: Iterable[RecordedEpisode]) -> Iterator[list[RecordedEpis
     group, tokens = list[RecordedEpisode](), 0
     for record in records:
         group.append(record)
+        # The last turn of a run has the run's whole context: prompt_ids is everything before its own tokens.
         last_turns = [record.episode.turns[run[-1]] for run in record.episode.runs]
         tokens += 1 + sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in last_turns)
         if tokens >= _GROUP_TOKENS:
@@ -310,6 +311,7 @@ def _array(values: Any, kind: pa.DataType) -> Any:
 
     if not isinstance(values, list):
         return values
+    # Lone surrogates are rare, so texts are escaped one by one only if the whole column fails.
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:
@@ -317,7 +319,7 @@ def _array(values: Any, kind: pa.DataType) -> Any:
 
 
 def _lists(values: Any, lengths: Sequence[int]) -> Any:
-    """Make an array of lists from their values, one after another."""
+    """Make an array of lists from their concatenated values and their lengths."""
     import pyarrow as pa
 
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))
@@ -337,8 +339,11 @@ def _numbers(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt
 
 def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Round in place to 8 significant bits, an error of at most 0.4%, so that half of each number's bytes are zero."""
+    # The low halves of the numbers, on little-endian machines: all zero if they have been rounded already.
     if values.view(np.uint16)[::2].any():
+        # One NaN for all: rounding up the bits of another could overflow.
         bits = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32)
+        # Half to even in integers: add just under half of the last bit kept, plus that bit, then cut the rest.
         np.bitwise_and(bits + (0x7FFF + ((bits >> 16) & 1)), 0xFFFF0000, out=values.view(np.uint32))
     return values
 

@@ -101,6 +101,7 @@ class EpisodeFile:
 
         try:
             table = self._file.read_row_group(group, columns=columns)
+            # The file may be hostile: offsets and texts are checked in full before anything follows them.
             table.validate(full=True)
             if len(table) != self._starts[group + 1] - self._starts[group]:
                 raise ValueError("a row group has another number of rows than it says")
@@ -115,6 +116,7 @@ class EpisodeFile:
         try:
             table = table if row is None else table.slice(row, 1)
             array_names = [column.name for column in table.schema if columns is None and column.name in _ARRAYS]
+            # Columns of numbers stay arrays, without a Python object for each number.
             rows: list[dict[str, Any]] = table.drop_columns(array_names).to_pylist()
             for name in array_names:
                 for place, values in enumerate(table[name]):

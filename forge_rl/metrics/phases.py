@@ -89,6 +89,7 @@ class PhaseClock:
         finally:
             end = self._clock()
             self._seconds[name] += end - begin - (self._paused_s() - paused_before)
+            # Before the listeners, which see the clock between two phases.
             self._current = ("", end)
             self.ended.tell(name, begin, end)
 
@@ -141,6 +142,7 @@ class PhaseClock:
 
 def _name_phase(error: BaseException, phase: str) -> None:
     if isinstance(error, ServiceError):
+        # An error that has a phase keeps it: it comes from that phase, even if another one re-raises it.
         error.phase = error.phase or phase
     elif isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:

@@ -67,7 +67,7 @@ class EpisodeRecorder(Sink):
     """Writes the episodes of each step to files of their own, `episodes/000012-trained.parquet`.
 
     Nothing here blocks or fails a step. While files cannot be written, or a disk is slower than the run, episodes are
-    not kept, and the calls raise an error, of which the log makes a warning.
+    not kept, and the calls raise an error, which the log turns into a warning.
 
     Args:
         run: the run folder.
@@ -103,6 +103,7 @@ class EpisodeRecorder(Sink):
 
     def rollback(self, step: int) -> None:
         self._step, self._failed = step, []
+        # The thread does this after the writes that were asked for before, so that none of their files appears later.
         self._jobs.put(functools.partial(self._delete_after, step))
 
     def episode(self, episode: Episode) -> None:
@@ -116,9 +117,11 @@ class EpisodeRecorder(Sink):
         if kind == "trained":
             self._step = step
             failed_episodes, self._failed = self._failed, failed_episodes
+        # A waiting job holds its whole batch, so that a slow disk would otherwise fill the memory.
         if not self._waiting.acquire(blocking=False):
             raise CheckpointError(f"{self._folder} is written to more slowly than episodes come")
         self._jobs.put(functools.partial(self._write, step, kind, episodes, failed_episodes))
+        # The error of an earlier job: this one has not been tried yet.
         self._raise_problem()
 
     def flush(self) -> None:
@@ -193,6 +196,7 @@ class EpisodeRecorder(Sink):
         if self._last_step is None:  # files of an earlier process
             later = [path for recorded_step, _, path in recorded_files(self._run) if recorded_step > step]
         else:
+            # The names follow from the steps; listing the folder would take longer the longer the run.
             steps = range(step + 1, self._last_step + 1)
             later = [self._folder / f"{number:06d}-{kind}.parquet" for number in steps for kind in get_args(Kind)]
         for path in later:
@@ -213,6 +217,7 @@ class EpisodeRecorder(Sink):
                 continue
             paths = [path for _, _, path in recorded_files(self._run)]
             self._bytes = sum(map(_size, paths))
+            # The latest file stays, however large it is.
             self._earliest.extend(paths[:-1][:_LISTED])
             if not self._earliest:
                 break
@@ -228,6 +233,7 @@ def _size(path: Path) -> int:
 
 def _chosen(records: Sequence[RecordedEpisode], config: Recording) -> list[RecordedEpisode]:
     """Choose whole groups, spread evenly over the batch, within the bounds; at least one."""
+    # A dict keeps the order; an evaluated group is known by its set and its index there.
     groups = list(dict.fromkeys((record.set, record.group) for record in records))
     max_groups = max(1, int(_MAX_EPISODES * len(groups) / max(1, len(records))))
     count = min(len(groups), max_groups, max(1, round(config.share * len(groups))))

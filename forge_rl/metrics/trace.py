@@ -59,6 +59,7 @@ class Trace:
             self._bytes = self._resume() if is_there(path) else 0
             # The buffer holds more than arrives between two flushes, so that no partial line is written.
             self._file = open(path, "ab", buffering=1 << 22)  # noqa: SIM115 (closed by close)
+            # Drops what `_resume` does not keep: the closing bracket and a torn line.
             self._file.truncate(self._bytes)
         self._full = self._bytes > most_bytes - _RESERVE_BYTES
         self._origin_s = self._flushed_s = clock()

@@ -29,7 +29,7 @@ def write_page(
         most_bytes: their maximum size.
 
     Returns:
-        The number of episodes that it holds whole, and of those that it lists.
+        The number of episodes that the page holds whole, and the number that it lists.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -51,6 +51,7 @@ def _write(
     data = [run.data() for run in runs]
     blocks, whole_counts = list[tuple[str, str]](), [0] * len(runs)
     for run_index, name, text in itertools.islice(_episodes(runs), episodes):
+        # One that does not fit is left out, and smaller ones may still follow.
         if len(text) <= room:
             room -= len(text)
             whole_counts[run_index] += 1

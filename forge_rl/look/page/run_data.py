@@ -50,7 +50,7 @@ class RunData:
         self._pieces: list[bytes] = []
 
     def state(self) -> list[object]:
-        """Return JSON that differs if `data` differs, but for its trace; takes milliseconds."""
+        """Return JSON that changes whenever `data` does, apart from the trace; takes milliseconds."""
         names = ("config.json", "versions.json", "metrics.jsonl", "events.jsonl", "summary.json")
         paths = [*(self.folder / name for name in names), *(path for _, _, path in recorded_files(self.folder))]
         return [read_run(self.folder).state, *(_stamp(path) for path in paths)]
@@ -109,8 +109,8 @@ class RunData:
         return episode_json(name, file[place], self._pieces)
 
     def sample(self) -> Iterator[str]:
-        """Yield the names of episodes by how much they are worth keeping: of each file the worst, the best, a random
-        one, and the first failed ones; then all others. Files are spread over the run."""
+        """Yield the names of episodes, the most telling first: of each file the worst, the best and a random one, or
+        the first failed ones; then all others. Files are spread over the run."""
         files = [(step, kind, path) for step, kind, path in recorded_files(self.folder) if self._listed(path)]
         rest: list[list[str]] = []
         for step, kind, path in _spread(files):
@@ -121,6 +121,7 @@ class RunData:
             scored = [(reward, row) for row, reward in enumerate(rewards) if reward is not None]
             sampled_rows = rows[:3]
             if scored:
+                # Seeded by the step, so that a page that is written again holds the same episodes.
                 sampled_rows = [min(scored)[1], max(scored)[1], random.Random(step).choice(scored)[1]]
             yield from (f"{step}-{kind}-{row}" for row in dict.fromkeys(sampled_rows))
             rest.append([f"{step}-{kind}-{row}" for row in rows if row not in sampled_rows])
@@ -155,6 +156,7 @@ class RunData:
         """Return the list of episodes in columns, the earliest first, and the files that cannot be read."""
         tables, problems, count = [], list[str](), 0
         files = recorded_files(self.folder)
+        # The latest first, so that the bound leaves out the earliest.
         for place, (step, kind, path) in enumerate(reversed(files)):
             columns = self._listed(path)
             if columns is None:
@@ -168,6 +170,7 @@ class RunData:
             tables.append((step, kind, columns))
         tables.reverse()
         paths = {path for _, _, path in files}
+        # Files that the run has deleted are forgotten.
         self._columns = {path: entry for path, entry in self._columns.items() if path in paths}
         sizes = [[step, kind, len(columns["step"])] for step, kind, columns in tables]
         listed: dict[str, Any] = {"files": sizes, "columns": {}, "texts": {}}

@@ -19,8 +19,10 @@ def read_trace(folder: Path) -> dict[str, list[list[Any]]]:
     phases: list[list[Any]] = []
     marks: list[list[Any]] = []
     begun: dict[str, tuple[str, float]] = {}
+    # Becomes the text by which lines of the controller's lane are recognised, once that lane has been named.
     of_controller = b"?"
     for line in _lines(folder / "trace.json"):
+        # Substrings decide which lines are worth parsing as JSON.
         is_lane, is_mark = b'"thread_name"' in line, b'"ph":"i"' in line or b" recovery" in line
         if not (is_lane or is_mark or (of_controller in line and b'"ph":"X"' in line)):
             continue
@@ -49,6 +51,7 @@ def read_trace(folder: Path) -> dict[str, list[list[Any]]]:
 
 
 def _latest(events: list[list[Any]], max_events: int) -> list[list[Any]]:
+    # Cut at twice the bound, so that most events cost no copy.
     return events[-max_events:] if len(events) > 2 * max_events else events
 
 
@@ -61,6 +64,7 @@ def _lines(path: Path) -> list[bytes]:
             end = file.seek(0, 2)
             if end > _MOST_BYTES:
                 file.seek(max(_MOST_BYTES, end - _MOST_BYTES))
+                # The last line of the first part and the first line of the second are cut in two.
                 lines = lines[:-1] + file.read(_MOST_BYTES).splitlines()[1:]
     except OSError:
         return []

@@ -183,6 +183,7 @@ class Display(Sink):
         current_time, rollout, microbatches = self._clock(), status(), training()
         phase, in_phase, _ = self._phase_clock.now()
         progress = (rollout.batch, rollout.groups_done, rollout.evaluated) if rollout is not None else None
+        # A change of any of these is progress.
         state = (phase, self._phase_clock.since, self._changes, progress, microbatches)
         paused = self._state.pause is not None and self._state.pause.paused
         if state != self._moved[0] or paused:

@@ -28,7 +28,7 @@ _ERRORS = ("outcomes/environment_error", "outcomes/infrastructure_error", "outco
 
 
 class Pause(Protocol):
-    """What the display asks about a pause on request."""
+    """A pause on request, as far as the display shows it."""
 
     @property
     def paused(self) -> bool: ...
@@ -62,7 +62,7 @@ class RunState:
     pause: Pause | None = None
     """The run's pause; None before the first."""
     sample: tuple[str, str] | None = None
-    """An answer of the last batch: its source, task and reward, and its text, cut."""
+    """An answer of the last batch: source, task and reward, and its shortened text."""
     warnings: int = 0
     faults: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class RunState:
             self.rewards = self.rewards.extended(step, values[REWARD])
         for name, score in held_out_scores(values).items():
             self.held_out = {**self.held_out, name: self.held_out.get(name, Curve()).extended(step, score)}
+        # Only the end of a step has its duration; values that come later are added to it.
         if step > 0 and "seconds/step" in values:
             self.step_seconds = (*self.step_seconds, values["seconds/step"])[-10:]
             self.last = dict(values)
