@@ -42,6 +42,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         ConfigError: values contradict each other, or the file is wrong.
         SystemExit: a flag is wrong, or help was printed.
     """
+    # An iterator, so that a flag can take the next word as its value.
     words = itertools.chain(sys.argv[1:] if args is None else args)
     rest: list[str] = []
     given_flags: set[str] = set()

@@ -71,6 +71,7 @@ class _FlagFile:
                 if table[key] != constant:
                     raise self.wrong((*place, key), "is no longer a flag", f"leave it out: it is always {constant}")
             elif key not in fields:
+                # The key may belong to another table.
                 homes = [flag.dotted for flag in self.flags if flag.path[-1] == key]
                 suggestion = f"did you mean {' or '.join(homes[:3])}?"
                 hint = suggestion if homes else suggest(key, fields, "keys here")

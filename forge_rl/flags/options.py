@@ -78,6 +78,7 @@ def read_options(parsed: FlagText, make: Callable[..., Any], *arguments: object)
     taken_names = {parameter.name for parameter in places[: len(arguments)]}
     hints, settings = _hints(make), None
     names = {name for name, parameter in parameters.items() if parameter.kind in _BY_KEY} - taken_names
+    # The fields of `settings` are options like the other parameters.
     if _SETTINGS in names and (settings := _dataclass_in(hints.get(_SETTINGS))) is not None:
         names = names - {_SETTINGS} | _hints(settings).keys()
         hints = {**_hints(settings), **hints}

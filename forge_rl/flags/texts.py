@@ -190,6 +190,7 @@ def _weight_at(text: str, bundled: Collection[str] | None) -> int | None:
     name, star, weight = text.rpartition("*")
     if star and (_is_number(weight) or name.isidentifier() or _is_code(name, bundled)):
         return len(name)
+    # NAME=WEIGHT, as in mine.py:score=2.
     name, equals, weight = text.rpartition("=")
     if equals and _is_code(name, bundled) and (_is_number(weight) or ".py:" in name):
         return len(name)
@@ -205,8 +206,10 @@ def _name(text: str, bundled: Collection[str] | None) -> tuple[int, int, bool]:
     """Return the length of the name at the beginning, where its options begin, and whether it is code."""
     head, colon, rest = text.partition(":")
     is_bundled = bundled is not None and head.strip() in bundled
+    # MODULE:NAME or FILE.py:NAME: the colon belongs to the name.
     if not is_bundled and (code := _CODE.match(text)) and _is_code(code[1], bundled):
         return code.end(), code.end() + 1, True
+    # A path: a colon belongs to it unless a key follows.
     if bundled is None and (key := _FIRST_KEY.search(text)):
         return key.start(), key.start() + 1, False
     if not colon or (bundled is None and _IN_PATHS.search(rest)):

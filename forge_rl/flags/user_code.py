@@ -82,6 +82,7 @@ def name_of(value: object) -> str:
     if module is None or module.__name__ == "__main__" or "<" in name or getattr(module, name, None) is not value:
         return ""
     file = Path(getattr(module, "__file__", None) or "")
+    # A module that was loaded from a file: nothing can import it by this name.
     of_file = re.fullmatch(rf"{re.escape(file.stem)}_[0-9a-f]{{12}}", module.__name__)
     return f"{file if of_file else module.__name__}:{name}"
 

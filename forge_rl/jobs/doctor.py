@@ -189,6 +189,7 @@ async def _network(examination: Examination) -> None:
     hosts = list(examination.replicas)
     if len(hosts) < 2:
         return
+    # Hosts that are simulated on one machine reach each other over loopback.
     same_machine = len({facts.space for facts in examination.facts.values()}) == 1
     neighbours = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
     places = {host: await examination.call(host, "listen", same_machine) for host in hosts}

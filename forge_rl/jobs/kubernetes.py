@@ -382,6 +382,7 @@ class _PodTracker:
 
     def _note(self, host: str, state: PodState) -> None:
         old_state = self._states.get(host)
+        # A pod that was created in the place of another; `replace` follows it itself.
         if old_state is None:
             return
         self._states[host] = state

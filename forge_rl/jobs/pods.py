@@ -170,6 +170,7 @@ class Pods:
         from kubernetes.client import ApiException
 
         with contextlib.suppress(ApiException):
+            # By default, the host name in a pod is the pod's name.
             response = self._core.read_namespaced_pod(
                 socket.gethostname(), self._namespace, _preload_content=False, _request_timeout=_CALL_S
             )

@@ -159,9 +159,9 @@ class _History:
         return value is not None and value > bound
 
     def start(self, name: str) -> float | None:
-        # More values than those compared with: while the run is all beginning, nothing has changed since.
         """Return the median of the run's first values; None while there are too few to compare with."""
         first = self._first.get(name, [])
+        # More values than those compared with: until then there is nothing to compare.
         return median(first) if len(first) == _FIRST and len(self._latest[name]) > _FIRST else None
 
     def recent(self, name: str) -> float | None:

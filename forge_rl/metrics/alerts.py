@@ -104,8 +104,8 @@ class AlertSink(Sink):
         self._raise_problem()
 
     def advisory(self, advisory: Advisory, *, ended: bool) -> None:
-        # The deque holds as many times as an hour may have: it is full, and its oldest is less than an hour old.
         sent_at = self._clock()
+        # The deque holds as many times as an hour may have, so its oldest decides.
         if len(self._sent) == self._sent.maxlen and sent_at - self._sent[0] < _HOUR_S:
             self._left_out += 1
             return

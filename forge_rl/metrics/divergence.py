@@ -28,6 +28,7 @@ class _Sign:
     """Value above which no other sign is needed."""
 
     def holds(self, usual: float, value: float) -> bool:
+        # Growth by a factor means nothing for negative values.
         if usual < 0 or value < 0:
             return False
         return (value > self.growth * usual and value > self.noise) or (

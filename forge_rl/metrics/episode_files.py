@@ -215,6 +215,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
 
     episodes = [record.episode for record in records]
     turns = [turn for episode in episodes for turn in _turns(episode, as_json)]
+    # Arrays of all turns of all episodes are joined; these lengths cut them into one list for each episode.
     generated = [episode.response_tokens for episode in episodes]
     contexts = [episode.turns[run[-1]] for episode in episodes for run in episode.runs]
     values = [[np.asarray(scores, np.float32) for scores in e.score.tokens] if e.score else [] for e in episodes]
@@ -255,6 +256,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
             ),
             [len(episode.turns) for episode in episodes],
         ),
+        # Two levels: the segments of each episode, and the tokens of each segment.
         "context_ids": _lists(
             _lists(
                 _numbers([ids for turn in contexts for ids in (turn.prompt_ids, turn.token_ids)], np.int32),

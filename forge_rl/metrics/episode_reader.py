@@ -77,6 +77,7 @@ class EpisodeFile:
     def __getitem__(self, row: int) -> RecordedEpisode:
         if not 0 <= row < len(self):
             raise IndexError(row)
+        # The last row group that begins at or before the row.
         group = int(np.searchsorted(self._starts, row, "right")) - 1
         return self._record(self._read(group, None, row - self._starts[group])[0])
 
@@ -162,6 +163,7 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
         verifier=row["verifier"],
     )
     counts = [turn["tokens"] for turn in row["turns"]]
+    # [turns + 1]: the tokens of turn i are at ends[i] to ends[i + 1] of each array.
     ends = np.cumsum([0, *counts])
     _check(min(counts, default=0) >= 0, "a turn has a negative number of tokens")
     total = int(ends[-1])

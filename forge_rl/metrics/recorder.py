@@ -116,6 +116,7 @@ class EpisodeRecorder(Sink):
         failed_episodes = list[RecordedEpisode]()
         if kind == "trained":
             self._step = step
+            # Failed episodes are written with the step during which they failed.
             failed_episodes, self._failed = self._failed, failed_episodes
         # A waiting job holds its whole batch, so that a slow disk would otherwise fill the memory.
         if not self._waiting.acquire(blocking=False):

@@ -62,6 +62,7 @@ class StepLines:
         self._due, end, last = step, 0, -1
         with reading(self._path):
             size = self._path.stat().st_size if is_there(self._path) and self._path.is_file() else 0
+        # Backwards, so that this takes as long as the lines to drop, however long the file is.
         for place, line in self._backwards(size):
             row = _decode(line)
             if row is not None and row[0] <= step:
@@ -101,6 +102,7 @@ class StepLines:
             if row is not None and row[0] <= step:
                 start, old_values = (place, row[1]) if row[0] == step else (place + len(line), {})
                 break
+            # Written again behind the amended line.
             later_lines.append(line)
         tail = b"".join([encode({"step": step, **old_values, **values}), *reversed(later_lines)])
         # First the journal, then the file: if the process dies in between, `check` completes the amendment.

@@ -132,6 +132,7 @@ class Trace:
     def _encode(self, lane: str, *events: dict[str, object]) -> bytes:
         """Encode events as lines; the first ones of a lane after those that name and order it and its service."""
         service, _, replica = lane.partition("/")
+        # A number from the name, by a checksum that is the same in every process, unlike `hash`.
         order = (
             _SERVICES.index(service) if service in _SERVICES else len(_SERVICES) + zlib.crc32(service.encode()) % _PIDS
         )
@@ -176,6 +177,7 @@ class Trace:
                         self._start_us = max(self._start_us, begin + duration)
                     case _:
                         is_trace = False
+                # Kept up to the event's end, without its comma: the next event brings one.
                 keep, offset = offset + len(text), offset + len(line)
         if not is_trace:
             raise CheckpointError(

@@ -154,6 +154,7 @@ def own_address(hosts: Sequence[str], interface: str = "", *, may_be_public: boo
     addresses = _of_interface(interface) if interface else _towards(hosts)
     if not hosts and not interface:
         return LOOPBACK
+    # Private before public, and loopback only if nothing else is private.
     addresses.sort(key=lambda address: (address.is_global, address.is_loopback))
     if not addresses:
         problem = f"interface {interface!r} has no address" if interface else f"no route leads to {', '.join(hosts)}"

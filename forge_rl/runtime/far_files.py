@@ -149,6 +149,7 @@ class FileDesk:
 
     async def exchange(self, answer: Answer) -> FileRequest | None:
         """Take the answer to the last request, and return the next one; None once closed."""
+        # One round trip both brings an answer and takes the next request.
         if self._unanswered is not None:
             self._unanswered.set_result(answer)
             self._unanswered = None

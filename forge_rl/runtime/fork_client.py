@@ -146,7 +146,7 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def _server(variable: str, environment: Mapping[str, str]) -> socket.socket:
-    """Connect to the server, which is started if there is none."""
+    """Connect to the server; start it first if necessary."""
     name = variable.partition(":")[0]
     until = time.monotonic() + _BOUND_S
     start_server(variable, environment, os.getppid())
@@ -172,10 +172,10 @@ def _connect(name: str) -> socket.socket:
 
 
 def _wait(connection: socket.socket, parent_fd: int, patience_s: float) -> None:
-    """Wait for an answer, as long as the server is not stopped.
+    """Wait for an answer unless the server is stopped.
 
     Raises:
-        TimeoutError: it is, or has not answered in time.
+        TimeoutError: the server is stopped, or has not answered in time.
     """
     until = time.monotonic() + patience_s
     server = peer(connection)[0]
@@ -206,7 +206,7 @@ def _execute(program: Program, failure: str) -> NoReturn:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End with a status or, if it is negative, by that signal."""
+    """Exit with a status, or by a signal if the status is negative."""
     if status < 0:
         # The crash was the program's; this process must not dump core for it.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

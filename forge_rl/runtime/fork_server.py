@@ -246,10 +246,10 @@ def _show_mark(mark: str) -> None:
 
 
 def _open_nursery() -> None:
-    """Have this process's `multiprocessing` start children by forking a copy of it that has no threads.
+    """Make this process's `multiprocessing` fork its children from a copy of the process that has no threads.
 
-    Later this process has threads, whose locks a fork would leave locked. Children are its own, as executed ones would
-    be. Where forking fails, they are executed, and stderr says why.
+    Later this process has threads, whose locks would stay locked in a fork. The children are its own, as executed ones
+    would be. Where forking fails, they are executed, and stderr says why.
     """
     import multiprocessing.util as multiprocessing_util
 

@@ -26,14 +26,14 @@ _SILENT_LOOKS = 6
 """Looks, over 3 s, for which an agent may leave its report unanswered. Counts looks, not seconds, so that nobody is
 late when this process itself was stopped."""
 _SLACK = 2
-"""Factor over the slowest of an agent's last reports after which it may be silent, if that is more: a host without
-time for its agent is slow before it is silent."""
+"""Factor over the slowest of an agent's recent reports, up to which it may be silent if that is longer: a host short of
+CPU time is slow before it is silent."""
 _REMEMBERED = 20
 """Number of last reports."""
 _SILENT_LOOKS_OF_ALL = 40
 """Looks, over 20 s, if no other host answers either: more likely this process has no time, or lost its network."""
 _LATELY_S = 2.0
-"""Seconds in which a host answers at least once, unless it is as silent as the one in question."""
+"""Seconds within which a host that is not silent answers at least once."""
 _PROBE_S = 1.5
 """Time for the other processes of a host to answer once its agent does not."""
 _CALL_S = 10.0
@@ -135,7 +135,7 @@ class HostWatcher:
                 await self._call("kill", mark, wait_s, deadline_s=wait_s + _CALL_S)
 
     async def _take_output(self, *, deadline_s: float = _CALL_S) -> None:
-        """Take all that the host's processes have printed so far.
+        """Fetch everything that the host's processes have printed so far.
 
         Raises:
             ServiceError: the agent does not answer, or died.
@@ -192,6 +192,7 @@ class HostWatcher:
                 events = await self._report()
                 await self._take_output()  # first, as causes of death are read there
             except ServiceError as error:
+                # Events that this report lost come again: the next agent finds which processes have ended.
                 if not await self._replace(error.message):
                     return
                 continue
@@ -214,6 +215,7 @@ class HostWatcher:
         Raises:
             ServiceError: it does not answer, or died.
         """
+        # Without a deadline in seconds: looks are counted instead, see _SILENT_LOOKS.
         answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
         looks = 0

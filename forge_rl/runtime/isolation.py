@@ -84,6 +84,7 @@ def public_ports(process: psutil.Process, *, with_hosts: bool = False) -> list[s
 
     def is_public(text: str) -> bool:
         address = ipaddress.ip_address(text.partition("%")[0])
+        # An unspecified address, 0.0.0.0 or ::, is every interface's, public ones included.
         return address.is_global or address.is_unspecified or not with_hosts
 
     addresses = [

@@ -83,7 +83,7 @@ class ReplacingJob(Protocol):
         ...
 
     async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
-        """Have a host join a run, and wait until it is gone again; if cancelled, give it back.
+        """Have a host join a run, and wait until it is gone again; release it if cancelled.
 
         Args:
             name: name of the host, new to the run.

@@ -175,6 +175,7 @@ class Link:
                 message = f"the result cannot be unpickled: {_describe(error)}"
                 raise self._error(ServiceError, method, message) from error
         if kind == _ERROR:
+            # A ForgeError travels whole; any other error only as a text.
             text, pickled = pickle.loads(payload)
             raise _unpack(pickled) or self._error(ServiceError, method, text)
         kinds = {_STOPPED: ServiceError, _LATE: DeadlineError}
@@ -195,6 +196,7 @@ class Link:
     async def _post(self) -> None:
         while True:
             await self._waiting.wait()
+            # Calls that come while a message is on its way gather for the next one.
             messages = _pop_message(self._outbox)
             if not self._outbox:
                 self._waiting.clear()
@@ -225,6 +227,7 @@ class Link:
                         call.set_exception(error)
 
 
+# A future itself rather than an object that has one, as thousands are in flight.
 class _Pending(asyncio.Future[tuple[int, bytes]]):
     """Reply to a call in flight."""
 
@@ -267,6 +270,7 @@ class Deadlines:
         """Start a call's deadline now; a stream gets none while streams are held."""
         loop = asyncio.get_running_loop()
         call.due = math.inf if self._held and call.on_item is not None else loop.time() + call.deadline_s
+        # The timer only moves to an earlier time; later deadlines are found when it goes off.
         if call.due < self._look_at:
             self.cancel()
             self._wait(loop, call.due)
@@ -343,6 +347,7 @@ class LinkEnd:
 
     async def _put(self, number: int, kind: int, payload: bytes) -> None:
         """Queue a reply, once few enough bytes are waiting."""
+        # Checked after each wake-up, as several methods may wait and one reply may fill the room.
         while self._waiting_bytes > _MOST_WAITING_BYTES:
             self._room.clear()
             await self._room.wait()

@@ -29,7 +29,7 @@ _STOPPED_INSPECTIONS = 3
 _NEW_OBJECTS = (1_000_000, 5, 10)
 """Garbage collection thresholds: new objects, and collections of each generation per collection of the next."""
 _IDLE_S = 1.0
-"""Seconds into a body after which garbage is collected, when what others work on has been sent to them."""
+"""Seconds after which a waiting body collects garbage; by then other processes have received their work."""
 _SWITCH_S = 0.0005
 """Thread switch interval in seconds."""
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h

@@ -23,7 +23,7 @@ from forge_rl.runtime.processes import ProcessTree, is_traced
 from forge_rl.system.tasks import task_group
 
 STOPPED = "hung: its process was stopped"
-"""Cause of the death of a replica one of whose processes was stopped."""
+"""Cause of death of a replica with a stopped process."""
 _SILENT_POLLS = 60
 """Checks, over 30 s, for which a link may leave its poll unanswered. Counts checks, not seconds, so that nobody is late
 when this process itself was stopped."""
@@ -114,7 +114,7 @@ class Replica:
         self.state = ReplicaState.STARTING
         self.serving_since = 0.0
         self.ends_by = 0.0
-        """Time on its clock at which it is stopped if it is retired, even if it has calls in flight."""
+        """Clock time at which a retired replica is stopped, even with calls in flight."""
         self.in_flight = 0
         self.held = 0
         """Load other than calls, such as environments between two steps; routing counts each as one call."""
@@ -132,6 +132,7 @@ class Replica:
         self._faults = faults
         self._on_lost = on_lost
         self.link = Link(
+            # With several ranks, the link leads to the first.
             self.actor.slice(ranks=0) if first_mesh.ranks > 1 else self.actor,
             error=self._error,
             on_lost=lambda error: on_lost(self, str(error)),
@@ -291,6 +292,7 @@ class Replica:
         """Return the busy seconds since the last drain: time with at least one call in flight."""
         current_time = self.clock()
         seconds = self.busy_s + (current_time - self.busy_since if self.in_flight else 0.0)
+        # Calls in flight count from here on.
         self.busy_s, self.busy_since = 0.0, current_time
         return seconds
 

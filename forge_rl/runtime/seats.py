@@ -131,13 +131,14 @@ class Seats:
             raise ConfigError(f"the number of replicas is set to {replicas!r}", hint=f"choose one from 1 to {_MOST}")
         if self.hosts.gpus and replicas > room:
             raise ConfigError(f"the hosts have GPUs for {room} replicas, not for {replicas}", hint="add hosts first")
+        # Fixed bounds follow the number; others are widened to include it.
         is_fixed = self._min_replicas == self._max_replicas
         self._replicas, self._room = replicas, room
         self._min_replicas = replicas if is_fixed else min(self._min_replicas, replicas)
         self._max_replicas = replicas if is_fixed else max(self._max_replicas, replicas)
 
     def free(self, index: int) -> None:
-        """Free the seat of a replica that is stopped, and not replaced."""
+        """Free the seat of a replica that has stopped and is not replaced."""
         self._taken.pop(index, None)
 
     def _room_now(self) -> int:
@@ -181,6 +182,7 @@ class Seats:
         used_places = {host: {part.place for part in parts if part.host == host} for host in living_hosts}
         seats: list[Seat] = []
         for host in sorted(living_hosts, key=lambda host: len(used_places[host])):
+            # One of these numbers is free, as there are fewer taken seats than numbers.
             place = next(number for number in range(len(self._taken) + 1) if number not in used_places[host])
             gpus = self.hosts.gpus.get(host)
             if gpus is None or (place + 1) * self._size.gpus <= len(gpus):

@@ -18,7 +18,7 @@ from forge_rl.system.listeners import Listeners
 __all__ = ["Replica", "Service", "ServiceActor"]
 
 _MOST_KILLED = 3
-"""Number of replicas that a call, or its task, may kill; after that it is refused."""
+"""Maximum number of replicas that a call or its task may kill before it is refused."""
 _POLL_S = 0.5
 """Seconds between checks for hung replicas, which do not exit, and for retired ones that have nothing left to do."""
 
@@ -152,7 +152,7 @@ class Service:
         return self.processes.spawn(number, incarnation, actor, *args, settings=settings)
 
     def adopt(self, number: int, index: int) -> Replica:
-        """Put a living spare in the place of the dead replica of an index, and return it."""
+        """Replace the dead replica of an index by a living spare, and return it."""
         dead, replica = self.replicas[index], self.spares.pop(number)
         assert replica.alive, f"spare {number} of {self.name} is dead"
         assert not dead.alive, f"replica {index} of {self.name} is alive"
@@ -245,6 +245,7 @@ class Service:
         deaths, blamed, max_deaths = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
         while True:
             replica = await self.available()
+            # Concurrent attempts at the same task may have used up its deaths while this one waited.
             if refuses and self._killed[about] >= _MOST_KILLED:
                 raise self._poison(about, self._killed[about])
             try:
@@ -270,6 +271,7 @@ class Service:
     def forgive(self, about: str) -> None:
         """Reset a task's count of deaths after a success, unless the task is already refused."""
         if self._killed[about] < _MOST_KILLED:
+            # A Counter deletes a missing key without an error.
             del self._killed[about]
 
     async def available(self) -> Replica:
@@ -280,6 +282,7 @@ class Service:
         """
         if (replica := least_loaded(self.replicas)) is not None:
             return replica
+        # Tracked like a call, so that a phase's deadline names this wait.
         with self.faults.calling(self.name, None, "available"):
             while (replica := least_loaded(self.replicas)) is None:
                 if self.stopping or self.abandoned:
@@ -299,7 +302,7 @@ class Service:
         await self._changed.wait()
 
     async def returned(self, index: int) -> Replica:
-        """Return the replica of an index once it serves, after its death once its successor does.
+        """Return the replica of an index once it, or the one that replaces it, serves.
 
         Raises:
             ServiceError: it is not replaced any more; gives the causes.
@@ -447,6 +450,7 @@ class Service:
                     continue
                 if cause := replica.look_for_hang(descendants=self._descendants):
                     self.mark_failed(replica, cause)
+                # Nothing left to do, or out of time: calls still in flight then fail here and are repeated elsewhere.
                 elif replica.state is ReplicaState.RETIRED and (not replica.load or replica.clock() > replica.ends_by):
                     self.retire(replica, "it was not needed any more")
                     self._on_retired(replica)

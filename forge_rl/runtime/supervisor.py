@@ -22,7 +22,7 @@ _RETIRED_S = 30.0
 
 
 async def start_first(service: Service, count: int, start_one: Callable[[int], Awaitable[object]]) -> None:
-    """Start a service's first `count` replicas concurrently; one that a signal ends meanwhile is started once more.
+    """Start a service's first `count` replicas concurrently, and one that a signal ends meanwhile once more.
 
     The more processes a run has, the more likely one of them crashes in a library while it starts.
 
@@ -116,7 +116,6 @@ class Supervisor:
     def rescale(self) -> None:
         """Start or retire replicas, in the background, until there are as many as the seats want.
 
-        # False sorts first: dead replicas are dismissed before living ones, and those on leaving hosts before the rest.
         Dead replicas are retired first, then replicas on hosts that leave, then the highest index.
         """
         service, seats = self._service, self._seats
@@ -125,6 +124,7 @@ class Supervisor:
         indices = [index for index in service.wanted if index >= seats.first]
         surplus = len(indices) - seats.wanted
 
+        # False sorts first: the dead, then those that do not stay, then the highest index.
         def by_use(index: int) -> tuple[bool, bool, int]:
             replica = service.at(index)
             stays = replica is not None and service.cluster.leaving.isdisjoint(replica.hosts)
@@ -244,7 +244,7 @@ class Supervisor:
             await cluster.change()
 
     async def _replace(self, index: int) -> bool:
-        """Start a replica at an index whose replica is dead, if it has one; return whether the new one serves."""
+        """Start a replica at an index without a living one; return whether it serves."""
         service, failure = self._service, ""
         dead = service.at(index)
         try:

@@ -20,7 +20,7 @@ NOTICE_S = 3.0
 
 
 class Watchdog:
-    """Learns how long calls take, and has a replica restarted whose call hangs or fails for no reason of its own.
+    """Learns how long calls take, and has a replica restarted if its call hangs or fails as a restart may repair.
 
     results = await watchdog.work(replica, "step", request, parcel=rows_of_rank, work=tokens)
 
@@ -69,6 +69,7 @@ class Watchdog:
             deadline_s = min(deadline_s, max(_LEAST_DEADLINE_S, _SLACK * expected_s))
         began = replica.clock()
         try:
+            # Large arguments are sent first, so that the call itself is a small message.
             if parcel is not None:
                 async with task_group() as sending:
                     for rank in range(replica.ranks):

@@ -46,6 +46,7 @@ def interpreter(
         str(Path(requirement).resolve()) if Path(requirement).exists() else requirement for requirement in requirements
     ]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    # One folder for each version of Python and list of packages.
     name = hashlib.sha256("\n".join([version, *packages]).encode()).hexdigest()[:16]
     cache = cache.expanduser()
     make_private(cache, ConfigError, deep=False)  # interpreters link to their base interpreter

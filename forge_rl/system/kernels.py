@@ -10,7 +10,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.system.variables import value_of
 
 EAGER = "FORGE_RL_EAGER"
-"""Environment variable with the kernels, comma-separated, in whose place torch's own operations run; `all` for all."""
+"""Environment variable: comma-separated kernels to replace by torch's own operations; `all` for all of them."""
 KERNELS = (
     "scores",
     "norms",

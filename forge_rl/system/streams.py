@@ -23,7 +23,7 @@ _SLOW_READER_S = 1.0
 
 
 class LastingFile(io.FileIO):
-    """A stream's file whose failed writes are dropped, where `print` would raise in the middle of work.
+    """A stream's file that drops failed writes, where `print` would raise in the middle of work.
 
     On a full disk, only the output of that time is lost. A reader or terminal that is gone does not come back: the
     descriptor then leads to /dev/null, also for native code and children, which could end at such an error.
@@ -88,7 +88,7 @@ def lasting(number: int, *, template: io.TextIOWrapper | None = None, ends: bool
 
 
 def outlive_readers(*, ends: bool = False) -> None:
-    """Keep a program alive whose standard streams are closed, at its start or later.
+    """Keep a program alive when its standard streams are closed, at its start or later.
 
     Descriptors that are closed at the start lead to nowhere: otherwise the next file that is opened would get the
     number, and be written to by native code that prints.
@@ -138,4 +138,5 @@ def _open_nowhere(number: int) -> None:
     if null != number:
         os.dup2(null, number)
         os.close(null)
+    # Python's descriptors are not inherited by default, but children need their standard streams.
     os.set_inheritable(number, True)

@@ -112,6 +112,7 @@ def _reaped() -> dict[int, int]:
 
 def _descendants() -> list[int]:
     pids = [os.getpid()]
+    # The list grows while it is walked.
     for pid in pids:
         with contextlib.suppress(OSError):  # it exited
             for thread in os.listdir(f"/proc/{pid}/task"):

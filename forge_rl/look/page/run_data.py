@@ -188,6 +188,7 @@ class RunData:
         """Return the columns of a file; None if it cannot be read."""
         state = _stamp(path)
         cached = self._columns.get(path)
+        # A file that changes is read again, even one that could not be read.
         if cached is None or cached[0] != state:
             columns: dict[str, list[Any]] | str
             try:

@@ -186,6 +186,7 @@ class Display(Sink):
         # A change of any of these is progress.
         state = (phase, self._phase_clock.since, self._changes, progress, microbatches)
         paused = self._state.pause is not None and self._state.pause.paused
+        # A run that is paused on request is not stuck.
         if state != self._moved[0] or paused:
             self._moved = state, current_time
         since = self._moved[1]
