@@ -74,6 +74,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
                 # A flag that turns another one off sets that one.
                 given_flags |= {flag, _NEGATION.sub("", flag)}
             rest.append(word)
+    # Configs check themselves while tyro builds them, and may ask which flags the user has set.
     with giving(given_flags):
         config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
     assert config is not None
@@ -111,6 +112,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
             raise ConfigError(f"there is no group of flags {group_name!r}", hint=suggest(group_name, names, "groups"))
     is_short = not group_name and not shows_all
     usage = " ".join([prog, *(_argument(flag) for flag in flags if not flag.name.startswith("-")), "[FLAGS]"])
+    # Only formats the help; tyro parses.
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,

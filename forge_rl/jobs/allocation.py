@@ -35,6 +35,8 @@ _HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables in which launchers give each process its rank; the first that is set counts."""
 _SSH = "ssh -o BatchMode=yes {host}"
+# --overlap: next to the job's other steps. --no-kill: also when another node dies. --cpu-bind=none: on all cores of the
+# node. --unbuffered: its lines arrive at once.
 _SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --input=all --unbuffered"
 _FILE_BYTES = 1 << 20
 _CHECK_S = 30.0
@@ -120,6 +122,7 @@ class AllocationJob:
         if self._is_slurm and len(names) > 1:  # if the first node dies, nobody but the others can tell Slurm
             commands[names[-1]] += ["--watch", os.environ["SLURM_JOB_ID"]]
         variables = {name: value for name, value in os.environ.items() if name.startswith(_SCHEDULER)}
+        # A node's death is reported by its launcher and by Slurm.
         on_lost = _once_each(listener.on_lost)
         async with launched_hosts(
             commands,

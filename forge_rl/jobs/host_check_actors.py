@@ -123,6 +123,7 @@ class HostCheckActor(HostActor):
         """Sum `size` bytes over all hosts; return bytes per second. Rank 0 listens at the address."""
         from forge_rl.engines.titan.checks import all_reduce_rate
 
+        # The interface that leads to the meeting point; gloo and NCCL might choose another.
         if interface := _interface(address if rank == 0 else _source(address, port)):
             set_here({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
         return await asyncio.to_thread(all_reduce_rate, rank, ranks, address, port, size)

@@ -128,6 +128,7 @@ async def launched_hosts(
     try:
         for name, command in commands.items():
             host = await launch_host(name, command, env)
+            # Known from here on, so that it is ended even if the next one cannot be started.
             hosts.append(host)
             follow_tasks.append(asyncio.create_task(host.follow(lost, ending, may_be_public=may_be_public)))
         addresses = await _addresses(hosts, listener)

@@ -51,6 +51,7 @@ def network_policy(run: str, namespace: str) -> Manifest:
 
     return {
         "apiVersion": "networking.k8s.io/v1",
+        # Monarch executes whatever reaches its port.
         "kind": "NetworkPolicy",
         "metadata": {"name": run, "namespace": namespace, "labels": {RUN_LABEL: run}},
         "spec": {"podSelector": own(), "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own()}]}]},
@@ -77,6 +78,7 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
             "labels": {RUN_LABEL: spec.run, HOST_LABEL: host, RANK_LABEL: "0"},
         },
         "spec": {
+            # A host ends with its container.
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,

@@ -61,6 +61,7 @@ def judge(pod: Mapping[str, Any]) -> PodState:
         return PodState(phase="dead", reason=reason, address=address, wished=code == 0)
     if phase not in ("Pending", "Running"):  # Succeeded, Failed, Unknown: its node is lost
         return PodState(phase="dead", reason=cause or f"the pod is {phase}: {_words(status) or '?'}", address=address)
+    # It still runs: its grace period has begun.
     if cause or (pod.get("metadata") or {}).get("deletionTimestamp"):
         return PodState(phase="ending", reason=cause or "the pod is being deleted", address=address, wished=not cause)
     if address and (conditions.get("Ready") or {}).get("status") == "True":

@@ -107,6 +107,7 @@ def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]
 def find_job(name: str, id: str = "") -> JobState | None:
     """Return the state of this user's latest job with a name, or of the job with an id; None once Slurm forgot it."""
     answer = ask_slurm(
+        # --states=all: by default squeue leaves out jobs that have ended.
         *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
     )
     jobs = []
@@ -121,6 +122,7 @@ def find_job(name: str, id: str = "") -> JobState | None:
 
 def describe_wait(job: JobState) -> str:
     """Return a line that says where a job stands in the queue."""
+    # By priority, the highest first, then by id.
     command = ["squeue", "--noheader", "--states=PENDING", "--sort=-p,i", "--format=%i"]
     queue = ask_slurm(*command, *([f"--partition={job.partition}"] if job.partition else [])).split()
     place = f"place {queue.index(job.id) + 1} of {len(queue)} in the queue" if job.id in queue else "waiting"

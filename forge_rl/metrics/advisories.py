@@ -72,6 +72,7 @@ class Advisories:
         advisories = []
         for kind, (metric, patience, check) in _CONDITIONS.items():
             if any(name.startswith(metric) for name in numbers):
+                # Divergence is looked at first, and stands for the conditions that follow from it.
                 text = "" if "diverged" in self.current and kind in _EFFECTS_OF_DIVERGENCE else check(self._history)
                 advisories += self._hold(kind, step, patience, text) if text else self._end(kind)
         for kind, effect, has_effect in effects_of(numbers, self._settings):
@@ -114,6 +115,7 @@ def advisories_of(
             continue
         new_advisories = watch.look_at(step, {name: value for name, value in row.items() if name != "step"})
         advisories = [
+            # The latest text of an advisory that still holds, as its numbers change.
             (watch.current.get(advisory.kind, advisory), None)
             if end is None and advisory.kind in watch.current
             else (advisory, step if end is None else end)
@@ -224,6 +226,7 @@ def _gap(history: _History) -> str:
 
 
 def _drift(history: _History) -> str:
+    # Logprobs of two versions of the weights, unlike the gap: staleness, not numerics.
     drift = history.recent("logprob_drift")
     if drift is None or drift < 0.3:
         return ""

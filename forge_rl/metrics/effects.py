@@ -108,6 +108,7 @@ EFFECTS: dict[str, Effect] = {
         "in forge-rl show",
     ),
     "cached_tools": Effect(
+        # No flag turns this on, so it counts whenever a step has its metric.
         flag="the cache of pure tools",
         is_asked_for=lambda settings: True,
         counted_with="tools/cache_hits",

@@ -65,6 +65,7 @@ class RecordedEpisode:
     def given_answer(self) -> str:
         """Which given answer it is: "chosen" or "rejected" of a pair, "given" of others; "" if a model sampled it."""
         versions = [turn.versions for turn in self.episode.turns if len(turn.versions)]
+        # Versions are -1 where no model sampled; see `Turn.versions`.
         if not versions or any(of_turn.max() >= 0 for of_turn in versions):
             return ""
         pair = ("chosen", "rejected")
@@ -285,6 +286,7 @@ def _turns(episode: Episode, as_json: Callable[[object], str]) -> Iterator[dict[
     for place, turn in enumerate(episode.turns):
         yield {
             "segment": segments[place],
+            # Where the turn's own tokens begin in its segment.
             "start": len(turn.prompt_ids),
             "tokens": len(turn.token_ids),
             "agent": _encodable(turn.agent),
@@ -373,6 +375,7 @@ def _last_words(text: str, given_answer: str) -> str:
 
 def _json(value: object) -> str:
     """Write JSON; an object without a JSON form, which a task's truth may hold, becomes its repr."""
+    # json writes dicts only, not other mappings.
     if isinstance(value, Mapping):
         value = dict(value)
     return json.dumps(value, ensure_ascii=False, default=repr)

@@ -57,6 +57,7 @@ class Histogram:
         if not self.counts:
             return [], []
         low, high = min(self.counts), max(self.counts)
+        # The smallest width with which at most `max_bins` bins reach from low to high.
         width = (high - low) // max_bins + 1
         counts = [0] * ((high - low) // width + 1)
         for value, count in self.counts.items():

@@ -101,6 +101,7 @@ async def run_command(
     assert process.stdout is not None
     assert process.stderr is not None
     try:
+        # At once, as a pipe that is full or not read would block the command.
         async with TaskGroup() as group:
             group.create_task(_feed(process.stdin, stdin))
             output = group.create_task(_tail(process.stdout))

@@ -188,6 +188,7 @@ def _is_closed(connection: socket.socket) -> bool:
 def _become(program: Program, fds: Mapping[int, int], *, has_nursery: bool) -> None:
     """Run a program in this process, which has just been forked, as Python would if it was executed."""
     _set_fds(fds)
+    # What executing the program would have set: environment, folder, umask, priority and signals.
     os.environ.clear()
     os.environ.update(program.environment)
     _show_mark(program.environment.get(MARK, ""))

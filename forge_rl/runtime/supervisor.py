@@ -222,6 +222,7 @@ class Supervisor:
         while True:
             await service.processes.clean_up(service.replicas[index])
             self._deaths[index] += counts
+            # Only the first death can be blamed on a call; a restart that fails counts.
             counts = True
             if (hopeless := self._is_hopeless(index)) or self._deaths[index] > max_restarts:
                 service.abandon(service.replicas[index])
@@ -256,6 +257,7 @@ class Supervisor:
                 raise
             failure = f"it did not restart: {type(error).__name__}: {error}".splitlines()[0]
         replica = service.at(index)
+        # No process was spawned, so there is none to mark as failed.
         if replica is None or replica is dead:
             service.faults.record(service.name, index, failure, fatal=False)
             return False

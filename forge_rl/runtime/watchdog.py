@@ -20,7 +20,7 @@ NOTICE_S = 3.0
 
 
 class Watchdog:
-    """Learns how long calls take, and has a replica restarted if its call hangs or fails as a restart may repair.
+    """Learns how long calls take, and has a replica restarted if a call hangs or raises an error that this may fix.
 
     results = await watchdog.work(replica, "step", request, parcel=rows_of_rank, work=tokens)
 

@@ -296,6 +296,7 @@ class _ResultFile:
     def _write_all(self) -> None:
         while True:
             with self._lock:
+                # Under the lock, so that `_later` either adds to this thread's work or starts another thread.
                 batch, self._waiting = self._waiting, []
                 if not batch:
                     self._writing = None
@@ -314,6 +315,7 @@ class _ResultFile:
                         lock.release()
 
     def _write(self, database: sqlite3.Connection, batch: list[tuple[bytes, bytes | None, _KeyLock | None]]) -> None:
+        # Swapped: results that are used during the write are noted with the next one.
         touched_keys, self._touched = self._touched, set()
         # The last of several writes to a key counts.
         latest = {key: value for key, value, _ in batch}

@@ -176,6 +176,7 @@ class RunData:
         listed: dict[str, Any] = {"files": sizes, "columns": {}, "texts": {}}
         for name, letters in _TEXTS.items():
             texts = (text or "" for _, _, columns in tables for text in columns[name])
+            # Texts recur, so each is held once and the column refers to it by number.
             listed["columns"][name], listed["texts"][name] = coded(texts, letters)
         for name in _NUMBERS:
             listed["columns"][name] = [rounded(value) for _, _, columns in tables for value in columns[name]]

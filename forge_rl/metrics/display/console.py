@@ -122,6 +122,7 @@ class Display(Sink):
             self._starting[name] = current_time
         seconds = duration(current_time - self._starting.get(name, current_time))
         text = {"starting": "starting", "ready": f"ready in {seconds}", "failed": f"failed after {seconds}"}[state]
+        # A service that starts again gets a new bar, whose time begins at 0.
         if state != "ready":
             self.panel.remove(name)
         if state != "failed":
@@ -193,6 +194,7 @@ class Display(Sink):
         text = waiting() if current_time - since >= PATIENCE_S else ""
         old_rollout, self._state.rollout = self._state.rollout, rollout
         self._state.polled_at, self._state.waiting = current_time, (text, since) if text else None
+        # Each batch has a bar of its own.
         if old_rollout is not None and (rollout is None or rollout.batch != old_rollout.batch):
             self.panel.remove("batch")
         if rollout is not None:
@@ -221,6 +223,7 @@ class Display(Sink):
             self._state.show_answer_of(step, batch)
         for name, value in numbers.items():
             kind, _, phase = name.partition("/")
+            # A wait is normal as long as the phase has taken before; see PLAIN_PATIENCE_S.
             if kind == "seconds":
                 self._longest[phase] = max(value, self._longest.get(phase, 0.0))
         self._show_step()

@@ -113,6 +113,7 @@ class RunState:
             return None
         left = max(self.info.steps - self.step, 0)
         median = statistics.median(self.step_seconds)
+        # The current step is among those left; its time so far is deducted, at most a whole step.
         return median * left - min(elapsed_s, median) if left else 0.0
 
 
