@@ -36,6 +36,7 @@ def build(parsed: FlagText, make: Callable[..., Any], *arguments: object) -> Any
     options = read_options(parsed, make, *arguments)
     parameters = inspect.signature(make).parameters.values()
     taken_names = {parameter.name for parameter in _places(make)[: len(arguments)]}
+    # Checked before the call, whose own error would not name the flag.
     missing = [
         parameter.name
         for parameter in parameters

@@ -41,7 +41,7 @@ _SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-b
 _FILE_BYTES = 1 << 20
 _CHECK_S = 30.0
 _ASK_S = 10.0
-"""Seconds between questions about a host that was asked for."""
+"""Seconds between queries about a requested host."""
 _WISHED = ("COMPLETED", "CANCELLED")
 """States of a host's job that has ended on purpose."""
 IN_CONTAINER = "leave one out: a host that joins later is in no container"
@@ -238,7 +238,7 @@ def _once_each(tell: Notice) -> Notice:
 
 @contextlib.contextmanager
 def _watching_nodes(names: Sequence[str], on_lost: Notice) -> Iterator[None]:
-    """Report nodes that Slurm says are down, which the connection to them may not show for long."""
+    """Report nodes that Slurm considers down; the connection to them may take long to show it."""
 
     async def watch() -> None:
         while True:

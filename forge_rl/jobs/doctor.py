@@ -31,7 +31,7 @@ _TRIAL_S = 300.0
 """Timeout of a call that starts an engine or a trainer, on a host that may be busy."""
 _WRITTEN = 64 << 20
 _MOVED = 64 << 20
-"""Bytes that are written to a disk, and that are moved between hosts."""
+"""Bytes written to a disk, and bytes moved between hosts."""
 _SERVICE = "doctor"
 
 Ask = Callable[[str], Awaitable[Finding]]
@@ -115,6 +115,7 @@ async def _examine(examination: Examination, model: Path | None) -> None:
     clocks: dict[str, Clock] = {}
     for host, replica in examination.replicas.items():
         examination.facts[host], clock = await ask_facts(replica, deadline_s=_CALL_S)
+        # The controller's own clock is the reference.
         if host != THIS_HOST:
             clocks[host] = clock
     examination.findings += judge_facts(examination.facts, clocks)
@@ -175,6 +176,7 @@ async def _folder(examination: Examination, host: str) -> Finding:
     hint = "checkpoints and models go through the controller; a file system that all hosts share is faster"
     if problem:
         return Finding(check="run folder", host=host, status="warn", detail=problem, hint=hint)
+    # From here on, the cluster treats the host's disk as shared.
     examination.cluster.sharing.add(host)
     return Finding(check="run folder", host=host, status="ok", detail=str(examination.folder))
 
@@ -261,6 +263,7 @@ async def _speeds(examination: Examination) -> None:
 
 async def _train_and_decode(examination: Examination, host: str, model: Path) -> Finding:
     """Sample with an engine, then train on the tokens in another process, and compare the logprobs."""
+    # Processes of their own, which end with the call and so free the device.
     sampled = await _once(examination, host, DecodeCheckActor, decode_environment(0, replicas=1), "sample", model)
     trained = await _once(examination, host, TrainCheckActor, train_environment(1), "train", model, sampled)
     if not trained.finite:

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _wait(job: str) -> None:
-    """Return when stdin ends; meanwhile requeue a Slurm job whose controller is gone, unless it is ""."""
+    """Return when stdin ends; meanwhile requeue the Slurm job, if one is given, once its controller is gone."""
     while True:
         ready, _, _ = select.select([0], [], [], _WATCH_S if job else None)
         if ready and not os.read(0, 4096):
@@ -100,6 +100,7 @@ def _serve(ip: str) -> str:
         address = str(service_proc_addr(url(ip, port), new_service_proc_id()))
         with quiet_stderr():
             serving = start_worker_loop_forever(address=address, ca="trust_all_connections")
+        # `serving` is done only if the server ends: a timeout means that it may still be starting.
         while not _listens(port):
             try:
                 serving.get(timeout=_LOOK_S)

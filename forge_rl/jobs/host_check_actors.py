@@ -113,6 +113,7 @@ class HostCheckActor(HostActor):
     async def unshare(self) -> None:
         """Take the offered bytes back, and stop listening."""
         if self._shared is not None:
+            # An RDMABuffer that is not dropped leaks.
             await self._shared[1].drop()
             self._shared = None
         while self._listeners:

@@ -37,7 +37,7 @@ _FLAG = "--job kubernetes:"
 _NAME = re.compile(r"[a-z][a-z0-9]{0,39}")
 _ATTACH_S = 60
 _GONE_S = 30.0
-"""Seconds to wait at the end until the pods do not exist any more, so that the next run may have the same name."""
+"""Seconds to wait at the end for the pods to be gone, so that the next run may have the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +287,7 @@ class KubernetesHosts:
         class DirectKubeConfig(KubeConfig):
             """A kubeconfig of a cluster whose pods can be reached by their addresses."""
 
+            # If True, Monarch forwards its port through kubectl.
             out_of_cluster = False
 
         class IPv6KubernetesJob(KubernetesJob):
@@ -294,10 +295,12 @@ class KubernetesHosts:
 
             def _wait_for_ready_pods(self, *args: Any, **kwargs: Any) -> list[Any]:
                 pods = super()._wait_for_ready_pods(*args, **kwargs)
+                # Monarch appends the port after a colon, which an IPv6 address needs brackets for.
                 return [replace(pod, ip=f"[{pod.ip}]" if ":" in pod.ip else pod.ip) for pod in pods]
 
         is_direct = self._is_direct(is_inside)
         kubeconfig = None
+        # Without a kubeconfig, Monarch uses the cluster that this process is in.
         if not (is_inside and is_direct):
             path = str((self.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)).expanduser())
             kubeconfig = (DirectKubeConfig if is_direct else KubeConfig).from_path(path)

@@ -63,6 +63,7 @@ class LaunchedHost:
         status = await self.process.wait()
         output = f": {' | '.join(list(self.last_lines)[-2:])}" if self.last_lines else ""
         cause = f"its launcher ended with status {status}{output}"
+        # Wakes `_addresses`, which waits for all hosts.
         if not self.address.done():
             message = f"host {self.name} did not start: {cause}"
             self.address.set_exception(InfrastructureError(message, hint="see the last lines that it printed"))

@@ -15,7 +15,7 @@ HOST_LABEL = "forge-rl-host"
 RANK_LABEL = "forge-rl-rank"
 """Rank of a pod in its Monarch mesh, for KubernetesJob; always 0, as each mesh has one pod."""
 CONTAINER = "worker"
-"""Name of the container in which a host runs; a container of a template that has this name is completed."""
+"""Name of the container in which a host runs; a template's container with this name is completed."""
 
 Manifest = dict[str, Any]
 

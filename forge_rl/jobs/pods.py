@@ -35,7 +35,7 @@ class PodState:
     """State of a host's pod, according to the API."""
 
     phase: Literal["waiting", "ready", "ending", "dead", "gone"]
-    """ending: the cluster will stop it once its grace is over; dead: it ended; gone: it does not exist any more."""
+    """ending: the cluster will stop it once its grace period is over; dead: it ended; gone: it does not exist."""
     reason: str = ""
     """Why it waits, or why it is dead."""
     address: str = ""
@@ -307,6 +307,7 @@ class Pods:
                 except (ConfigError, InfrastructureError) as error:
                     if not stop_event.is_set():
                         trouble(error.message)
+                        # A pause that `end` cuts short.
                         stop_event.wait(_RETRY_S)
 
         def end() -> None:
@@ -326,11 +327,13 @@ def deleted_with_this_process(kubeconfig: Path | None, *, namespace: str, run: s
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # Ctrl-C in the terminal must not end the guard.
         start_new_session=True,
     )
     try:
         yield
     finally:
+        # A line ends the guard; if its stdin closes without one, it deletes the pods.
         guard.communicate(b"done\n")
 
 

@@ -113,7 +113,7 @@ class SlurmJob:
         return self._script(command, folder)
 
     def submit(self, command: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
-        """Submit the batch script, or find the job that a former call submitted; show its log until it ends.
+        """Submit the batch script, or find the job that an earlier call submitted; show its log until it ends.
 
         The first Ctrl-C lets the run save and end; the second one cancels the job at once.
         """
@@ -155,6 +155,7 @@ class SlurmJob:
                 message = slurm_queue.describe_wait(job) if job.waits else _describe(job)
                 if message != last_message:
                     say(last_message := message)
+                # Asks less and less often while nothing changes.
                 every_s = _ASK_S if job.state != last_job.state else min(_ASK_LESS_S, every_s * 1.2)
                 ask_at = time.monotonic() + every_s
             time.sleep(_LOOK_S)

@@ -48,7 +48,7 @@ class JobState:
 
     @property
     def waits(self) -> bool:
-        """Whether it has no nodes yet, or none any more before it starts again."""
+        """Whether it has no nodes: it has not started, or is to start again."""
         return self.state in _WAITING
 
     @property
@@ -141,7 +141,7 @@ def cancel(job: JobState, *, gently: bool) -> None:
     """Cancel a job.
 
     Args:
-        gently: send SIGHUP to its batch script alone, at which a run saves and ends.
+        gently: send SIGHUP to its batch script alone, which makes a run save and end.
     """
     options = ["--signal=HUP", "--batch"] if gently and not job.waits else []
     ask_slurm("scancel", *options, job.id)

@@ -19,12 +19,13 @@ _GRACE_S = 60
 
 def job_name(folder: Path) -> str:
     """Return the name of the job that runs in a folder, the same from every login node."""
+    # Of user and whole path, as the job's name has only the folder's own name.
     digest = hashlib.sha256(f"{getpass.getuser()} {folder.resolve()}".encode()).hexdigest()[:8]
     return f"forge_rl-{re.sub('[^A-Za-z0-9.-]', '-', folder.name)[:40]}-{digest}"
 
 
 def hosts_name(folder: Path) -> str:
-    """Return the name of all jobs by which the run in a folder asks for hosts."""
+    """Return the name of all jobs with which the run in a folder requests hosts."""
     return f"{job_name(folder)}-host"
 
 

@@ -63,6 +63,7 @@ def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
     """
     locked = _locked() if locked is None else locked
     config, summary = read_bounded(folder / "config.json"), read_bounded(folder / "summary.json")
+    # The last rows suffice for the step, the reward and the score.
     rows = list(metrics_of(folder, tail=True))
     changed, lock = 0.0, 0
     with contextlib.suppress(OSError):
@@ -72,6 +73,7 @@ def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
     best, steps = summary.get("best"), config.get("steps")
     ended: dict[str, State] = {"finished": "finished", "failed": "failed"}
     outcome = str(summary.get("outcome", "finished")) if summary else ""
+    # A run that was killed has neither a lock nor a summary, and counts as stopped.
     state: State = "running" if lock in locked else ended.get(outcome, "stopped")
     scores = [value for row in rows if (value := as_float(row.get("held_out"))) is not None]
     return PastRun(

@@ -58,7 +58,7 @@ class Advisories:
         """Advisories that hold now, by kind."""
 
     def rollback(self) -> None:
-        """Forget all metrics, as after a rollback the run goes another way."""
+        """Forget all metrics, since a run takes another course after a rollback."""
         self._history, self._held, self.current = _History(self._history.max_lag), {}, {}
 
     def look_at(self, step: int, values: Mapping[str, object]) -> list[Advisory]:
@@ -425,4 +425,4 @@ _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], st
     "skipped": ("updates/skipped", 3, _skipped),
     "gradient": ("grad_norm", 1, _gradient),
 }
-"""What the names of each condition's metrics start with, the steps in a row for which it must hold, and its text."""
+"""Start of each condition's metric names, number of consecutive steps for which it must hold, and its text."""

@@ -144,6 +144,7 @@ class AlertSink(Sink):
     def _work(self) -> None:
         while (alert := self._jobs.get()) is not None:
             payload = json.dumps(alert)
+            # Each on its own: if one fails, the other still gets the alert.
             for name, send in (("command", self._run), ("webhook-url", self._post)):
                 try:
                     if getattr(self._config, name.replace("-", "_")):

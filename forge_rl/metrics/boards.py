@@ -193,6 +193,7 @@ class WandbSink(Sink):
             # What a model wrote stays text.
             page = f"<pre style='white-space: pre-wrap'>{html.escape(_text(samples[0]))}</pre>"
             drawn["episodes/first"] = self._wandb.Html(page, inject=False, data_is_not_path=True)
+        # W&B cannot go back: late values are drawn at the current step, with the step that they belong to.
         if step < self._step:
             drawn["eval/step"] = step
         self._step = max(self._step, step)

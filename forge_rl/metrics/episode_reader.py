@@ -169,11 +169,13 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
     total = int(ends[-1])
     for name in ("logprobs", "versions"):
         _check(len(row[name]) == total, f"{name} do not fit the turns")
+    # An empty list stands for an unknown array; see `_number_lists`.
     optional = {name: row[name] if len(row[name]) else None for name in _OPTIONAL}
     for name, values in optional.items():
         _check(values is None or len(values) == total, f"{name} do not fit the turns")
     score = None
     if row["reward"] is not None:
+        # Either all turns have a score or none has.
         by_turn = [turn["value"] for turn in row["turns"]]
         values = optional["values"]
         score = Score(

@@ -55,6 +55,7 @@ class PhaseClock:
 
     def now(self) -> tuple[str, float, float]:
         """Return the current phase or "", seconds in it (or since the last one), and seconds since the step began."""
+        # Read once, as another thread may ask while the phase changes.
         (name, since), moment = self._current, self._clock()
         return name, moment - since, moment - self._begun
 

@@ -28,7 +28,7 @@ _NAME = re.compile(r"(\d{6,})-(trained|evaluated|failed)\.parquet")
 _MOST_WAITING = 2
 """Batches that wait for the thread; while a disk is slower than the run, further ones are not kept."""
 _LISTED = 1000
-"""Files to delete that are remembered, so that not all are listed for each one."""
+"""Number of files to delete next that are remembered, to avoid listing the folder for each deletion."""
 _MAX_EPISODES = 4096
 """Maximum episodes kept of a step, of each kind: trained, evaluated and failed. Flags bound the episodes kept for
 long; this bounds those that one step writes, and the failed episodes that memory holds until then."""
@@ -210,8 +210,8 @@ class EpisodeRecorder(Sink):
         path.unlink(missing_ok=True)
 
     def _delete_earliest(self) -> None:
-        """Delete the earliest files while all are too large together. Only lists all files if it does not know their
-        size, and to find the next thousand to delete."""
+        """Delete the earliest files until all of them fit the bound. Lists the folder only to learn their size, and to
+        find the next thousand to delete."""
         while self._bytes is None or self._bytes > self._config.gib * 2**30:
             if self._bytes is not None and self._earliest:
                 self._delete(self._earliest.popleft())

@@ -159,9 +159,11 @@ class EpisodeSink(Sink):
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         episodes = batch.episodes if batch is not None else ()
+        # Evenly spaced places, as the episodes of a group lie one after another.
         num_episodes = min(self._episodes_per_step, len(episodes))
         for i in range(num_episodes):
             self._lines.append(step, episode_sample(episodes[i * len(episodes) // num_episodes]))
+        # Only a batch ends the collection of a step, not values that come late.
         if num_episodes:
             self._next(step)
 

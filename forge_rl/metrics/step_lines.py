@@ -45,6 +45,7 @@ class StepLines:
         self._finish_amendment()
         torn: tuple[int, bytes] | None = None
         for number, line in enumerate(self._lines(), 1):
+            # A crash can only tear the last line; before another one, it is damage.
             if torn is not None:
                 raise CheckpointError(
                     f"line {torn[0]} of {self._path} is not a step: {torn[1][:60]!r}",
@@ -127,6 +128,7 @@ class StepLines:
                         file.seek(start)
                         file.write(tail)
                         file.truncate(end)
+            # Even a torn one: its amendment has not begun.
             self._journal.unlink()
 
     def _lines(self) -> Iterator[bytes]:

@@ -130,7 +130,7 @@ class Trace:
             self._bytes += self._file.write(data)
 
     def _encode(self, lane: str, *events: dict[str, object]) -> bytes:
-        """Encode events as lines; the first ones of a lane after those that name and order it and its service."""
+        """Encode events as lines; a lane's first events follow lines that name and order the lane and its service."""
         service, _, replica = lane.partition("/")
         # A number from the name, by a checksum that is the same in every process, unlike `hash`.
         order = (
@@ -151,6 +151,7 @@ class Trace:
         self._named.add(lane)
         rows = [*({"ph": "M", "name": name, "args": args} for name, args in names.items()), *events]
         lines = (json.dumps(row | ids, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in rows)
+        # A comma before each line but the first, so that the file is an array that lacks only its bracket.
         return (b",\n" if self._bytes > len(_BEGIN) else b"") + ",\n".join(lines).encode("utf-8", "replace")
 
     def _resume(self) -> int:

@@ -112,7 +112,7 @@ class Tail:
 
     @property
     def percentile(self) -> float:
-        """exp of the upper end of the bin that holds the 99th percentile; NaN of nothing."""
+        """exp of the upper end of the bin that holds the 99th percentile; NaN if nothing was counted."""
         threshold, num_seen = 0.99 * sum(self.counts), 0.0
         for number, count in enumerate(self.counts):
             num_seen += count

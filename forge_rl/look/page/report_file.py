@@ -36,6 +36,7 @@ def write_page(
     """
     partial = out.with_name(f".{out.name}.partial")
     try:
+        # Private like the run folder, whose texts it holds.
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             counts = _write(file, runs, comparison, episodes, most_bytes)
         partial.replace(out)

@@ -105,6 +105,7 @@ class RunData:
         file = None if path is None else EpisodeFile(path)
         if file is None or not 0 <= place < len(file):
             raise ConfigError(f"{self.folder} has no episode {name[:100]!r}", hint="reload the page")
+        # Read when first needed, and again while it is missing.
         self._pieces = self._pieces or read_vocabulary(self.folder / FOLDER)
         return episode_json(name, file[place], self._pieces)
 

@@ -39,6 +39,7 @@ def read_trace(folder: Path) -> dict[str, list[list[Any]]]:
                     phases.append([name[:40], ts / 1e6, took / 1e6])
             case {"ph": "i", "ts": int(ts), "name": str(name), "tid": int(tid), "args": {"cause": str(cause)}}:
                 marks.append([lanes.get(tid, ""), name[:40], ts / 1e6, 0, cause[:400]])
+            # Recoveries only: other overlapping spans are requests, of which there are too many.
             case {"ph": "b", "ts": int(ts), "id": str(id_), "cat": str(lane)} if is_mark and len(begun) < _MOST_MARKS:
                 begun[id_] = lane[:80], ts / 1e6
             case {"ph": "e", "ts": int(ts), "id": str(id_)} if id_ in begun:

@@ -101,7 +101,7 @@ class RunState:
         self.step = step
 
     def rollback(self, step: int) -> None:
-        """Return to an earlier step. Failed episodes after it stay counted, as they failed."""
+        """Return to an earlier step. Episodes that failed after it stay counted."""
         self.rewards = self.rewards.cut(step)
         curves = {name: curve.cut(step) for name, curve in self.held_out.items()}
         self.held_out = {name: curve for name, curve in curves.items() if curve.points}
