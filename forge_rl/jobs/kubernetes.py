@@ -244,6 +244,7 @@ class KubernetesHosts:
                 hint=f"set --out to a folder below it, or {_FLAG}mount",
             )
         join_line = shlex.join(join_command(folder, name, python="python", public=self.public))
+        # The pod's output goes to the run folder, where `replace` reads why it ended.
         output = shlex.quote(str(host_log(folder, name)))
         spec = self._pods(["sh", "-c", f"exec {join_line} >> {output} 2>&1"])
         return pod(spec, name, claim=self.claim, mount=self.mount)

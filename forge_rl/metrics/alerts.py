@@ -131,6 +131,7 @@ class AlertSink(Sink):
         public_text = without_secrets(without_credentials(text))[:_MOST_LETTERS]
         alert = {"event": event, "text": public_text, **self._about, "step": self._step, "time": round(time.time(), 3)}
         try:
+            # A full queue costs this alert, not the time of a step.
             self._jobs.put_nowait(alert | (more or {}) | ({"left_out": self._left_out} if self._left_out else {}))
             self._left_out = 0
         except queue.Full:

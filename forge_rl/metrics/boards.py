@@ -61,6 +61,7 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard.summary import hparams
 
         settings = {
+            # `hparams` refuses values of other types.
             name: value if isinstance(value, bool | int | float) else str(value)[:_MOST_LETTERS]
             for name, value in info.config.items()
         }

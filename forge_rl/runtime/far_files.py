@@ -76,6 +76,7 @@ class FolderServer:
                     with self._opened(request.name, os.O_WRONLY | new) as fd:
                         num_written = 0
                         while num_written < len(request.data):
+                            # One call may write less than it is given.
                             num_written += os.pwrite(fd, request.data[num_written:], request.offset + num_written)
                     return None
                 case "rename":
@@ -229,6 +230,7 @@ def filled(folder: Folder) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as temporary_folder:
         yield Path(temporary_folder)
+        # Sorted, so that a folder comes before what is in it.
         for path in sorted(Path(temporary_folder).rglob("*")):
             name = path.relative_to(temporary_folder).as_posix()
             if path.is_dir():

@@ -147,6 +147,7 @@ class Seats:
         places = [
             len(self.hosts.gpus.get(host, ())) // self._size.gpus if self.hosts.gpus else 1 for host in living_hosts
         ]
+        # As if any places could make up a replica; lowered below.
         room = sum(places) // self._size.hosts
         # A replica's hosts all differ, so a host counts at most once for each replica.
         while sum(min(room, num_places) for num_places in places) < room * self._size.hosts:
@@ -169,6 +170,7 @@ class Seats:
         Raises:
             ConfigError: no host is left, or none has enough free GPUs.
         """
+        # Its own places count as free while another seat is sought.
         seat = self._taken.pop(index, None)
         if seat is None or not all(_stays(part.host, self._cluster) for part in seat.parts):
             seat = self._free()

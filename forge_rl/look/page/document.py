@@ -47,6 +47,7 @@ def data_block(name: str, text: str) -> str:
 
 def encoded(value: object) -> str:
     """Return a value as ASCII JSON that is safe inside a script element."""
+    # NaN is not JSON: a browser would refuse the whole block.
     return json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_HARMLESS)
 
 
