@@ -170,8 +170,7 @@ class KubernetesHosts:
                 hint="start it in a pod, or set route=direct if pods reach this machine's address",
             )
         pods = Pods(api, namespace=self.namespace, run=self.name)
-        # Pods are selected by the run's name, so those of another run would be followed and deleted as if they were
-        # this one's.
+        # Pods are selected by the run's name: another run's would be followed and deleted like this one's.
         if await asyncio.to_thread(pods.exists):
             kubectl = f"kubectl -n {self.namespace} delete pod,networkpolicy -l {RUN_LABEL}={self.name}"
             raise ConfigError(

@@ -180,8 +180,7 @@ def lag_histogram(batch: Batch) -> Histogram:
         for turn in episode.turns:
             versions = turn.versions
             if len(versions):  # equal versions come in runs
-                # Run i of equal versions is [cut i - 1, cut i); counting runs instead of tokens keeps this out of
-                # Python's loops.
+                # Starts of the runs after the first; the loop below is over runs, not over tokens.
                 cuts = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
                 for begin, end in zip([0, *cuts], [*cuts, len(versions)], strict=True):
                     tokens_by_version[int(versions[begin])] += end - begin

@@ -79,8 +79,7 @@ def start_server(variable: str, environment: Mapping[str, str], owner: int) -> N
     # OpenBLAS would start threads on import; titles of processes must leave their marks in /proc alone.
     defaults = {"OPENBLAS_NUM_THREADS": "1", "SPT_NOENV": "1"}
     subprocess.Popen(
-        # Its output goes nowhere: programs have descriptors of their own, and failed imports are reported to each
-        # requester.
+        # Its output goes nowhere: programs have their own descriptors, and each requester hears of failed imports.
         [sys.executable, "-m", "forge_rl.runtime.fork_server", name, str(owner), *modules.split(",")],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -140,8 +140,7 @@ def _keep(connection: socket.socket, refusal: str) -> None:
     pid = os.fork()
     if pid == 0:
         connection.close()
-        # The program must not outlive its keeper. If the keeper ended before this call, no signal comes: hence the
-        # check.
+        # The program must not outlive its keeper; if that has ended before this call, no signal comes.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(1)

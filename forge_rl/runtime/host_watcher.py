@@ -219,8 +219,7 @@ class HostWatcher:
         answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
         looks = 0
-        # A host that was slow lately gets longer in proportion; one that is silent along with all others gets
-        # _SILENT_LOOKS_OF_ALL.
+        # Longer for a host that was slow lately; _SILENT_LOOKS_OF_ALL while no other host answers either.
         max_looks = min(_SILENT_LOOKS_OF_ALL, max(_SILENT_LOOKS, _SLACK * max(self._looks, default=0)))
         while looks < max_looks or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers()):
             await asyncio.wait((answer,), timeout=_LOOK_S)

@@ -151,8 +151,7 @@ class Link:
         if self._broken is not None:
             self._value(method, *self._broken)  # raises
         try:
-            # Pickled here rather than in `_post`, so that a bad argument raises in its own caller and breaks no other
-            # call.
+            # Pickled here, not in `_post`, so that a bad argument raises in its own caller and breaks no other call.
             payload = _dumps(args)
         except Exception as error:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
@@ -218,8 +217,7 @@ class Link:
                 self.deadlines.start(call)
                 assert call.on_item is not None, "a plain method yields no items"
                 try:
-                    # The call stays registered, so that `ask` finds it when it wakes and cancels the stream in the
-                    # replica.
+                    # The call stays registered, by which `ask` knows that it must cancel the stream in the replica.
                     if call.on_item(self._value(call.method, kind, payload)) is True:
                         call.put((_VALUE, _NONE))
                 except Exception as error:  # the caller's error, unless it broke this link
@@ -327,8 +325,7 @@ class LinkEnd:
                 self._tasks[number] = task
                 task.add_done_callback(functools.partial(self._tasks.pop, number))
             elif number in self._tasks:
-                # Removed before it is cancelled: `_answer` thereby tells the controller's cancellation from the
-                # method's own.
+                # Removed first, by which `_answer` tells the controller's cancellation from the method's own.
                 self._tasks.pop(number).cancel()
 
     async def collect(self, wait_s: float) -> bytes:

@@ -170,8 +170,7 @@ def _unshare() -> None:
         return
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    # The order matters: an unprivileged process may write gid_map only after it has denied setgroups, see
-    # user_namespaces(7).
+    # In this order: gid_map can be written without privileges only once setgroups is denied (user_namespaces(7)).
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)

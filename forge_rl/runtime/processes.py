@@ -232,8 +232,7 @@ def exit_status(pid: int, pidfd: int) -> int | None:
         if status is not None:
             return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
     with contextlib.suppress(OSError):
-        # The exit code is the last field; the name before the last parenthesis may itself contain spaces and
-        # parentheses.
+        # The exit code is the last field; the name before the last parenthesis may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
             return os.waitstatus_to_exitcode(int(fields[-1]))

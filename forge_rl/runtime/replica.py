@@ -198,8 +198,7 @@ class Replica:
         key, began = self._begin(name), self.clock()
         answer = asyncio.ensure_future(_call_one(actor, method, args))
         try:
-            # The wait ends with the death as well: Monarch answers calls to a killed process only seconds later, or
-            # never.
+            # The wait ends with the death too, as Monarch fails calls to a killed process only seconds later.
             await asyncio.wait((answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.cancelled():  # Monarch cancels calls when the mesh stops; a bare CancelledError would be useless
                 self._on_lost(self, "its mesh has stopped")

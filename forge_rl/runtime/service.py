@@ -251,8 +251,7 @@ class Service:
             try:
                 return await attempt(replica)
             except ReplicaError as error:
-                # The error is not the death of a living replica. One that is away has interrupted its calls, which are
-                # repeated elsewhere.
+                # A living replica has not died of it; but one that is away has interrupted calls, which are repeated.
                 if replica.alive and replica.state is not ReplicaState.AWAY:
                     raise
                 if error.blamed:

@@ -124,8 +124,7 @@ class ResultCache:
                 if keep and len(encoded := value.encode("utf-8", "surrogatepass")) <= self._most_value:
                     shared = value
                     self._remember(key, value)
-                    # The lock passes to the writing thread, so that other processes find the result instead of running
-                    # the call.
+                    # The writing thread gets the lock, so that other processes find the result and do not run the call.
                     self._file.write_later(key, encoded, lock)
                 return value, False
         except asyncio.CancelledError:
@@ -184,8 +183,7 @@ class _KeyLock:
     def acquire(self, *, wait: bool) -> bool:
         if not hasattr(fcntl, "F_OFD_SETLK"):  # outside of Linux, processes may run equal calls
             return True
-        # A lock of the open file description: a process's own would be dropped as soon as any descriptor of the file
-        # closes.
+        # Locks of the open file description; a process's locks go when any descriptor of the file is closed.
         command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
         try:
             fcntl.fcntl(self._fd, command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._offset, 1, 0))
