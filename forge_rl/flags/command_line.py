@@ -49,6 +49,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
     spellings: dict[str, str] = {}
     default: C | None = None
     dumps = False
+    # Takes out what tyro does not know; `rest` becomes its command line.
     for word in words:
         name, equals, value = word.partition("=")
         if name in ("-h", "--help"):
@@ -103,6 +104,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
         groups.setdefault(group_of(flag), []).append(flag)
     # The word after --help may be the next flag.
     group_name = "" if group_name.startswith("-") else group_name
+    # A group by its title, or a nested config by its path.
     if group_name in groups:
         groups = {group_name: groups[group_name]}
     elif group_name:

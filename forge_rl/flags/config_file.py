@@ -61,11 +61,13 @@ class _FlagFile:
 
     def filled(self, kind: type[C], default: object, table: Mapping[str, Any], place: tuple[str, ...]) -> C:
         fields = {field.name: field for field in dataclasses.fields(cast(Any, kind)) if field.init}
+        # A flag must not be set by both its old and its new name.
         for key in table.keys() - fields.keys():
             if current_path(key) in table.keys() - {key}:
                 new_name = ".".join((*place, current_path(key)))
                 raise self.wrong((*place, key), f"is the old name of {new_name}, which is set too", "leave one out")
         table = {key if key in fields else current_path(key): value for key, value in table.items()}
+        # A retired flag may have the value of its constant; any other unknown key is an error.
         for key in table:
             if key not in fields and (constant := retired_default(".".join((*place, key)))) is not None:
                 if table[key] != constant:

@@ -87,6 +87,7 @@ def read_options(parsed: FlagText, make: Callable[..., Any], *arguments: object)
         raise parsed.wrong(f"{parsed.name} takes no {arguments[-1]!r:.80}", f"its options are: {_listed(names)}")
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     values, nested = dict[str, Any](), dict[str, dict[str, Any]]()
+    # A key is OPTION.FIELD, an option, or unknown.
     for key in parsed.raw_params:
         outer, _, inner = key.partition(".")
         owner = hints.get(outer) if inner and outer in names else None

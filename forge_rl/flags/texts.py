@@ -90,6 +90,7 @@ def parse(
     Raises:
         ForgeError: the text does not have this form; marks the place.
     """
+    # From the outside in: the title, the weight, the name, and the options in what is left.
     blank = FlagText(name="", flag=flag, text=text, error=error)
     match = _TITLE.match(text)
     # NAME=NUMBER is a name with its weight, not a title.

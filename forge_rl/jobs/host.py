@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--watch", metavar="JOB", default="")
     flags = parser.parse_args()
     os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "60s")  # ssh passes no variables on
+    # Sockets and files of Monarch's processes go where they are removed with this process.
     os.environ["TMPDIR"] = scratch = make_scratch()
     clean_up_after([scratch])
     for number in _NOTICES:

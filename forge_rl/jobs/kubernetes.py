@@ -397,8 +397,8 @@ class _PodTracker:
             self._say(self._waiting())
         elif state.phase == "ending" and self._saves:
             save_at_notice(self._listener, host, state.reason)
-        # A notice at which the run saves is not yet a loss; the pod's end after it is.
         elif state.phase in _ENDED and (old_state.phase not in _ENDED or (old_state.phase == "ending" and self._saves)):
+            # A notice at which the run saves is not yet a loss; the pod's end after it is.
             self._listener.on_lost(host, old_state.reason if old_state.phase == "ending" else state.reason)
 
     def _waiting(self) -> str:

@@ -46,6 +46,7 @@ class PodState:
 
 def judge(pod: Mapping[str, Any]) -> PodState:
     """Return the state of a pod, given as the API's JSON. Every terminal state is dead."""
+    # Judged in this order: ended, ending, ready, and otherwise waiting for a reason.
     status = pod.get("status") or {}
     address = str(status.get("podIP") or "")
     conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}

@@ -133,8 +133,8 @@ def as_float(value: object) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    # `isfinite` raises for integers beyond the range of floats.
     except OverflowError:
+        # `isfinite` raises for integers beyond the range of floats.
         return None
 
 

@@ -97,6 +97,7 @@ class StepLines:
         """Add values to the last line of a step, inserting one if there is none; later lines are written again."""
         self._catch_up()
         assert self._end is not None, "the sink was not started"
+        # Finds the step's line, or the place where it belongs.
         start, old_values, later_lines = 0, dict[str, object](), list[bytes]()
         for place, line in self._backwards(self._end):
             row = _decode(line)

@@ -172,6 +172,7 @@ class Trace:
                 except (ValueError, RecursionError):
                     break
                 match event:
+                    # Lines that name lanes have no time.
                     case {"ph": "M"}:
                         pass
                     case {"ph": str(), "ts": int(begin)} if isinstance(duration := event.get("dur", 0), int):

@@ -365,8 +365,8 @@ class LinkEnd:
             else:
                 work = result if self.in_hand is None else self.in_hand.noting(number, result)
                 await self._put(number, _VALUE, _dumps(await work))
-        # In an asyncio task, SystemExit and KeyboardInterrupt of user code would end the process and all of its calls.
         except BaseException as error:
+            # In an asyncio task, a SystemExit or KeyboardInterrupt of user code would end the process and all calls.
             if isinstance(error, asyncio.CancelledError) and number not in self._tasks:
                 raise  # cancelled by the controller
             await self._put(number, _ERROR, _pack(error))

@@ -417,8 +417,8 @@ class Service:
             self.notify()
         elif replica.state is ReplicaState.RETIRED:
             self._on_retired(replica)
-        # The owner of an index that is not wanted has dismissed its replica, and cleans up itself.
         elif replica.index in self.wanted:
+            # The owner of an index that is not wanted has dismissed its replica, and cleans up itself.
             on_end = None if self.faults.closing else self._on_end
             fatal = on_end is None and not self.recoverable
             self.set_state(replica, ReplicaState.ABANDONED if fatal else ReplicaState.QUARANTINED)
@@ -449,8 +449,8 @@ class Service:
                     continue
                 if cause := replica.look_for_hang(descendants=self._descendants):
                     self.mark_failed(replica, cause)
-                # Nothing left to do, or out of time: calls still in flight then fail here and are repeated elsewhere.
                 elif replica.state is ReplicaState.RETIRED and (not replica.load or replica.clock() > replica.ends_by):
+                    # Nothing left to do, or out of time: calls in flight then fail here and are repeated elsewhere.
                     self.retire(replica, "it was not needed any more")
                     self._on_retired(replica)
 

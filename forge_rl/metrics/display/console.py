@@ -191,6 +191,7 @@ class Display(Sink):
         if state != self._moved[0] or paused:
             self._moved = state, current_time
         since = self._moved[1]
+        # The pending call is named only once there has been no progress for a while.
         text = waiting() if current_time - since >= PATIENCE_S else ""
         old_rollout, self._state.rollout = self._state.rollout, rollout
         self._state.polled_at, self._state.waiting = current_time, (text, since) if text else None
@@ -205,6 +206,7 @@ class Display(Sink):
             )
         else:
             self.panel.remove("update")
+        # In plain mode, a line about a long wait or else about a long rollout.
         line = ""
         if text and current_time - since >= max(PLAIN_PATIENCE_S, 2 * self._longest.get(phase, 0.0)):
             line = f"{phase or 'run'}: waiting for {text}; {duration(current_time - since)} without progress"
