@@ -140,6 +140,7 @@ def merge(template: Any, ours: Any) -> Any:
             merge(entry, ours_by_name[name]) if name in ours_by_name else copy.deepcopy(entry)
             for entry, name in zip(template, template_names, strict=True)
         ]
+        # The template's entries, completed, and then ours that it does not name.
         return merged + [
             entry
             for entry in ours

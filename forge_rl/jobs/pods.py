@@ -135,6 +135,7 @@ def connect(kubeconfig: Path | None) -> tuple[ApiClient, bool]:
     settings = client.Configuration()
     try:
         if kubeconfig is None:
+            # Raises outside of a cluster, where no service account is mounted.
             with contextlib.suppress(config.ConfigException):
                 config.load_incluster_config(client_configuration=settings)
                 return client.ApiClient(settings), True

@@ -174,6 +174,7 @@ def episode_schema() -> pa.Schema:
         "tokens": count,
         "turn_count": count,
         "turns": pa.list_(pa.struct(list(turn.items()))),
+        # For each segment its whole context once; turns refer to it by start and length.
         "context_ids": pa.list_(pa.list_(count)),
         "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(count),

@@ -127,6 +127,7 @@ class PhaseClock:
         values = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         for name, count in self._tokens.items():
             values[f"tokens/{name}"] = float(count)
+            # A phase that took no time has no rate.
             if self._seconds.get(name, 0.0) > 0.0:
                 values[f"tokens_per_s/{name}"] = count / self._seconds[name]
         for (device, phase), seconds in self._busy.items():

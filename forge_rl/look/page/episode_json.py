@@ -92,6 +92,7 @@ def _turn(
     values = score.tokens[place] if score is not None and place < len(score.tokens) else None
     logprobs, gaps = record.scores_of(turn, tokens)
 
+    # The record's arrays cover the tokens of all turns, of which this turn has `tokens`.
     def turn_values(array: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
         return None if array is None else array[tokens][:count]
 
