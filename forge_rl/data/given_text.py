@@ -66,6 +66,7 @@ def check_context(
         (number, passage)
         for number, message in enumerate(messages, first)
         for passage in _of_content(message, tokenizer)
+        # Templates leave out the thoughts of earlier answers on purpose.
         if passage.part != "thoughts"
     ]
     _check_shown(passages, token_ids, tokenizer, use)
@@ -92,6 +93,7 @@ def unread_names(task: Task, token_ids: Iterable[TokenIds], tokenizer: Tokenizer
     Args:
         token_ids: all sequences that are made of the task.
     """
+    # Joined by NUL, so that no passage of ordinary text is found across two sequences.
     rendered = "\0".join(_joined(tokenizer.decode(ids, skip_special=False)) for ids in token_ids)
 
     def is_read(value: object) -> bool:
@@ -154,6 +156,7 @@ def _of_content(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
     default_part = "text beside its tool call" if message.get("tool_calls") else "text"
     if message.get("role") == "assistant":
         tags = {*_TAGS, *tokenizer.thoughts.tags}
+        # With a capturing group, split keeps the tags: texts at even places, tags at odd ones.
         pieces = re.split("(" + "|".join(map(re.escape, sorted(tags))) + ")", content)
         closing = {_TAGS[1], tokenizer.thoughts.tags[1]}
         for place in range(0, len(pieces), 2):
@@ -181,9 +184,11 @@ def _values(arguments: object) -> Iterator[str]:
 
 def _form_in(rendered: str, text: str, tokenizer: Tokenizer) -> str | None:
     """Return the form in which a rendered text has a text: unchanged, as JSON, or as the vocabulary can write it."""
+    # Templates write arguments of calls as JSON, with or without escapes for letters beyond ASCII.
     for form in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
         if (joined := _joined(form)) in rendered:
             return joined
+    # A vocabulary may be unable to write a text exactly, for example where its normalizer changes letters.
     joined = _joined(tokenizer.decode(tokenizer.encode(text), skip_special=False))
     return joined if joined in rendered else None
 

@@ -32,6 +32,7 @@ def tail(running: float, *, mean: float, longest: float, last: float) -> Iterato
     Args:
         last: tokens of the longest.
     """
+    # Answers end in order of length; `groups` quantiles of the distribution stand for all of them.
     scale, groups, passed = _scale(mean, longest), min(_GROUPS, math.ceil(running)), 0.0
     for group in range(groups):
         end = last if group == groups - 1 else min(last, _quantile((group + 0.5) / groups, scale, longest))
@@ -49,6 +50,7 @@ def _scale(mean: float, longest: float) -> float:
     """Return the mean of the exponential distribution which, cut at the longest, has the given mean."""
     if mean >= longest:
         return math.inf
+    # Bisection: the cut distribution's mean, scale * (1 - exp(-longest / scale)), grows with the scale.
     low, high = mean, 1e6 * longest
     for _ in range(100):
         middle = (low + high) / 2

@@ -163,20 +163,26 @@ def rollout_times(
         )
     share = work.episodes / (engines * copies)
     running = max(1.0, min(settings.max_num_seqs, cached_sequences, share * (1 + work.ahead)))
+    # The mean context of a decoded token: the prompt and half of the answer.
     context = round(work.prompt + work.answer / 2)
     step_flops, step_bytes = forward_flops(a, context, has_head=True), sequence_bytes(a, settings, context)
     arithmetic_s = memory_s = links_s = scheduling_s = 0.0
     for steps, decoded in _decoded(work, share, running):
         read_weights = layer_weights(a, max(1, round(decoded))) + head_weights(a)
+        # Roofline of one step: weights are read once for all sequences, keys and values once for each. The slower of
+        # arithmetic and memory counts, as they overlap.
         compute_s = decoded * step_flops / tp / (device.flops * use.decoding)
         read_s = (itemsize * read_weights / tp + decoded * step_bytes) / (device.bandwidth * use.memory)
         arithmetic_s += steps * compute_s if compute_s > read_s else 0.0
         memory_s += steps * read_s if compute_s <= read_s else 0.0
         scheduling_s += steps * (use.step_s + decoded * use.sequence_s)
         if tp > 1:
+            # Two all-reduces a layer, after attention and after the feed-forward network; a ring sends 2 (tp - 1) / tp
+            # of the bytes.
             sent_bytes = decoded * a.dim * itemsize * 2 * (tp - 1) / tp
             links_s += steps * 2 * a.layers * (use.collective_s + sent_bytes / (device.link * use.links))
     prompt_tokens = max(1.0, work.groups / (engines * copies)) * work.prompt
+    # Each group's prompt is read once, without logits; its tokens see half of the prompt on average.
     prefill_flops = prompt_tokens * forward_flops(a, work.prompt / 2, has_head=False) / tp
     parts = {
         "arithmetic": arithmetic_s + prefill_flops / (device.flops * use.decoding),
@@ -201,6 +207,7 @@ def _decoded(work: Workload, share: float, running: float) -> Iterator[tuple[flo
     lengths = {"mean": work.answer, "longest": work.longest}
     if work.ahead:
         last = longest_of(work.episodes, **lengths)
+        # Either all slots are always busy, or the longest answer of the batch decides.
         steps = max(share * work.answer / running, last / (1 + work.ahead))
         yield steps, share * work.answer / steps
         return
@@ -249,6 +256,7 @@ def train_times(
     episode_tokens = work.prompt + work.answer  # a group of episodes can be split, an episode cannot
     tokens = max(work.tokens / shares, episode_tokens) / use.filled
     row_tokens = max(1, s.seq_len) * cp
+    # Ceiling division; a minibatch has at least one row.
     rows = max(float(work.minibatches), -(-tokens // row_tokens))
     products, attention = _flops(a, s, work)
     flops = products / use.training + attention / use.attention
@@ -256,6 +264,7 @@ def train_times(
     compute_s = spread.sharers * flops / device.flops
     parts = {"arithmetic": work.epochs * compute_s}
     if pp > 1:
+        # The bubble of a pipeline of pp stages: (pp - 1) / rows of the passes, once for each minibatch.
         parts["filling and draining the pipeline"] = work.epochs * compute_s * work.minibatches * (pp - 1) / rows
     gather_s = (
         stage_share
@@ -263,14 +272,17 @@ def train_times(
         / (spread.link(device, stage_ranks // s.data_parallel_replicate_degree) * use.links)
     )
     if s.enable_cpu_offload:
+        # Float32 weights to the device and gradients back, for each row.
         gather_s += rows * 2 * 4 * a.weights / spread.ranks / (device.host_link * use.links)
     if s.enable_activation_offload:
         sent_bytes = stage_share * 2 * tokens / cp / tp * a.dim * itemsize * a.layers
         parts["links of offloaded activations"] = work.epochs * sent_bytes / (device.host_link * use.links)
     parts["links of FSDP beyond arithmetic"] = work.epochs * max(0.0, gather_s - compute_s)
     local_tokens = tokens / cp
+    # Forward, backward, and forward again if all activations are recomputed.
     passes = 2 + (s.activation_checkpointing == "full")
     if tp > 1:
+        # With sequence parallelism, a gather and a scatter around attention, and again around the feed-forward network.
         sent_bytes = stage_share * local_tokens * a.dim * itemsize * (tp - 1) / tp * a.layers * 4 * passes
         parts["links of tensor parallelism"] = work.epochs * sent_bytes / (spread.link(device, tp) * use.links)
     if cp > 1:
@@ -294,11 +306,13 @@ def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) 
     """Return the operations of one pass over the batch, forward and backward, with recomputation: of products with
     weights, and of attention."""
     a = architecture
+    # A multiply-add for each weight and token; logits only for answers, as prompts are not trained.
     layers = 2.0 * layer_weights(a) * work.tokens
     head = 2.0 * head_weights(a) * work.answers
     prompts = work.groups * work.prompt * attention_flops(a, work.prompt / 2)
     attention = prompts + work.answers * attention_flops(a, work.prompt + work.answer / 2)
     recomputed = {"none": 0.0, "selective": 0.5, "full": 1.0}[settings.activation_checkpointing]
+    # The backward pass costs two forward passes: gradients by inputs and by weights.
     passes = 3 + work.passes
     products = passes * (layers + head) + recomputed * layers
     return products, (passes + (recomputed == 1)) * attention
@@ -315,5 +329,6 @@ def _gather_bytes(a: Architecture, s: TrainSettings, ranks: int, rows: float, it
         expert_weights = len(a.experts.layers) * a.experts.count * 3 * a.dim * a.experts.hidden_dim
         local_weights -= expert_weights * (1 - 1 / s.expert_parallel_degree)
     local_weights /= s.tensor_parallel_degree
+    # Gradients are reduced with each row, or once a minibatch if they add up on each rank first.
     reductions = 1.0 if adds_up_once(a.weights, s, ranks=ranks * s.pipeline_parallel_degree) else rows
     return (2 * rows * itemsize * local_weights + reductions * 4 * local_weights) * (num_shards - 1) / num_shards

@@ -93,6 +93,7 @@ def _gpu_costs() -> VersionCosts:
     copying_s = _LOADED_BYTES / (device.host_link * use.links)
     passes_s = FINGERPRINT_PASSES * _LOADED_BYTES / (device.bandwidth * use.memory)
     tensor_s = parts["load_fingerprint"].tensor_s
+    # What is left of the measured seconds after bytes and Python's work per tensor is the cost of the launches.
     batch_s = (_FINGERPRINT_S - passes_s) / _LOADED_TENSORS - tensor_s
     fingerprint = PartCost(tensor_s=tensor_s, batch_s=batch_s, memory=FINGERPRINT_PASSES)
     parts["publish_write"] = replace(fingerprint, host_link=1.0, tensor_s=parts["publish_write"].tensor_s)
@@ -154,6 +155,7 @@ def version_times(costs: VersionCosts, version: Version, device: DeviceType, use
     for name, cost in costs.parts.items():
         share, tensors, plain = 1.0, version.tensors, version.tensors - version.stacked
         if name == "load_load":
+            # A stack that crosses the end of a bucket is loaded in parts, so each bucket may add one.
             tensors = min(tensors, plain + version.stacks + math.floor(version.size / BUCKET_BYTES))
         if name in _OF_RANK:
             share, tensors = version.rank_share, plain + math.ceil(version.stacked / version.shards)
@@ -161,6 +163,7 @@ def version_times(costs: VersionCosts, version: Version, device: DeviceType, use
             tensors = plain  # a forward pass, in which a stack is one tensor
         elif name in _OF_ENGINE:
             share = version.engine_share
+        # At least one batch for each shape, and one more whenever one is full; never more than there are tensors.
         batches = min(tensors, version.shapes + math.floor(share * version.size / _BATCH_BYTES))
         byte_s = cost.memory / (device.bandwidth * use.memory) + cost.host_link / (device.host_link * use.links)
         if version.shards > 1:
@@ -173,6 +176,7 @@ def version_times(costs: VersionCosts, version: Version, device: DeviceType, use
         parts[name] = sum(seconds.values())
         causes = {cause: causes[cause] + seconds[cause] for cause in causes}
     if version.hosts > 1:
+        # Each host pulls a version once, over the links of all its devices.
         parts["load_network"] = version.size / (device.network * use.links * version.per_host)
         causes["bytes"] += parts["load_network"]
     return VersionTimes(parts=parts, causes=causes)

@@ -77,6 +77,7 @@ def benchmark_source(text: str) -> IterableSource:
     definition, revision, file = benchmark(text)
     tables = _file_tables(definition, file) if file else [_hub_table(definition, revision)]
     columns = Columns(id=definition.id)
+    # A function, so that each pass reads the tables from the start.
     return IterableSource(definition.name, lambda: _rows(definition, tables), held_out_share=1.0, columns=columns)
 
 
@@ -136,6 +137,7 @@ class _AnsweredTable:
 
     def parse(self, row: object) -> Row:
         values = self._table.parse(row)
+        # A row's own ground_truth wins: merged files already have it.
         return {"ground_truth": self._answers.get(str(values.get("id")))} | dict(values)
 
     def describe(self, row: int) -> str:
@@ -163,6 +165,7 @@ def _asked(name: str, answer: str, instruction: str) -> Callable[[Row], Row]:
     """Return what makes a row with a question and an answer."""
 
     def convert(row: Row) -> Row:
+        # Columns that `Columns` would take for the prompt are left out; the question is made here.
         other_columns = {key: value for key, value in row.items() if key not in (name, "prompt", "messages")}
         return other_columns | {"question": _text(row, name) + instruction, "answer": str(row[answer])}
 
@@ -223,6 +226,7 @@ def _bfcl(row: Row) -> Row:
     for tool in tools:
         function = tool["function"]
         assert isinstance(function, dict)
+        # APIs allow no dots in names of functions; the reward counts them as underscores too.
         function["name"] = str(function.get("name", "")).replace(".", "_")
     return {"id": row["id"], "messages": turns[0], "tools": tools, "ground_truth": row["ground_truth"]}
 

@@ -58,6 +58,7 @@ def _compared(true_calls: Sequence[Mapping[str, Mapping[str, object]]], calls: S
         problems = [_differs(expected, call) for expected in remaining]
         if "" not in problems:
             return problems[0]
+        # Each right call is used up, so one call made twice does not count for two.
         del remaining[problems.index("")]
     return problem
 

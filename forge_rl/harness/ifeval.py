@@ -25,6 +25,7 @@ _LONGEST = 200_000
 _WORD = re.compile(r"\w+")
 _TOKEN = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
 _STOPS = r".!?\u3002\uff01\uff1f\u0964"
+# Possessive quantifiers: a row of a million full stops must not make the search quadratic.
 _END = re.compile(rf"(?<![{_STOPS}])[{_STOPS}]++[\"'\u201d\u2019)\]]*+(?=\s|$)")
 _ABBREVIATIONS = frozenset(
     ("mr", "mrs", "ms", "dr", "prof", "sr", "jr", "st", "vs", "etc", "e.g", "i.e", "u.s", "a.m", "p.m", "inc", "ltd")
@@ -107,8 +108,10 @@ def _instructions(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
         if name not in CHECKS:
             hint = suggest(str(name), CHECKS, "instructions")
             raise TaskError(f"--reward ifeval: task {task.id!r} has the instruction {name!r:.80}", hint=hint)
+        # The data set's columns hold every parameter of every instruction, null where it does not apply.
         parameters = {key: value for key, value in dict(kwargs or {}).items() if value is not None}
         try:
+            # A wrong parameter is the data's fault, and must not first show as a wrong answer.
             follows(name, parameters, "one. two.")
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise TaskError(
@@ -175,6 +178,7 @@ def _is_in(text: str, language: str) -> bool:
     if language in _SCRIPTS:
         return script == _SCRIPTS[language]
     words = Counter(word.lower() for word in _WORD.findall(text))
+    # Languages in Latin letters are told apart by their most frequent words.
     frequencies = {
         code: sum(words[word] for word in function_words.split()) for code, function_words in _FUNCTION_WORDS.items()
     }
@@ -201,6 +205,7 @@ def count_sentences(text: str) -> int:
 
 
 def _paragraphs(text: str, parameters: Mapping[str, Any]) -> bool:
+    # A divider may also stand before the first paragraph or after the last one, as in the reference.
     parts = [part.strip() for part in text.split("***")]
     paragraphs = parts[1 if not parts[0] else 0 : len(parts) - (len(parts) > 1 and not parts[-1])]
     return all(paragraphs) and len(paragraphs) == int(parameters["num_paragraphs"])
@@ -247,6 +252,7 @@ def _constrained(text: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def _highlights(text: str, parameters: Mapping[str, Any]) -> bool:
+    # Both forms count, as in the reference.
     single, double = re.findall(r"\*([^\n*]*)\*", text), re.findall(r"\*\*([^\n*]*)\*\*", text)
     return sum(bool(highlight.strip()) for highlight in (*single, *double)) >= int(parameters["num_highlights"])
 

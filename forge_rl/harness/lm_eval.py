@@ -175,6 +175,7 @@ async def run_lm_eval(
     out = Path(settings["output_path"])
     make_private(out, CheckpointError)
     write_whole(out / "settings.json", json.dumps(settings, indent=2))
+    # Earlier results in the folder must not pass for this run's.
     log, old_results, rest = out / "lm-eval.log", _results(out), ""
 
     with log.open("wb") as file:
@@ -183,6 +184,7 @@ async def run_lm_eval(
             nonlocal rest
             file.write(part)
             file.flush()
+            # Progress bars end with a carriage return; the last part may be an incomplete line.
             *lines, rest = re.split(r"[\r\n]", rest + part.decode(errors="replace"))
             rest = rest[-_LONGEST_LINE:]
             for line in lines:

@@ -20,6 +20,7 @@ def check_same_tokens(who: str, folder: Path, policy: Path) -> None:
     """
     if folder.samefile(policy):
         return
+    # Logits of two models are compared id by id, so each id must be the same token in both.
     model_ids, policy_ids = (Tokenizer(path).hf.get_vocab() for path in (folder, policy))
     if different_tokens := sorted({token for token, _ in model_ids.items() ^ policy_ids.items()}):
         token = different_tokens[0]

@@ -46,6 +46,7 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or ()
         if role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
+            # Outputs of several calls go into one user message, as many templates require roles to alternate.
             if after_tool:
                 texts[-1]["content"] = f"{texts[-1]['content']}\n{content}"
                 continue

@@ -54,6 +54,7 @@ class JSONLines:
 
     def row(self, index: int) -> object:
         begin, end = self._starts[index : index + 2].tolist()
+        # One byte more than allowed is enough to see that a row is too long, without reading all of it.
         data = self._file.read(begin, min(end, begin + MOST_ROW_BYTES + 1)).rstrip(b"\r\n")
         return data if data.strip(_BLANKS) else BLANK
 
@@ -95,6 +96,7 @@ class DelimitedLines(JSONLines):
 
     def __init__(self, path: Path, cache: Path, delimiter: str) -> None:
         super().__init__(path, cache, quotes=True)
+        # The module's default is 128 KiB; the setting is global to the process.
         csv.field_size_limit(MOST_ROW_BYTES)
         with path.open("rb") as file:
             head = file.read(int(self._starts[1]))
@@ -111,6 +113,7 @@ class DelimitedLines(JSONLines):
             raise TaskError(f"{path}: the first row {problem}", hint="name each column once in the first row")
 
     def parse(self, row: object) -> Mapping[str, object]:
+        # Bytes that are not UTF-8 become surrogates first, so that the error can name their column.
         fields = self._fields(_line(row).decode(errors="surrogateescape"))
         if len(fields) != len(self.columns):
             raise RowError(
@@ -214,6 +217,7 @@ def _find_row_starts(path: Path, quotes: bool) -> npt.NDArray[np.int64]:
     offset = num_quotes = 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
+            # NumPy finds all breaks of a MiB in one call, instead of one step of Python per line.
             letters = np.frombuffer(data, np.uint8)
             breaks = np.flatnonzero(letters == ord("\n"))
             if quotes:  # a break ends a row if the number of quotes before it is even
@@ -228,4 +232,5 @@ def _find_row_starts(path: Path, quotes: bool) -> npt.NDArray[np.int64]:
             hint='write a quote inside a field as "", and quote the whole field',
         )
     starts = np.concatenate(start_parts)
+    # A last line without a line break still ends at the end of the file.
     return starts if starts[-1] == offset else np.append(starts, offset)

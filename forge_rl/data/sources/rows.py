@@ -113,9 +113,11 @@ class Columns:
         """
         _check_unread(row)
         prompt_column, messages, answers = self._example(row)
+        # Before instruction and system message are added, so that neither changes which problems are held out.
         problem = prompt_key(messages)
         tools_column = self.tools or next((name for name in _TOOLS if _holds_tools(name, row.get(name))), "")
         tools = read_tools(tools_column, _get(row, tools_column), fillers=_fills(row)) if tools_column else ()
+        # Whatever the prompt does not use is kept for rewards, under its own name.
         truth = {name: value for name, value in row.items() if name not in (prompt_column, tools_column)}
         system = self.system
         if not self.template and prompt_column != _SYSTEM and messages[0]["role"] != "system":
@@ -292,6 +294,7 @@ def _digest(data: bytes) -> int:
 def _get(row: Mapping[str, object], column: str) -> object:
     """Return the value of a column, or of a field inside one."""
     value = row.get(column, _NO_COLUMN)
+    # A column whose own name has a dot comes first.
     if value is _NO_COLUMN and "." in column:
         value = row
         for part in column.split("."):
